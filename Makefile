@@ -1,0 +1,36 @@
+# make demo    set up, then train, attack and print a table of what leaked
+# make test    set up, then run the tests (PYTEST_ARGS="-m slow tests/fl" is passed on)
+# make check   lint, formatting and types
+# make clean   remove caches and builds; the environment and results stay
+
+PY ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check clean
+.DEFAULT_GOAL := demo
+
+demo: .venv/ok
+	$(BIN)/hyperleak run configs/quickstart.yaml --out results/quickstart
+
+test: .venv/ok
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: .venv/ok
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find attacks benchmarks defenses eval fl tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment that is there already is kept, and so is a torch installed in it.
+.venv/ok: pyproject.toml constraints.txt
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hyperleak needs Python >= 3.11, found %s; try: make PY=python3.12" % sys.version.split()[0])'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PY) -m venv .venv
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || { \
+	  echo 'Installing into .venv. On Linux this downloads about 5 GB, most of it the CUDA build of torch.'; \
+	  echo 'For a small CPU build: Ctrl-C, install its torch and torchvision with .venv/bin/pip, call make again.'; }
+	$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
+	@touch $@

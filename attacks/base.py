@@ -1,0 +1,146 @@
+"""What an attack is: a server's view in, a reconstruction or a reason out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fl.registry import Registry
+from fl.tensors import Tensors
+from fl.types import ServerView
+
+attacks = Registry["Attack"]("attack", "attacks")
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack recovered, chosen by its own objective alone.
+
+    Attributes:
+        inputs: (N, C, H, W) in [0, 1], or None where the attack recovers no images.
+        labels: (N,) int64, or None where it recovers none.
+        objective: the attack's objective at `inputs`, relative to where the search began.
+        history: the objective along the search, coarsely.
+        private: recovered private tensors by the names of `ServerView.private`, and a recovered extractor under
+            `extractor/name`.
+        knowledge: what it used beside the shared parameters and the update, e.g. "labels".
+        verified: whether the attack could check its own success without the truth; None if it can't tell.
+    """
+
+    inputs: Tensor | None
+    labels: Tensor | None = None
+    objective: float = float("nan")
+    history: tuple[float, ...] = ()
+    private: Tensors = field(default_factory=dict)
+    knowledge: tuple[str, ...] = ()
+    verified: bool | None = None
+
+
+@dataclass(frozen=True)
+class NotApplicable:
+    """The attack says nothing about this view, and why: a result, not an error."""
+
+    reason: str
+
+
+Result = Reconstruction | NotApplicable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """The base of every attack: settings in the object, the view in the call.
+
+    A subclass defines `one` for a single view, or `run` for a stack of them.
+    """
+
+    name: ClassVar[str]
+    registry: ClassVar[Registry[Any]] = attacks
+
+    def __call__(self, view: ServerView, *, seed: int = 0) -> Result:
+        """Attack one view; the same seed gives the same result."""
+        return self.run([view], [seed])[0]
+
+    def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        """Attack several views, each with its own seed; equal to attacking one at a time."""
+        return [self.one(view, seed) for view, seed in zip(views, seeds, strict=True)]
+
+    def one(self, view: ServerView, seed: int) -> Result:
+        """Attack one view."""
+        raise TypeError(f"{type(self).__name__} defines neither one() nor run()")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewAttack(Attack):
+    """An attack that rewrites a view into an easier one, which another attack can take over: `peel+ig`."""
+
+    def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        """The easier view, or why there is none."""
+        raise TypeError(f"{type(self).__name__} does not define rewrite()")
+
+    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+        """The result on the rewritten view as one on the first view."""
+        return result
+
+
+@attacks.register("chain")
+@dataclass(frozen=True, kw_only=True)
+class Chain(Attack):
+    """One attack on the view that another one rewrites; written `first+then`.
+
+    Attributes:
+        first: rewrites the view.
+        then: attacks what comes out.
+    """
+
+    first: Attack
+    then: Attack
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.first, ViewAttack):
+            raise ValueError(f"expected an attack that rewrites views before '+', got {self.first.name!r}")
+
+    @classmethod
+    def example(cls) -> Chain:
+        """Peel, then match gradients."""
+        built = build("peel+ig")
+        assert isinstance(built, Chain)
+        return cls(first=built.first, then=type(built.then).example())  # type: ignore[attr-defined]
+
+    def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        """Rewrite every view, attack those that could be, in one stack."""
+        assert isinstance(self.first, ViewAttack)
+        rewritten = [self.first.rewrite(view) for view in views]
+        open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
+        found = self.then.run([rewritten[i] for i in open_to], [seeds[i] for i in open_to])  # type: ignore[misc]
+        results: list[Result] = [view if isinstance(view, NotApplicable) else NotApplicable("") for view in rewritten]
+        for i, result in zip(open_to, found, strict=True):
+            easier = rewritten[i]
+            assert isinstance(easier, ServerView)
+            if isinstance(result, Reconstruction):
+                result = self.first.unwrap(views[i], easier, result)
+            results[i] = result
+        return results
+
+
+def build(spec: str | Mapping[str, Any] | Attack) -> Attack:
+    """An attack from its name or its settings; `first+then` chains two, other settings then go to the last.
+
+    Raises:
+        fl.registry.UnknownNameError: unknown attack or setting; says what is close.
+    """
+    if isinstance(spec, Attack):
+        return spec
+    settings = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = str(settings.get("name", ""))
+    if "+" not in name:
+        return attacks.build(settings)
+    first, _, then = name.partition("+")
+    return Chain(first=attacks.build(first), then=build({**settings, "name": then}))
+
+
+def label(attack: Attack) -> str:
+    """The short name of an attack: `ig`, `peel+ig`."""
+    return f"{label(attack.first)}+{label(attack.then)}" if isinstance(attack, Chain) else attack.name

@@ -1,0 +1,30 @@
+"""Improved DLG: the label is read off the classifier's gradient first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from attacks.base import NotApplicable, attacks
+from attacks.dlg import DLG
+from attacks.problem import fixed_labels
+from fl.types import ServerView
+
+
+@attacks.register("idlg")
+@dataclass(frozen=True, kw_only=True)
+class IDLG(DLG):
+    """iDLG (Zhao et al., 2020, Eq. 3-4): DLG with the label of a single image known from the sign of its gradient.
+
+    Attributes:
+        labels: always by the rule, unless known.
+    """
+
+    labels: Literal["auto", "joint"] = "auto"
+
+    def refuse(self, view: ServerView) -> NotApplicable | None:
+        """Needs one image and a shared classifier, or known labels."""
+        reason = super().refuse(view)
+        if reason is None and fixed_labels(view, "auto") is None:
+            reason = NotApplicable("the label can't be read off: it takes one image and a shared classifier")
+        return reason

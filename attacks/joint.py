@@ -1,0 +1,32 @@
+"""The published attack on HyperFL: everything unknown is learnable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attacks.base import NotApplicable, attacks
+from attacks.ig import InvertingGradients
+from fl.types import ServerView
+
+
+@attacks.register("joint")
+@dataclass(frozen=True, kw_only=True)
+class Joint(InvertingGradients):
+    """IG with embedding, classifier and labels searched for together with the image (HyperFL, appendix D.1).
+
+    The paper's settings: 10,000 iterations, total variation 1e-6, step size 0.1 for images. It gives none for the
+    private tensors; a signed step of 0.1 on an unknown classifier ruins the search, so they take plain Adam at 0.01.
+
+    Attributes:
+        iterations: of the search.
+        tv: weight of the total variation.
+    """
+
+    iterations: int = 10_000
+    tv: float = 1e-6
+
+    def refuse(self, view: ServerView) -> NotApplicable | None:
+        """Needs something private."""
+        if view.update and not view.private:
+            return NotApplicable(f"{view.method.name} keeps nothing private: run ig")
+        return super().refuse(view)

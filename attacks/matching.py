@@ -1,0 +1,287 @@
+"""The search all gradient-matching attacks share: guess, predict the update, compare, improve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.lbfgs import StackedLBFGS
+from attacks.problem import INPUTS, LABELS, Problem, Stack, Variables, fixed_labels, private_key
+from fl.seeds import stream
+from fl.tensors import Tensors
+from fl.types import ServerView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matching(Attack):
+    """Gradient matching over images, labels and whatever is private, on stacks of trials (images x restarts).
+
+    The objective is divided by its value at the start of each trial and no tolerance is absolute, so results do not
+    depend on the unit of the update. The iterate and the restart with the smallest finite objective are kept.
+
+    Attributes:
+        iterations: of the search.
+        restarts: trials per view, from different random starts.
+        objective: "cosine" or "l2".
+        optimizer: "adam", or "lbfgs" without line search.
+        lr: step size for images, in normalised units.
+        signed: move images by the sign of the gradient (adam only).
+        decay_lr: divide the step size by 10 at 3/8, 5/8 and 7/8 of the search (adam only).
+        tv: weight of the total variation, in normalised units.
+        boxed: keep pixels in [0, 1] during the search.
+        start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
+        labels: "auto" takes labels as known, else by the iDLG rule, else searches; "joint" searches unless known.
+        private_lr: step size for private tensors and label logits (adam only; these are never signed).
+        history: pairs kept by L-BFGS.
+        tolerance: a trial ends where its objective falls below this share of its start.
+        patience: a trial ends when its objective has not fallen for this many iterations; 0 never.
+        stack: trials evaluated at once.
+    """
+
+    iterations: int = 1000
+    restarts: int = 1
+    objective: Literal["cosine", "l2"] = "cosine"
+    optimizer: Literal["adam", "lbfgs"] = "adam"
+    lr: float = 0.1
+    signed: bool = True
+    decay_lr: bool = True
+    tv: float = 0.0
+    boxed: bool = True
+    start: Literal["normal", "uniform", "grey"] = "normal"
+    labels: Literal["auto", "joint"] = "auto"
+    private_lr: float = 0.01
+    history: int = 100
+    tolerance: float = 0.0
+    patience: int = 0
+    stack: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "restarts", "stack", "history"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        for name in ("tv", "tolerance", "patience"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+
+    @classmethod
+    def example(cls) -> Matching:
+        """A few iterations of two restarts."""
+        return cls(iterations=5, restarts=2)
+
+    def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        """Attack several views; those of equal shape share their stacks."""
+        results: list[Result | None] = [self.refuse(view) for view in views]
+        groups: dict[object, list[tuple[int, Problem]]] = {}
+        for i, view in enumerate(views):
+            if results[i] is None:
+                problem = Problem(view, fixed_labels(view, self.labels), self.objective, self.tv)
+                groups.setdefault(problem.key, []).append((i, problem))
+        for members in groups.values():
+            trials = [(i, problem, r) for i, problem in members for r in range(self.restarts)]
+            for begin in range(0, len(trials), self.stack):
+                chunk = trials[begin : begin + self.stack]
+                starts = [self._start(problem, seeds[i], r) for i, problem, r in chunk]
+                found = self._search(Stack([problem for _, problem, _ in chunk]), _stacked(starts))
+                for (i, problem, _), trial in zip(chunk, found, strict=True):
+                    results[i] = _better(results[i], self._result(problem, *trial))
+        return [NotApplicable("no trial was run") if r is None else r for r in results]
+
+    def refuse(self, view: ServerView) -> NotApplicable | None:
+        """Why this attack says nothing about `view`, or None."""
+        if not view.update:
+            return NotApplicable(f"{view.method.name} shares nothing: there is no update to match")
+        if view.schedule is None:
+            return NotApplicable("the local schedule is unknown, so no update can be predicted")
+        if view.batch_size is None:
+            return NotApplicable("the number of images is unknown")
+        return None
+
+    # ---- one trial ---------------------------------------------------------------------------------------------------
+    def _start(self, problem: Problem, seed: int, restart: int) -> Variables:
+        view = problem.view
+        draw = stream(seed, "attack", restart)
+        count = view.batch_size or 1
+        mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (view.task.mean, view.task.std))
+        shape = (count, *view.task.input_shape)
+        if self.start == "normal":
+            inputs = torch.randn(shape, generator=draw)
+        elif self.start == "uniform":
+            inputs = (torch.rand(shape, generator=draw) - mean) / std
+        else:
+            inputs = ((torch.full(shape, 0.5) - mean) / std).float()
+        made = {INPUTS: inputs}
+        if problem.labels is None:
+            made[LABELS] = torch.randn(count, view.task.num_classes, generator=draw)
+        for name, size in view.private.items():
+            known = (view.private_init or {}).get(name)
+            made[private_key(name)] = known if isinstance(known, Tensor) else _guess(name, size, draw)
+        return {k: v.to(dtype=view.dtype, device=view.device) for k, v in made.items()}
+
+    def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
+        view = problem.view
+        mean, std = problem.constants["mean"], problem.constants["std"]
+        labels = problem.labels
+        if LABELS in row:
+            labels = row[LABELS].argmax(-1)
+        private: Tensors = {name: row[private_key(name)] for name in view.private}
+        known = {"labels": view.labels is not None, "order": view.order is not None, "draws": view.draws is not None}
+        return Reconstruction(
+            inputs=(row[INPUTS] * std + mean).clamp(0, 1),
+            labels=labels if view.method.uses_labels else None,
+            objective=objective,
+            history=history,
+            private=private,
+            knowledge=tuple(name for name, used in known.items() if used),
+        )
+
+    # ---- the search --------------------------------------------------------------------------------------------------
+    def _search(self, stack: Stack, variables: Variables) -> list[tuple[Variables, float, tuple[float, ...]]]:
+        low, high = _limits(stack.problems[0])
+        watch = _Watch(variables)
+        mover = _Adam(self) if self.optimizer == "adam" else _Quasi(self)
+        for iteration in range(self.iterations + 1):
+            values, grads = stack.evaluate(variables)
+            relative = watch.note(iteration, values, variables)
+            if iteration == self.iterations:
+                break
+            rows = watch.going(relative, self.tolerance, self.patience)
+            if rows is not None:
+                if not len(rows):
+                    break
+                stack.keep(rows)
+                mover.keep(rows)
+                watch.keep(rows)
+                variables = {k: v[rows] for k, v in variables.items()}
+                grads = {k: v[rows] for k, v in grads.items()}
+            scale = watch.scale
+            grads = {k: g / scale.view(-1, *[1] * (g.ndim - 1)) for k, g in grads.items()}
+            variables = mover.move(variables, grads, iteration / self.iterations)
+            if self.boxed:
+                variables[INPUTS] = torch.maximum(torch.minimum(variables[INPUTS], high), low)
+        return watch.results()
+
+
+def _stacked(rows: Iterable[Variables]) -> Variables:
+    rows = list(rows)
+    return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+
+
+def _guess(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
+    """A start for a private tensor: zero for memory, else as a layer is initialised (1 / sqrt of the fan-in)."""
+    if name.startswith("memory/"):
+        return torch.zeros(size)
+    scale = size[1:].numel() ** -0.5 if len(size) > 1 else 1.0
+    return torch.randn(size, generator=draw) * scale
+
+
+def _limits(problem: Problem) -> tuple[Tensor, Tensor]:
+    mean, std = problem.constants["mean"], problem.constants["std"]
+    return (0 - mean) / std, (1 - mean) / std
+
+
+def _better(old: Result | None, new: Reconstruction) -> Reconstruction:
+    """The restart with the smaller objective; not-a-number loses."""
+    return old if isinstance(old, Reconstruction) and not new.objective < old.objective else new
+
+
+class _Watch:
+    """Keeps the best finite iterate of every trial, and knows which trials go on."""
+
+    def __init__(self, variables: Variables) -> None:
+        self.count = len(variables[INPUTS])
+        self.rows = torch.arange(self.count, device=variables[INPUTS].device)
+        self.best = {k: v.clone() for k, v in variables.items()}
+        self.value = torch.full((self.count,), float("inf"), device=self.rows.device, dtype=variables[INPUTS].dtype)
+        self.since = torch.zeros_like(self.rows)
+        self.history: list[list[float]] = [[] for _ in range(self.count)]
+        self.scale = torch.ones_like(self.value)
+
+    def note(self, iteration: int, values: Tensor, variables: Variables) -> Tensor:
+        """Record the objectives (rows still going) at `variables`; returns them relative to the start."""
+        if iteration == 0:
+            usable = values.isfinite() & (values > 0)
+            self.scale = torch.where(usable, values, 1.0)
+        relative = values / self.scale
+        better = relative < self.value[self.rows]  # never true for not-a-number
+        rows = self.rows[better]
+        self.value[rows] = relative[better]
+        for k, v in variables.items():
+            self.best[k][rows] = v[better]
+        self.since += 1
+        self.since[rows] = 0
+        if iteration % 50 == 0:
+            for row, value in zip(self.rows.tolist(), relative.tolist(), strict=True):
+                self.history[row].append(value)
+        return relative
+
+    def going(self, relative: Tensor, tolerance: float, patience: int) -> Tensor | None:
+        """Which of the running trials go on, or None for all."""
+        on = relative.isfinite() & (relative > tolerance)
+        if patience:
+            on &= self.since[self.rows] < patience
+        return None if bool(on.all()) else on.nonzero().flatten()
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these of the running trials."""
+        self.rows, self.scale = self.rows[rows], self.scale[rows]
+
+    def results(self) -> list[tuple[Variables, float, tuple[float, ...]]]:
+        """Best variables, their objective and the history, trial by trial."""
+        values = self.value.tolist()
+        return [
+            ({k: v[t].clone() for k, v in self.best.items()}, values[t], tuple(self.history[t]))
+            for t in range(self.count)
+        ]
+
+
+class _Adam:
+    """Adam, row by row; images optionally by sign, everything else at its own step size."""
+
+    def __init__(self, settings: Matching) -> None:
+        self.settings = settings
+        self.first: Variables = {}
+        self.second: Variables = {}
+        self.steps = 0
+
+    def move(self, variables: Variables, grads: Variables, done: float) -> Variables:
+        """The next iterate, `done` in [0, 1) being the share of the search behind."""
+        self.steps += 1
+        factor = 0.1 ** sum(done >= mark for mark in (3 / 8, 5 / 8, 7 / 8)) if self.settings.decay_lr else 1.0
+        result = {}
+        for k, g in grads.items():
+            if k == INPUTS and self.settings.signed:
+                g = g.sign()
+            m = self.first[k] = 0.9 * self.first.get(k, torch.zeros_like(g)) + 0.1 * g
+            v = self.second[k] = 0.999 * self.second.get(k, torch.zeros_like(g)) + 0.001 * g * g
+            step = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
+            lr = self.settings.lr if k == INPUTS else self.settings.private_lr
+            result[k] = variables[k] - lr * factor * step
+        return result
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these trials."""
+        self.first = {k: v[rows] for k, v in self.first.items()}
+        self.second = {k: v[rows] for k, v in self.second.items()}
+
+
+class _Quasi:
+    """L-BFGS over all variables of a trial together."""
+
+    def __init__(self, settings: Matching) -> None:
+        self.solver = StackedLBFGS(settings.history, settings.lr)
+
+    def move(self, variables: Variables, grads: Variables, done: float) -> Variables:
+        """The next iterate."""
+        count = len(next(iter(grads.values())))
+        move = self.solver.step(torch.cat([g.reshape(count, -1) for g in grads.values()], dim=1))
+        parts = move.split([g[0].numel() for g in grads.values()], dim=1)
+        return {k: variables[k] + part.view_as(variables[k]) for k, part in zip(grads, parts, strict=True)}
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these trials."""
+        self.solver.keep(rows)

@@ -1,0 +1,183 @@
+"""A server's view as an optimisation problem, alone or in a stack of equal shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+
+from attacks.labels import idlg
+from attacks.objectives import OBJECTIVES
+from attacks.priors import total_variation
+from fl.client import Client, autograd_derivative, func_derivative, predict
+from fl.decay import decay_shares
+from fl.tensors import LowRank, Tensors, add, dense
+from fl.types import Candidate, ServerView
+
+Variables = dict[str, Tensor]
+INPUTS, LABELS = "inputs", "labels"
+"""Names of the guessed images (in normalised units) and label logits; private tensors go under `private:name`."""
+
+
+def private_key(name: str) -> str:
+    """The variable that stands for the private tensor `name`."""
+    return f"private:{name}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One view, the labels the search may take as given, and what it compares.
+
+    Attributes:
+        view: the server's.
+        labels: (N,) given or recovered, or None where they are searched for.
+        objective: "cosine" or "l2".
+        tv: weight of the total variation.
+    """
+
+    view: ServerView
+    labels: Tensor | None
+    objective: str
+    tv: float
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """The share of each shared parameter that weight decay takes away, whatever the data."""
+        view = self.view
+        shares = decay_shares(view.method.phases(view.client.task, view.round), view.schedule, view.shared)
+        return {name: share for name, share in shares.items() if name in view.update}
+
+    def without_decay(self, values: Tensors, shared: Tensors, update: Tensors) -> Tensors:
+        """An update without the part that decay makes of `shared`, as far as the defence lets that part through."""
+        if not self.shares:
+            return values
+        made: Tensors = {
+            name: LowRank.of(dense(shared[name])) * share if isinstance(values[name], LowRank) else shared[name] * share
+            for name, share in self.shares.items()
+        }
+        if self.view.threat.knows_defense:
+            made = self.view.defense.surrogate(made, update)
+        return {name: add(value, made[name], -1.0) if name in made else value for name, value in values.items()}
+
+    @cached_property
+    def observed(self) -> Tensors:
+        """The update without its decay."""
+        return self.without_decay(self.view.update, self.view.shared, self.view.update)
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """All tensors of the problem, as one tree."""
+        view = self.view
+        some = next(iter(view.task.parameters.values()))
+        weights = view.defense.weights(view.update) if view.threat.knows_defense else dict.fromkeys(view.update, 1.0)
+        std = torch.tensor(view.task.std, dtype=view.dtype, device=view.device)
+        return {
+            "shared": view.shared,
+            "update": view.update,
+            "observed": self.observed,
+            "received": view.received,
+            "buffers": view.buffers,
+            "draws": view.draws,
+            "labels": self.labels,
+            "weights": {n: torch.tensor(w, dtype=some.dtype, device=view.device) for n, w in weights.items()},
+            "mean": torch.tensor(view.task.mean, dtype=view.dtype, device=view.device).view(-1, 1, 1),
+            "std": std.view(-1, 1, 1),
+        }
+
+    @cached_property
+    def key(self) -> object:
+        """Equal for problems that can be solved in one stack."""
+        leaves, tree = pytree.tree_flatten(self.constants)
+        view = self.view
+        kinds = tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
+        order = None if view.order is None else str(view.order)
+        settings = (view.method, view.defense, view.threat, view.schedule, order, view.batch_size, view.round)
+        shapes = tuple(view.private.items())
+        return (repr(settings), shapes, str(view.client.task.model), str(tree), kinds, self.objective, self.tv)
+
+    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+        """The objective of one guess: distance of the updates, plus the prior."""
+        shared: Tensors = constants["shared"]
+        view = replace(
+            self.view,
+            shared=shared,
+            update=constants["update"],
+            received=constants["received"],
+            buffers=constants["buffers"],
+            draws=constants["draws"],
+        )
+        labels = variables[LABELS].softmax(-1) if LABELS in variables else constants["labels"]
+        pixels = variables[INPUTS] * constants["std"] + constants["mean"]
+        private: Tensors = {name: variables[private_key(name)] for name in view.private}
+        derivative = func_derivative if stacked else autograd_derivative
+        predicted = predict(view, Candidate(pixels, labels, private), derivative=derivative, client=client)
+        predicted = self.without_decay(predicted, shared, view.update)
+        distance = OBJECTIVES[self.objective](predicted, constants["observed"], constants["weights"])
+        if self.tv == 0:
+            return distance
+        return distance + self.tv * total_variation(pixels, constants["std"].flatten())
+
+
+class Stack:
+    """Several problems of one key, evaluated together: row t of every variable belongs to problem t.
+
+    What is the same tensor in all of them (a global model, a hypernetwork's 14 million weights) is kept once.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        self.client = problems[0].view.client
+        flat = [pytree.tree_flatten(p.constants) for p in problems]
+        self.tree = flat[0][1]
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        self.leaves = [column[0] for column in columns]
+        self.varying = [
+            i for i, c in enumerate(columns) if isinstance(c[0], Tensor) and any(x is not c[0] for x in c[1:])
+        ]
+        self.stacked = [torch.stack(columns[i]) for i in self.varying]
+
+    def evaluate(self, variables: Variables) -> tuple[Tensor, Variables]:
+        """Objectives (T,) and their gradients by variable."""
+        leaves = {k: v.detach().requires_grad_() for k, v in variables.items()}
+        with torch.enable_grad():
+            if len(self.problems) == 1:
+                row = {k: v[0] for k, v in leaves.items()}
+                values = self._value(row, [s[0] for s in self.stacked], stacked=False)[None]
+            else:
+                values = vmap(lambda row, mine: self._value(row, mine, stacked=True))(leaves, self.stacked)
+        grads = torch.autograd.grad(values.sum(), list(leaves.values()), materialize_grads=True)
+        return values.detach(), dict(zip(leaves, grads, strict=True))
+
+    def _value(self, row: Variables, mine: list[Tensor], *, stacked: bool) -> Tensor:
+        leaves = list(self.leaves)
+        for i, value in zip(self.varying, mine, strict=True):
+            leaves[i] = value
+        constants = pytree.tree_unflatten(leaves, self.tree)
+        return self.problems[0].value(row, constants, self.client, stacked=stacked)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the problems `rows` (an index tensor) only."""
+        self.problems = [self.problems[i] for i in rows.tolist()]
+        self.stacked = [s[rows] for s in self.stacked]
+
+
+def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
+    """The labels a search takes as given: known ones, else by the iDLG rule, else None.
+
+    Args:
+        view: the server's.
+        rule: "auto" as above; "joint" searches for them unless they are known.
+    """
+    if not view.method.uses_labels:
+        return torch.zeros(view.batch_size or 1, dtype=torch.int64, device=view.device)
+    if view.labels is not None:
+        return view.labels
+    if rule == "joint":
+        return None
+    return idlg(view, Problem(view, None, "l2", 0.0).observed)

@@ -1,0 +1,68 @@
+"""Gradient pruning: only the largest entries of the update are sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from defenses import defenses
+from fl.defense import Defense
+from fl.tensors import Tensors, dense
+
+
+@defenses.register("prune")
+@dataclass(frozen=True, kw_only=True)
+class Prune(Defense):
+    """Sets the smallest entries of the update to zero (Zhu et al., NeurIPS 2019, section 5.2; Lin et al., ICLR 2018).
+
+    An attacker who knows it compares only the entries that were sent. A mask has no structure: an update of outer
+    products leaves this defence dense.
+
+    Attributes:
+        ratio: share of entries set to zero, in [0, 1); 0 is no defence. The number of entries is rounded down.
+        scope: "tensor" takes the share of each tensor, "global" of the whole update.
+
+    Raises:
+        ValueError: if `ratio` is not in [0, 1).
+    """
+
+    ratio: float = 0.9
+    scope: Literal["tensor", "global"] = "tensor"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio < 1:
+            raise ValueError(f"expected ratio in [0, 1), got {self.ratio}")
+
+    @classmethod
+    def example(cls) -> Prune:
+        """Half of every tensor."""
+        return cls(ratio=0.5)
+
+    def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
+        """The update with its smallest entries at zero."""
+        if self.ratio == 0:
+            return update
+        matrices = {name: dense(value) for name, value in update.items()}
+        if self.scope == "tensor":
+            return {name: matrix * self._kept(matrix) for name, matrix in matrices.items()}
+        kept = self._kept(torch.cat([matrix.flatten() for matrix in matrices.values()]))
+        masks = kept.split([matrix.numel() for matrix in matrices.values()])
+        return {
+            name: matrix * mask.view(matrix.shape)
+            for (name, matrix), mask in zip(matrices.items(), masks, strict=True)
+        }
+
+    def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
+        """The predicted update where something was sent, zero elsewhere."""
+        if self.ratio == 0:
+            return predicted
+        return {name: dense(value) * (dense(observed[name]) != 0) for name, value in predicted.items()}
+
+    def _kept(self, matrix: Tensor) -> Tensor:
+        """True at the largest entries of `matrix`."""
+        kept = torch.zeros(matrix.numel(), dtype=torch.bool, device=matrix.device)
+        kept[matrix.abs().flatten().topk(matrix.numel() - int(self.ratio * matrix.numel())).indices] = True
+        return kept.view(matrix.shape)

@@ -1,0 +1,1 @@
+"""Evaluation: scores, experiments, results and the command line."""

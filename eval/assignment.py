@@ -1,0 +1,51 @@
+"""Which reconstruction stands for which true image: one assignment per batch, made here and nowhere else.
+
+The order of a batch is not in its gradient, so reconstructions are matched to the truth before scoring. The match
+minimises the mean MSE over one-to-one assignments, and every metric is then taken in that order. Matching looks at the
+truth; it belongs to scoring and no attack may call it.
+"""
+
+from __future__ import annotations
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+
+def assign(reconstruction: Tensor, truth: Tensor) -> list[int | None]:
+    """The reconstruction matched to each true image, by the Hungarian algorithm on MSE after clamping to [0, 1].
+
+    Reconstructions with a pixel that is not finite match nothing. With fewer reconstructions than true images, the
+    true images left over get None; with more, the reconstructions left over are unused (`score` records how many there
+    were, because a choice among many is an advantage).
+
+    Args:
+        reconstruction: (N, C, H, W).
+        truth: (M, C, H, W).
+
+    Returns:
+        M indices into the reconstructions, or None.
+
+    Raises:
+        ValueError: the images have different shapes.
+    """
+    if reconstruction.ndim != 4 or reconstruction.shape[1:] != truth.shape[1:]:
+        raise ValueError(
+            f"expected reconstructions (N, C, H, W) of the truth's shape {tuple(truth.shape[1:])}, "
+            f"got {tuple(reconstruction.shape)}"
+        )
+    usable = reconstruction.isfinite().flatten(1).all(1).nonzero().flatten()
+    matched: list[int | None] = [None] * len(truth)
+    if len(usable) and len(truth):
+        rows, columns = linear_sum_assignment(pairwise_mse(truth, reconstruction[usable]).numpy())
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            matched[row] = int(usable[column])
+    return matched
+
+
+def pairwise_mse(a: Tensor, b: Tensor) -> Tensor:
+    """MSE of every pair of images after clamping to [0, 1], (N, M) float64 for `a` (N, ...) and `b` (M, ...)."""
+    flat = [x.detach().to("cpu", torch.float64).clamp(0, 1).flatten(1) for x in (a, b)]
+    # the matrix-product form of cdist loses the small distances that matter most here
+    distance = torch.cdist(flat[0], flat[1], compute_mode="donot_use_mm_for_euclid_dist")
+    return distance.square() / flat[0].shape[1]

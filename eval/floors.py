@@ -1,0 +1,70 @@
+"""What a guess scores that has no information about the client: no figure is read without it.
+
+Four guesses, each of them scored by every metric (see `eval.score`):
+
+- `mean`: one colour everywhere, the true image's own mean colour; the best any constant picture can do, so an upper
+  bound on what an attack that recovers no structure reaches.
+- `grey`: 0.5 everywhere.
+- `noise`: uniform noise, from the seed given.
+- `nearest`: the image of a reference set that is closest to the truth by MSE. The choice is made with the truth, so
+  it bounds what an attacker scores who only hands out pictures he had before. The reference set stands for the
+  attacker's auxiliary data and must not contain the client's images; exact copies of a true image (to 8 bits) are left
+  out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eval.assignment import pairwise_mse
+from fl.seeds import stream
+
+_CHUNK = 2048
+
+
+def guesses(truth: Tensor, *, reference: Tensor | None = None, seed: int = 0) -> dict[str, Tensor]:
+    """The uninformed guesses by name, each of the truth's shape (N, C, H, W), in [0, 1].
+
+    Args:
+        truth: (N, C, H, W) in [0, 1].
+        reference: (R, C, H, W) in [0, 1]; without it there is no `nearest`.
+        seed: of the noise.
+    """
+    found = {
+        "mean": truth.mean((2, 3), keepdim=True).expand_as(truth),
+        "grey": torch.full_like(truth, 0.5),
+        "noise": torch.rand(truth.shape, generator=stream(seed, "eval/floors/noise")).to(truth),
+    }
+    if reference is not None:
+        found["nearest"] = reference[nearest(truth, reference)].to(truth)
+    return found
+
+
+def nearest(truth: Tensor, reference: Tensor) -> Tensor:
+    """Index of the reference image closest to each true image by MSE, exact copies aside, (N,) int64.
+
+    Raises:
+        ValueError: the images have different shapes, or the reference set holds nothing but copies of a true image.
+    """
+    if reference.ndim != 4 or reference.shape[1:] != truth.shape[1:]:
+        raise ValueError(
+            f"expected a reference set (R, C, H, W) of the truth's shape {tuple(truth.shape[1:])}, "
+            f"got {tuple(reference.shape)}"
+        )
+    best = torch.full((len(truth),), torch.inf, dtype=torch.float64)
+    index = torch.zeros(len(truth), dtype=torch.int64)
+    for start in range(0, len(reference), _CHUNK):
+        distance = pairwise_mse(_round8(truth), _round8(reference[start : start + _CHUNK]))
+        value, position = distance.masked_fill(distance == 0, torch.inf).min(1)
+        closer = value < best
+        best = torch.where(closer, value, best)
+        index = torch.where(closer, position + start, index)
+    if best.isinf().any():
+        lonely = int(best.isinf().nonzero()[0])
+        raise ValueError(f"expected a reference image other than true image {lonely}, got none in {len(reference)}")
+    return index.to(reference.device)
+
+
+def _round8(images: Tensor) -> Tensor:
+    return (images * 255).round() / 255

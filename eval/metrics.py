@@ -1,0 +1,139 @@
+"""How close a reconstruction is to an image: MSE, PSNR, SSIM and the SSIM variants that papers print under one name.
+
+Every metric takes reconstructions `a` and true images `b`, both floating point (N, C, H, W) on de-normalised pixels,
+and returns one float64 number per image (N,), on the CPU. Reconstructions are clamped to [0, 1] first, as a picture
+would be when it is saved; true images have to lie there already, so that a forgotten de-normalisation or a 0-255
+range is an error instead of a good score.
+"""
+
+from __future__ import annotations
+
+import torch
+from skimage.metrics import structural_similarity
+from torch import Tensor
+
+PSNR_CAP = 100.0
+"""dB of two equal images (their MSE is floored at 1e-10)."""
+
+WINDOWS = {"ssim": 11, "ssim_uniform7": 7}
+"""Smallest image side, in pixels, of the metrics that have one."""
+
+_MSE_FLOOR = 1e-10
+_ROUNDING = 1e-3
+_C1, _C2 = 0.01**2, 0.03**2
+
+
+def prepare(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Reconstructions and true images as clamped float64 on the CPU.
+
+    Raises:
+        ValueError: shapes differ or are not (N, C, H, W), pixels are not floating point or not finite, or true images
+            leave [0, 1] by more than rounding.
+    """
+    for name, images in (("reconstruction", a), ("truth", b)):
+        if images.ndim != 4 or 0 in images.shape[1:]:
+            raise ValueError(f"expected {name} of shape (N, C, H, W), got {tuple(images.shape)}")
+        if not images.is_floating_point():
+            raise ValueError(f"expected floating-point {name} with pixels in [0, 1], got {images.dtype}")
+        if not images.isfinite().all():
+            bad = (~images.isfinite().flatten(1).all(1)).nonzero().flatten().tolist()
+            raise ValueError(f"expected finite pixels, got NaN or infinity in {name} images {bad}")
+    if a.shape != b.shape:
+        raise ValueError(f"expected images of one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    if b.numel() and (b.min() < -_ROUNDING or b.max() > 1 + _ROUNDING):
+        low, high = b.min().item(), b.max().item()
+        raise ValueError(f"expected truth with pixels in [0, 1], got [{low:.4g}, {high:.4g}]; undo the normalisation")
+    return _pixels(a), _pixels(b)
+
+
+def mse(a: Tensor, b: Tensor) -> Tensor:
+    """Mean squared error over channels and pixels (N,), in [0, 1]."""
+    a, b = prepare(a, b)
+    return (a - b).square().flatten(1).mean(1)
+
+
+def psnr(a: Tensor, b: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio (N,) in dB for a pixel range of 1, at most `PSNR_CAP`."""
+    return psnr_of_mse(mse(a, b))
+
+
+def psnr_of_mse(error: Tensor) -> Tensor:
+    """`10 log10(1 / mse)` in dB, at most `PSNR_CAP`."""
+    return -10 * error.clamp_min(_MSE_FLOOR).log10()
+
+
+def ssim(a: Tensor, b: Tensor) -> Tensor:
+    """Structural similarity with the settings of Wang et al. (2004): the SSIM that hyperleak reports.
+
+    Gaussian window of 11 pixels with sigma 1.5, population covariance, range 1, mean over channels.
+
+    Returns:
+        (N,) in [-1, 1]; NaN (not available) for images smaller than the window.
+    """
+    return _local(a, b, WINDOWS["ssim"], gaussian_weights=True, sigma=1.5, use_sample_covariance=False)
+
+
+def ssim_uniform7(a: Tensor, b: Tensor) -> Tensor:
+    """SSIM with scikit-image's own defaults, a uniform 7x7 window and sample covariance, to re-read papers with.
+
+    Returns:
+        (N,) in [-1, 1]; NaN (not available) for images smaller than the window.
+    """
+    return _local(a, b, WINDOWS["ssim_uniform7"])
+
+
+def ssim_rog(a: Tensor, b: Tensor) -> Tensor:
+    """SSIM over one window as large as the image, as the code of ROG (Yue et al., USENIX Security 2023) defines it.
+
+    Colour images are converted to YCrCb and weighted 0.8, 0.1 and 0.1. Its values lie far above those of `ssim`.
+
+    Returns:
+        (N,) in [-1, 1].
+
+    Raises:
+        ValueError: images have neither one channel nor three.
+    """
+    a, b = prepare(a, b)
+    if a.shape[1] == 1:
+        return _global(a, b).squeeze(1)
+    if a.shape[1] != 3:
+        raise ValueError(f"expected 1 or 3 channels, got {a.shape[1]}")
+    return _global(_ycrcb(a), _ycrcb(b)) @ torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64)
+
+
+def exact8(a: Tensor, b: Tensor) -> Tensor:
+    """Whether every pixel is right after rounding both images to 8 bits, (N,) bool."""
+    a, b = prepare(a, b)
+    return ((a * 255).round() == (b * 255).round()).flatten(1).all(1)
+
+
+def _pixels(images: Tensor) -> Tensor:
+    return images.detach().to("cpu", torch.float64).clamp(0, 1)
+
+
+def _local(a: Tensor, b: Tensor, window: int, **settings: object) -> Tensor:
+    a, b = prepare(a, b)
+    if min(a.shape[2:]) < window:
+        return torch.full((len(a),), torch.nan, dtype=torch.float64)
+    pairs = zip(a.movedim(1, -1).numpy(), b.movedim(1, -1).numpy(), strict=True)
+    values = [
+        structural_similarity(x, y, data_range=1.0, channel_axis=-1, **settings)  # type: ignore[no-untyped-call]
+        for x, y in pairs
+    ]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _global(a: Tensor, b: Tensor) -> Tensor:
+    """SSIM of whole planes, (N, C)."""
+    mean_a, mean_b = a.mean((2, 3)), b.mean((2, 3))
+    da, db = a - mean_a[..., None, None], b - mean_b[..., None, None]
+    luminance = (2 * mean_a * mean_b + _C1) / (mean_a.square() + mean_b.square() + _C1)
+    spread = da.square().mean((2, 3)) + db.square().mean((2, 3))
+    return luminance * (2 * (da * db).mean((2, 3)) + _C2) / (spread + _C2)
+
+
+def _ycrcb(images: Tensor) -> Tensor:
+    """ITU-R BT.601 luminance and colour differences, offset to [0, 1]."""
+    red, green, blue = images.unbind(1)
+    y = 0.299 * red + 0.587 * green + 0.114 * blue
+    return torch.stack((y, (red - y) * 0.713 + 0.5, (blue - y) * 0.564 + 0.5), 1)

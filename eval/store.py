@@ -1,0 +1,88 @@
+"""Append-only result files: one JSON object per line, one line per image, never a line cut in half."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a JSON-lines file, all of them or none.
+
+    Old and new lines go to a temporary file in the same folder, which then takes the place of the old one. Processes
+    that append at the same time wait for each other.
+
+    Args:
+        path: of the file; it and its folder are created.
+        rows: JSON-able mappings; may be a generator, and what it raises leaves the file as it was.
+
+    Raises:
+        ValueError: a row holds NaN or infinity (None and a reason belong there).
+        TypeError: a row holds something JSON cannot express.
+    """
+    path, lines = Path(path), list(_lines(rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")  # one writer per folder, so whatever lies there is a dead one's
+    with _locked(path.parent) as folder:
+        try:
+            with part.open("wb") as file:
+                if path.exists():
+                    with path.open("rb") as old:
+                        shutil.copyfileobj(old, file)
+                    shutil.copymode(path, part)
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        os.fsync(folder)
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """All rows of a JSON-lines file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is not one JSON object, or holds NaN or infinity; says which file and line.
+    """
+    rows = []
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line, parse_constant=_refuse)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
+            rows.append(row)
+    return rows
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """An exclusive lock on a folder, given up when the process ends however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    for number, row in enumerate(rows):
+        try:
+            yield json.dumps(dict(row), allow_nan=False).encode() + b"\n"
+        except ValueError as error:
+            raise ValueError(f"row {number} is not JSON ({error}); expected None and a reason for a number") from error
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")

@@ -1,0 +1,1 @@
+"""Federated learning: methods, models, data and the rounds that join them."""

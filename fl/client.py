@@ -1,0 +1,353 @@
+"""The one local-training rule: run on real data by the simulator, differentiated through by the attacker."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.func import grad as func_grad
+
+from fl import sampling
+from fl.defense import Defense
+from fl.method import Method, Step
+from fl.optim import OptimState, optimise
+from fl.tensors import LowRank, Payloads, Tensors, combine, dense, each, minus, zeros
+from fl.types import Batch, Candidate, Draws, Order, Scope, ServerView, Task
+
+Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
+Batches = Sequence[Sequence[Sequence[Batch]]]
+
+
+def autograd_derivative(
+    loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gradient of `loss` at `values` by torch.autograd; differentiable again where gradients are enabled."""
+    again = torch.is_grad_enabled()
+    leaves = {k: v if again and v.requires_grad else v.detach().requires_grad_() for k, v in values.items()}
+    with torch.enable_grad():
+        value = loss(leaves)
+    grads = torch.autograd.grad(value, list(leaves.values()), create_graph=again, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
+
+
+def func_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same by torch.func, which `vmap` can stack: slower for one trial, much faster for many."""
+    return func_grad(loss)(values)
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """A task, a method and a defence together: everything a local rule needs but the data.
+
+    Attributes:
+        base: the task as given.
+        method: the federated method.
+        defense: the client's defence.
+        task: the task with the network the method and the defence make of it.
+
+    Raises:
+        ValueError: if the model draws random numbers that no one could replay (dropout in train mode).
+    """
+
+    base: Task
+    method: Method
+    defense: Defense = field(default_factory=Defense)
+    task: Task = field(init=False)
+
+    def __post_init__(self) -> None:
+        model = self.defense.wrap_model(self.method.client_model(self.base))
+        object.__setattr__(self, "task", replace(self.base, model=model.train(self.method.train_mode)))
+        drops = [n for n, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+        if self.method.train_mode and drops:
+            raise ValueError(
+                f"expected a model without dropout in train mode, got {drops}: its masks are drawn from the global "
+                f"generator and can't be replayed; set train_mode=False in the method"
+            )
+
+    @cached_property
+    def predictor(self) -> nn.Module:
+        """The same network, but running statistics stay as they are (its outputs in train mode do not use them)."""
+        model = copy.deepcopy(self.task.model)
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
+                module.track_running_stats = False
+        return model
+
+    def scopes(self, names: Mapping[str, object]) -> dict[str, Scope]:
+        """Who holds each of `names`."""
+        return {name: self.method.scope(name, self.task) for name in names}
+
+    def network(self, params: Tensors, buffers: dict[str, Tensor]) -> Network:
+        """The client's network with the weights that `params` stand for."""
+        return Network(self.predictor, self.method.parametrisation.network(params, self.task), buffers)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A module with explicit weights: `network(inputs)` returns its logits."""
+
+    model: nn.Module
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return functional_call(self.model, {**self.weights, **self.buffers}, inputs, strict=True)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """`gradient(params, batch)`: of the method's loss, with respect to the parameters that move in this phase."""
+
+    client: Client
+    step: Step
+    live: tuple[str, ...]
+    buffers: dict[str, Tensor]
+    model: nn.Module
+    fixed: dict[str, Tensor] | None
+    derivative: Derivative
+
+    def __call__(self, params: Tensors, batch: Batch) -> Tensors:
+        if not len(batch):  # Poisson sampling may draw no image; the mean loss of none is no number
+            return zeros(params, self.live)
+        return self._pull(params, self._of_network(params, batch, self.derivative))
+
+    def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
+        """One gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
+
+        Raises:
+            ValueError: if the method's loss, or the model, couples the samples of a batch.
+        """
+        self.check_per_sample()
+        if not len(batch):
+            raise ValueError("expected at least 1 image, got an empty batch")
+
+        def one(image: Tensor, label: Tensor) -> Tensors:
+            single = Batch(image[None], label[None])
+            return self._pull(params, self._of_network(params, single, func_derivative))
+
+        return vmap(one)(batch.inputs, batch.labels)
+
+    def check_per_sample(self) -> None:
+        """Refuse a loss or a model that couples the samples of a batch.
+
+        Raises:
+            ValueError: says what couples them.
+        """
+        if not self.client.method.per_sample:
+            raise ValueError(f"{self.client.method.name}: its loss couples the samples of a batch; can't clip each")
+        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
+        if norms:
+            raise ValueError(
+                "expected a model that treats samples apart, got batch norm in train mode: use group norm, or "
+                "train_mode=False"
+            )
+
+    def _of_network(self, params: Tensors, batch: Batch, derivative: Derivative) -> dict[str, Tensor]:
+        client = self.client
+        if self.fixed is None:
+            weights = client.method.parametrisation.network(params, client.task)
+        else:
+            weights = {**self.fixed, **{name: dense(params[name]) for name in self.live}}
+        wanted = client.method.parametrisation.sources(client.task, self.live)
+
+        def loss(chosen: dict[str, Tensor]) -> Tensor:
+            network = Network(self.model, {**weights, **chosen}, self.buffers)
+            return client.method.loss(network, batch, self.step)
+
+        return derivative(loss, {name: weights[name] for name in wanted})
+
+    def _pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
+        return self.client.method.parametrisation.pullback(params, grads, self.client.task, self.live)
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What local training leaves behind.
+
+    Attributes:
+        update: `shared before - shared after`, by name.
+        extra: further payloads to send.
+        private: private parameters after training.
+        memory: what the client keeps for its next round.
+        buffers: the model's buffers after training.
+    """
+
+    update: Tensors
+    extra: Payloads
+    private: Tensors
+    memory: Payloads
+    buffers: dict[str, Tensor]
+
+    def trained(self, shared: Tensors) -> Tensors:
+        """The shared parameters after training, from those before."""
+        return {name: minus(value, self.update[name]) for name, value in shared.items()}
+
+    def sent(self) -> Tensors:
+        """Everything sent as one set: the update, and further payloads under `payload/name`."""
+        return {**self.update, **flatten(self.extra)}
+
+
+def flatten(payloads: Payloads, prefix: str = "") -> Tensors:
+    """Payloads as one set with names `prefix payload/name`."""
+    return {f"{prefix}{payload}/{name}": value for payload, part in payloads.items() for name, value in part.items()}
+
+
+def local_update(
+    client: Client,
+    shared: Tensors,
+    private: Tensors,
+    batches: Batches,
+    *,
+    buffers: dict[str, Tensor],
+    received: Payloads | None = None,
+    memory: Payloads | None = None,
+    draws: Draws | None = None,
+    round: int = 0,
+    generator: torch.Generator | None = None,
+    track: bool = False,
+    derivative: Derivative = autograd_derivative,
+) -> LocalResult:
+    """Train from `shared` and `private` on `batches`: pure, and differentiable in everything that enters.
+
+    Args:
+        client: whose rule to follow.
+        shared: what the server sent.
+        private: the client's own parameters.
+        batches: phase -> step -> the batches of the step.
+        buffers: of the model.
+        received: further payloads from the server.
+        memory: what the client remembers.
+        draws: the method's random numbers; None takes the method's guess.
+        round: number of the round.
+        generator: for the defence's noise; None leaves the noise out.
+        track: whether running statistics are updated (in the simulator).
+        derivative: how gradients are taken.
+
+    Returns:
+        Differences, private state and buffers after training; nothing that came in is changed.
+    """
+    method, task = client.method, client.task
+    start = method.parametrisation.lift({**shared, **private})
+    buffers = {k: v.clone() for k, v in buffers.items()} if track else buffers
+    base = Step(task, start, received or {}, memory or {}, {}, round)
+    params, count, model = start, 0, task.model if track else client.predictor
+    for p, (phase, steps) in enumerate(zip(method.phases(task, round), batches, strict=True)):
+        groups, state = phase.assign(params), OptimState()
+        # where only the network's own weights move, what is generated stays as it is: generate it once
+        still = all(name in task.parameters for name in groups)
+        fixed = method.parametrisation.network(params, task) if still else None
+        for s, step_batches in enumerate(steps):
+            drawn = draws[p][s] if draws is not None else method.draw(step_batches[0], task, None)
+            step = replace(base, draws=drawn)
+            raw = Gradient(client, step, tuple(groups), buffers, model, fixed, derivative)
+            defended = _Defended(raw, client.defense, generator)
+            grads = method.gradient(defended, params, step_batches, step)  # type: ignore[arg-type]
+            params, state = optimise(phase, groups, params, grads, state)
+            count += 1
+    extra, memory = method.finish(params, base, count)
+    return LocalResult(
+        update=combine({k: start[k] for k in shared}, params, -1.0),
+        extra=extra,
+        private={k: params[k] for k in private},
+        memory=memory,
+        buffers=buffers,
+    )
+
+
+@dataclass(frozen=True)
+class _Defended:
+    """A gradient as the defence hands it to the method."""
+
+    raw: Gradient
+    defense: Defense
+    generator: torch.Generator | None
+
+    def __call__(self, params: Tensors, batch: Batch) -> Tensors:
+        return self.defense.gradient(self.raw, params, batch, self.generator)
+
+
+def gather(inputs: Tensor, labels: Tensor, order: Order) -> Batches:
+    """The batches of `order`, phase -> step -> batch."""
+    whole = Batch(inputs, labels)
+    return [[[whole.take(index) for index in step] for step in steps] for steps in order]
+
+
+def predict(
+    view: ServerView,
+    candidate: Candidate,
+    *,
+    derivative: Derivative = autograd_derivative,
+    client: Client | None = None,
+) -> Tensors:
+    """What the server would have observed if `candidate` were the truth: differentiable in all its tensors.
+
+    Everything follows from the view's own settings. Noise that the defence draws afresh is left out.
+
+    Args:
+        view: what the server knows.
+        candidate: the guess.
+        derivative: how gradients are taken; `func_derivative` under `vmap`.
+        client: the view's local rule where the caller has built it already; the view builds its own otherwise.
+
+    Returns:
+        By the names of `view.update`.
+
+    Raises:
+        ValueError: if the candidate lacks a private tensor, has one of a wrong shape, or nothing tells the schedule.
+    """
+    _check(view, candidate)
+    client = client or view.client
+    own = client.task.buffers
+    order = candidate.order or view.order
+    if order is None:
+        if view.schedule is None:
+            raise ValueError("expected a view that knows the local schedule, or a candidate with an order")
+        order = sampling.in_turn(view.schedule, candidate.inputs.shape[-4])
+    params = {k: v for k, v in candidate.private.items() if "/" not in k and k not in own}
+    memory: Payloads = {}
+    for name, value in candidate.private.items():
+        if name.startswith("memory/"):
+            payload, key = name.removeprefix("memory/").split("/", 1)
+            memory.setdefault(payload, {})[key] = value
+    kept = {k: v for k, v in candidate.private.items() if k in own}
+    result = local_update(
+        client,
+        view.shared,
+        params,
+        gather(candidate.inputs, candidate.labels, order),
+        buffers={**own, **view.buffers, **kept},  # type: ignore[dict-item]
+        received=view.received,
+        memory=memory,
+        draws=candidate.draws or view.draws,
+        round=view.round,
+        derivative=derivative,
+    )
+    sent = {name: value for name, value in result.sent().items() if name in view.update}
+    return view.defense.surrogate(sent, view.update) if view.threat.knows_defense else sent
+
+
+def _check(view: ServerView, candidate: Candidate) -> None:
+    for name, shape in view.private.items():
+        if name not in candidate.private:
+            raise ValueError(f"expected a guess of the private tensor {name!r} {tuple(shape)}, got none")
+        got = candidate.private[name].shape
+        if tuple(got) != tuple(shape):
+            raise ValueError(f"expected {name!r} of shape {tuple(shape)}, got {tuple(got)}")
+
+
+def detached(values: Tensors) -> Tensors:
+    """Copies that share no memory and no graph with `values`, but for the bases of structured ones."""
+    result: Tensors = {}
+    for name, value in values.items():
+        if isinstance(value, LowRank):
+            copied = each({name: replace(value, base=None)}, lambda t: t.detach().clone())[name]
+            assert isinstance(copied, LowRank)
+            result[name] = replace(copied, base=value.base)
+        else:
+            result[name] = value.detach().clone()
+    return result

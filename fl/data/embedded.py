@@ -1,0 +1,123 @@
+"""Real images that come with scikit-image: nothing to download."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fl.data import Dataset, Source, datasets, stratified
+from fl.registry import UnknownNameError
+from fl.types import Batch
+
+PHOTOS = {
+    "motorcycle": "motorcycle_left.png",
+    "astronaut": "astronaut.png",
+    "hubble": "hubble_deep_field.jpg",
+    "chelsea": "chelsea.png",
+    "tissue": "ihc.png",
+    "coffee": "coffee.png",
+    "retina": "retina.jpg",
+    "rocket": "rocket.jpg",
+    "camera": "camera.png",
+    "coins": "coins.png",
+}
+"""Name to file; the label of a photograph is its place here. The last two are grey."""
+
+
+def _file(name: str) -> Traversable:
+    file = resources.files("skimage") / "data" / name
+    if not file.is_file():
+        raise FileNotFoundError(f"expected {name} among scikit-image's own data; reinstall scikit-image")
+    return file
+
+
+@datasets.register("faces")
+@dataclass(frozen=True, kw_only=True)
+class Faces(Source):
+    """100 faces and 100 other crops of Labeled Faces in the Wild (Huang et al., 2007), grey, 25x25 in the original.
+
+    Attributes:
+        size: height and width; the crops are resized bicubically (25 leaves them as they are).
+        test_share: share of either class held out.
+        seed: of the split.
+    """
+
+    size: int = 28
+    test_share: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"expected size >= 1, got {self.size}")
+
+    def load(self) -> Dataset:
+        """80 + 80 crops to train and 20 + 20 to test, at the default share."""
+        with _file("lfw_subset.npy").open("rb") as stream:
+            crops = np.load(stream, allow_pickle=False)
+        images = torch.stack([_resize(torch.from_numpy(crop).float(), self.size) for crop in crops])[:, None]
+        labels = torch.arange(len(crops)) // 100  # the file holds the faces first
+        train, test = (Batch(images[i], labels[i]) for i in stratified(labels, self.test_share, self.seed))
+        return Dataset(train, test, "faces", ("face", "not a face"), "LFW crops of scikit-image (lfw_subset)")
+
+
+def _resize(image: Tensor, size: int) -> Tensor:
+    if tuple(image.shape) == (size, size):
+        return image
+    resized = Image.fromarray(image.numpy()).resize((size, size), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(resized)).clamp(0, 1)
+
+
+@datasets.register("photos")
+@dataclass(frozen=True, kw_only=True)
+class Photos(Source):
+    """Photographs of scikit-image: the centre square, resized bicubically; ten classes of one image each.
+
+    Attributes:
+        names: the images to attack, in this order; labels are their places in `PHOTOS` (1, 3, 5, 7 by default).
+        size: height and width.
+        mode: "colour" (3 channels) or "grey" (1 channel, ITU-R 601 luma of the resized image).
+    """
+
+    names: tuple[str, ...] = ("astronaut", "chelsea", "coffee", "rocket")
+    size: int = 32
+    mode: Literal["colour", "grey"] = "colour"
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if name not in PHOTOS:
+                raise UnknownNameError("photograph", name, list(PHOTOS))
+        if not self.names or len(set(self.names)) < len(self.names):
+            raise ValueError(f"expected names of different photographs, got {self.names}")
+        if self.size < 1:
+            raise ValueError(f"expected size >= 1, got {self.size}")
+
+    def load(self) -> Dataset:
+        """The named photographs as `train`, the others as `test` (images nobody trains on, not a measure of skill)."""
+        others = tuple(name for name in PHOTOS if name not in self.names)
+        train, test = (self._batch(names) for names in (self.names, others))
+        return Dataset(train, test, "photos", tuple(PHOTOS), "photographs of scikit-image")
+
+    def _batch(self, names: tuple[str, ...]) -> Batch:
+        classes = list(PHOTOS)
+        channels = 3 if self.mode == "colour" else 1
+        inputs = torch.empty(len(names), channels, self.size, self.size)
+        for row, name in zip(inputs, names, strict=True):
+            row.copy_(self._image(name))
+        return Batch(inputs, torch.tensor([classes.index(name) for name in names], dtype=torch.int64))
+
+    def _image(self, name: str) -> Tensor:
+        with _file(PHOTOS[name]).open("rb") as stream, Image.open(stream) as opened:
+            image = opened.convert("RGB")
+        side = min(image.size)
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        square = image.crop((left, top, left + side, top + side))
+        small = square.resize((self.size, self.size), Image.Resampling.BICUBIC)
+        pixels = np.array(small if self.mode == "colour" else small.convert("L"), dtype=np.float32) / 255
+        return torch.from_numpy(pixels).reshape(self.size, self.size, -1).permute(2, 0, 1)

@@ -1,0 +1,59 @@
+"""What weight decay alone does to a parameter in a round: known to the server, whatever the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fl.optim import OptimState, optimise
+from fl.types import Group, Phase, Schedule
+
+
+def decay_shares(phases: Sequence[Phase], schedule: Schedule | None, names: Iterable[str]) -> dict[str, float]:
+    """The share of each parameter that local SGD takes off by weight decay alone.
+
+    SGD is linear in gradients and parameters, so `update = share * before + what the gradients make`. The share is
+    what the phases' own optimiser takes off the number 1 when every gradient is zero.
+
+    Args:
+        phases: local training, in order.
+        schedule: batch sizes, phase by phase and step by step; None if unknown.
+        names: of parameters.
+
+    Returns:
+        By name, 0 where nothing decays; names whose share can't be told are left out: Adam mixes the decay into its
+        normalised steps, and an unknown schedule leaves the number of steps open where `Phase.steps` does not say it.
+    """
+    counts = [phase.steps for phase in phases] if schedule is None else [len(steps) for steps in schedule]
+    kept: dict[tuple[int | None, ...], float | None] = {}
+    shares = {}
+    for name in names:
+        owners = [next((i for i, g in enumerate(phase.groups) if g.owns(name)), None) for phase in phases]
+        key = tuple(owners)
+        if key not in kept:
+            kept[key] = _kept(phases, counts, owners)
+        left = kept[key]
+        if left is not None:
+            shares[name] = 1.0 - left
+    return shares
+
+
+def _kept(phases: Sequence[Phase], counts: Sequence[int | None], owners: Sequence[int | None]) -> float | None:
+    """What is left of 1 after all phases, for a parameter in group `owners[p]` of phase p."""
+    value = 1.0
+    for phase, count, owner in zip(phases, counts, owners, strict=True):
+        if owner is None or phase.groups[owner].weight_decay == 0:
+            continue
+        if count is None or phase.optimizer != "sgd":
+            return None
+        value *= _left(phase, phase.groups[owner], count)
+    return value
+
+
+def _left(phase: Phase, group: Group, count: int) -> float:
+    params, state = {"": torch.ones((), dtype=torch.float64)}, OptimState()
+    zero = {"": torch.zeros((), dtype=torch.float64)}
+    for _ in range(count):
+        params, state = optimise(phase, {"": group}, params, dict(zero), state)  # type: ignore[arg-type, assignment]
+    return float(params[""])

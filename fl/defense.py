@@ -1,0 +1,59 @@
+"""What a defence may do to a client: five hooks, each the identity until overridden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from fl.tensors import Tensors
+from fl.types import Batch
+
+if TYPE_CHECKING:
+    from fl.client import Gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defense:
+    """The base of every defence, and no defence at all.
+
+    A hook that draws noise does so from the generator it is handed. A prediction hands it none: then the hook returns
+    what it would without the noise, so that an attacker can differentiate through the rest.
+    """
+
+    name: ClassVar[str] = "none"
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """The network the client trains instead of `model`."""
+        return model
+
+    def transform_batch(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """The images and labels the client feeds instead of `batch`."""
+        return batch
+
+    def gradient(
+        self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None
+    ) -> Tensors:
+        """The gradient a client steps along instead of `grad(params, batch)`."""
+        return grad(params, batch)
+
+    def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
+        """What the client sends instead of `update`."""
+        return update
+
+    def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
+        """What an attacker who knows the defence expects to observe: a differentiable stand-in for the defence."""
+        return predicted
+
+    def weights(self, observed: Tensors) -> dict[str, float]:
+        """How much an attacker who knows the defence trusts each tensor: factors on both sides of its objective."""
+        return dict.fromkeys(observed, 1.0)
+
+
+def overrides(defense: Defense, hook: str) -> bool:
+    """Whether `defense` changes the hook of that name."""
+    mine: Callable[..., object] = getattr(type(defense), hook)
+    return mine is not getattr(Defense, hook)

@@ -1,0 +1,170 @@
+"""A federated method: one description from which training, communication cost and attack surface follow."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fl.parametrisation import Parametrisation
+from fl.registry import Registry
+from fl.tensors import Payloads, Tensors, Value, add, dense, minus
+from fl.types import Batch, Phase, Scope, Task, Upload
+
+if TYPE_CHECKING:
+    from fl.client import Gradient, Network
+
+methods = Registry("method", "fl.methods")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a local step may look at beside its parameters and its batch.
+
+    Attributes:
+        task: the client's task.
+        start: all parameters at the start of the round.
+        received: further payloads from the server.
+        memory: what the client keeps between rounds; never mutated.
+        draws: the method's random numbers for this step.
+        round: number of the round, from 0.
+    """
+
+    task: Task
+    start: Tensors
+    received: Payloads
+    memory: Payloads
+    draws: dict[str, Tensor]
+    round: int
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What the server holds between rounds.
+
+    Attributes:
+        shared: parameters it sends to every client, or from which it makes what it sends.
+        buffers: the model's shared buffers.
+        own: what never leaves the server, by payload.
+        clients: how many clients there are, whether or not they take part.
+        round: number of the next round.
+    """
+
+    shared: Tensors
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    own: Payloads = field(default_factory=dict)
+    clients: int = 1
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Download:
+    """What the server sends to one client."""
+
+    shared: Tensors
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    received: Payloads = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """The base of every federated method: parametrisation x local rule x server rule.
+
+    Attributes:
+        parametrisation: how parameters become network weights.
+        train_mode: whether local training runs the model in train mode (batch statistics in batch norm).
+    """
+
+    name: ClassVar[str]
+    registry: ClassVar[Registry] = methods
+    per_sample: ClassVar[bool] = True
+    """False where a loss couples the samples of a batch: then per-sample clipping means nothing."""
+
+    uses_labels: ClassVar[bool] = True
+    """False where the loss looks at no label, so that an attack need not guess any."""
+
+    parametrisation: Parametrisation = field(default_factory=Parametrisation)
+    train_mode: bool = True
+
+    # ---- description -------------------------------------------------------------------------------------------------
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """Local training in round `round`."""
+        raise TypeError(f"{type(self).__name__} does not say how a client trains: define phases()")
+
+    def scope(self, name: str, task: Task) -> Scope:
+        """Who holds a parameter or buffer: the parametrisation's word, else shared."""
+        return self.parametrisation.scope(name) or Scope.SHARED
+
+    def client_model(self, task: Task) -> nn.Module:
+        """The network a client runs, built once per client."""
+        return copy.deepcopy(task.model)
+
+    # ---- local rule --------------------------------------------------------------------------------------------------
+    def initial(self, task: Task, generator: torch.Generator) -> Tensors:
+        """Initial shared and private parameters."""
+        return self.parametrisation.initial(task, generator)
+
+    def init_memory(self, params: Tensors, task: Task) -> Payloads:
+        """What a client remembers before its first round."""
+        return {}
+
+    def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
+        """Mean loss of a batch; penalties on parameters belong into `gradient`."""
+        return nn.functional.cross_entropy(network(batch.inputs), batch.labels)
+
+    def logits(self, network: Network, inputs: Tensor) -> Tensor:
+        """What the network predicts (B, K), without the method's own random numbers."""
+        return network(inputs)
+
+    def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
+        """The direction of a step: `grad(params, batch)` by default."""
+        return grad(params, batches[0])
+
+    def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """The method's own random numbers for one step; without a generator an attacker's guess of them."""
+        return {}
+
+    def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
+        """Further payloads to send and the new memory, after `steps` local steps that ended at `params`."""
+        return {}, step.memory
+
+    # ---- server rule -------------------------------------------------------------------------------------------------
+    def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
+        """The server's state before round 0, from the initial parameters and the number of clients."""
+        shared = {name: value for name, value in params.items() if self.scope(name, task) is Scope.SHARED}
+        buffers = {name: value for name, value in task.buffers.items() if self.scope(name, task) is Scope.SHARED}
+        return ServerState(shared, buffers, clients=clients)
+
+    def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
+        """What client number `client` receives."""
+        return Download(server.shared, server.buffers)
+
+    def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
+        """The server's state after a round: the weighted mean of updates and buffers by default."""
+        if not uploads:
+            return replace(server, round=server.round + 1)
+        shared = {
+            name: minus(value, mean(uploads, lambda upload, name=name: upload.update[name]))  # type: ignore[misc]
+            for name, value in server.shared.items()
+        }
+        buffers = {
+            name: value - dense(mean(uploads, lambda upload, name=name: upload.buffers[name]))  # type: ignore[misc]
+            for name, value in server.buffers.items()
+            if value.is_floating_point()
+        }
+        buffers = {**server.buffers, **buffers}  # integer buffers count steps: they are never averaged
+        return replace(server, shared=shared, buffers=buffers, round=server.round + 1)
+
+
+def mean(uploads: Sequence[Upload], pick: Callable[[Upload], Value]) -> Value:
+    """Mean of `pick(upload)` weighted by the clients' numbers of images."""
+    whole = sum(upload.weight for upload in uploads)
+    result = pick(uploads[0]) * (uploads[0].weight / whole)
+    for upload in uploads[1:]:
+        result = add(result, pick(upload), upload.weight / whole)
+    return result
+

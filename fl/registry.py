@@ -1,0 +1,238 @@
+"""Registries: what one file adds by name, with its settings read from and written to plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from enum import Enum
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+Entry = TypeVar("Entry", bound=Callable[..., Any])
+OURS = frozenset({"fl", "defenses", "attacks", "eval"})
+"""Packages whose absence is a fault, never a missing extra."""
+
+
+class UnknownNameError(ValueError):
+    """A name nothing is known by; the message says what is close and what there is."""
+
+    def __init__(self, kind: str, name: object, known: Collection[str], note: str = "") -> None:
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        super().__init__(f"unknown {kind} {name!r}; {hint}known: {', '.join(known) or 'none'}{note}")
+
+
+class Registry(Generic[T]):
+    """The entries of one kind: frozen keyword-only dataclasses (an object is its settings) or plain functions.
+
+    The modules of `package` are imported at the first lookup, so a new file there is all that a new entry needs. A
+    field whose type has a class attribute `registry` holds an entry of that registry, given by name or settings.
+
+    Attributes:
+        kind: what an entry is, for messages: "attack".
+        package: where entries are looked for: "attacks".
+    """
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind, self.package = kind, package
+        self._entries: dict[str, Any] = {}
+        self._skips: dict[str, str] = {}
+        self._searched = False
+
+    def register(self, name: str) -> Callable[[Entry], Entry]:
+        """Decorator that enters a dataclass or a function as `name` and sets its attribute `name`.
+
+        Raises:
+            ValueError: the name is taken, or the class is not a frozen keyword-only dataclass.
+        """
+
+        def enter(entry: Entry) -> Entry:
+            owner = self._entries.get(name)
+            here = (entry.__module__, entry.__qualname__)
+            if owner is not None and (owner.__module__, owner.__qualname__) != here:  # the same one: a reload
+                raise ValueError(f"{self.kind} {name!r} is taken by {owner.__module__}.{owner.__qualname__}")
+            if isinstance(entry, type):
+                _check_settings(entry)
+            self._entries[name] = entry
+            entry.name = name  # type: ignore[attr-defined]
+            return entry
+
+        return enter
+
+    def names(self) -> list[str]:
+        """Names of all entries, sorted."""
+        self._search()
+        return sorted(self._entries)
+
+    def skips(self) -> dict[str, str]:
+        """Modules left out because an optional dependency is not installed, with the reason."""
+        self._search()
+        return dict(self._skips)
+
+    def get(self, name: str) -> Any:
+        """The dataclass or function registered as `name`.
+
+        Raises:
+            UnknownNameError: there is none; says what is close.
+        """
+        names = self.names()
+        if name not in self._entries:
+            raise UnknownNameError(self.kind, name, names, "".join(f"; {reason}" for reason in self._skips.values()))
+        return self._entries[name]
+
+    def build(self, spec: str | Mapping[str, Any] | T) -> T:
+        """The object that `spec` describes: a name, `{"name": name, field: value, ...}`, or the object itself.
+
+        Values are checked against the field's type and converted to it ("1e-4" to a float, a list to a tuple).
+
+        Raises:
+            UnknownNameError: unknown name or field.
+            ValueError: a value that does not fit its field (named in the message), or a field without a value.
+        """
+        if self._holds(spec):
+            return typing.cast(T, spec)
+        settings = {"name": spec} if isinstance(spec, str) else spec
+        if not isinstance(settings, Mapping) or "name" not in settings:
+            raise ValueError(f"expected {self.kind} as a name or a mapping with 'name', got {spec!r}")
+        name = settings["name"]
+        entry = self.get(name)
+        values = {key: value for key, value in settings.items() if key != "name"}
+        what = f"{self.kind} {name!r}"
+        if not isinstance(entry, type):
+            if values:
+                raise UnknownNameError(f"setting of {what}", next(iter(values)), [])
+            return typing.cast(T, entry)
+        fields = {f.name: f for f in dataclasses.fields(entry) if f.init}
+        for key in values:
+            if key not in fields:
+                raise UnknownNameError(f"setting of {what}", key, list(fields))
+        missing = dataclasses.MISSING
+        lacking = [k for k, f in fields.items() if f.default is missing and f.default_factory is missing]
+        if absent := [key for key in lacking if key not in values]:
+            raise ValueError(f"{what}: expected a value for {', '.join(absent)}, got none")
+        checked = {key: _checked(entry, key, value, what) for key, value in values.items()}
+        try:
+            return typing.cast(T, entry(**checked))
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from error
+
+    def spec(self, instance: T) -> dict[str, Any]:
+        """`instance` as `{"name": name, field: value, ...}` in str, int, float, bool, None, list and dict.
+
+        `build(spec(x)) == x`, also after a round trip through YAML or JSON.
+
+        Raises:
+            ValueError: `instance` is not of this registry.
+            TypeError: a field holds something that plain data can't (a tensor, a function).
+        """
+        if not self._holds(instance):
+            raise ValueError(f"expected a registered {self.kind}, got {instance!r}")
+        name: str = instance.name  # type: ignore[attr-defined]
+        if not dataclasses.is_dataclass(instance):
+            return {"name": name}
+        fields = (f.name for f in dataclasses.fields(instance) if f.init)
+        return {"name": name} | {key: _plain(getattr(instance, key), f"{self.kind} {name!r}, {key}") for key in fields}
+
+    def examples(self) -> Iterator[tuple[str, T]]:
+        """Every entry's name with a tiny instance: its `example()` where it has one, its defaults otherwise."""
+        for name in self.names():
+            entry = self._entries[name]
+            yield name, getattr(entry, "example", entry)() if isinstance(entry, type) else entry
+
+    def _holds(self, x: object) -> bool:
+        """Whether `x` is an instance (or function) of this registry."""
+        entry = self._entries.get(getattr(x, "name", ""), None) if not isinstance(x, str | Mapping) else None
+        return entry is not None and (x is entry or type(x) is entry)
+
+    def _search(self) -> None:
+        if self._searched:
+            return
+        self._searched = True  # before the imports: a module may look up the registry it enters
+        try:
+            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
+                self._load(f"{self.package}.{module.name}")
+        except BaseException:
+            self._searched = False
+            raise
+
+    def _load(self, module: str) -> None:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] in OURS:
+                raise
+            self._skips[module] = f"{module} needs {error.name}, which is not installed"
+
+
+def _check_settings(entry: type) -> None:
+    if "__dataclass_params__" not in vars(entry) or not entry.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ValueError(f"expected a frozen keyword-only dataclass, got {entry.__module__}.{entry.__qualname__}")
+    fields = dataclasses.fields(entry)
+    if positional := [f.name for f in fields if f.init and not f.kw_only]:
+        raise ValueError(f"expected keyword-only fields in {entry.__qualname__}, got {', '.join(positional)}")
+    if any(f.name == "name" for f in fields):
+        raise ValueError(f"expected no field 'name' in {entry.__qualname__}: it holds the registered name")
+
+
+@cache
+def _adapters(entry: type) -> dict[str, TypeAdapter[Any]]:
+    hints = typing.get_type_hints(entry, include_extras=True)
+    fields = [f.name for f in dataclasses.fields(entry)]
+    config = ConfigDict(arbitrary_types_allowed=True)
+    # wrapped in Annotated, a dataclass as a field's type takes the configuration too
+    kinds: dict[str, Any] = {k: Annotated[_with_registries(hints[k]), None] for k in fields}
+    return {k: TypeAdapter(kind, config=config) for k, kind in kinds.items()}
+
+
+def _with_registries(hint: Any) -> Any:
+    """`hint` with every class that has a registry read through it."""
+    if isinstance(hint, type) and isinstance(registry := getattr(hint, "registry", None), Registry):
+        return Annotated[hint, PlainValidator(registry.build)]
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        return typing.Union[tuple(map(_with_registries, args))]  # noqa: UP007 - built from a tuple
+    if origin in {tuple, list, dict}:
+        return origin[tuple(map(_with_registries, args))]
+    return hint
+
+
+def _checked(entry: type, key: str, value: Any, what: str) -> Any:
+    try:
+        return _adapters(entry)[key].validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([key, *(str(part) for part in first["loc"] if isinstance(part, int))])
+        reason = first.get("ctx", {}).get("error") or f"{first['msg']}, got {first['input']!r}"
+        raise ValueError(f"{what}, {where}: {reason}") from error
+
+
+def _plain(value: Any, where: str) -> Any:
+    registry = getattr(type(value), "registry", None)
+    if isinstance(registry, Registry):
+        return registry.spec(value)
+    plain = partial(_plain, where=where)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Enum):
+        return plain(value.value)
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    raise TypeError(f"{where}: expected plain data, got {type(value).__qualname__}")

@@ -1,0 +1,219 @@
+"""One client's round on real data, and what each side has of it afterwards: the server's view and the truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fl import sampling
+from fl.client import Client, LocalResult, detached, flatten, gather, local_update
+from fl.defense import overrides
+from fl.method import Download
+from fl.seeds import stream
+from fl.tensors import Payloads, Tensors
+from fl.types import Batch, Candidate, Draws, Order, Scope, ServerView, ThreatModel, Trace, Upload
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What a client keeps between rounds."""
+
+    private: Tensors = field(default_factory=dict)
+    memory: Payloads = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What no attack may see: the images, and everything else a client fed and kept.
+
+    Attributes:
+        trace: what was fed, step by step.
+        private: every tensor of `ServerView.private`, before training.
+        extractor: the generated weights before training, if the method generates any.
+    """
+
+    trace: Trace
+    private: Tensors
+    extractor: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Tensor:
+        """The images (N, C, H, W)."""
+        return self.trace.inputs
+
+    @property
+    def labels(self) -> Tensor:
+        """Their labels (N,)."""
+        return self.trace.labels
+
+    def candidate(self) -> Candidate:
+        """The guess that is right in everything."""
+        trace = self.trace
+        return Candidate(trace.inputs, trace.labels, self.private, trace.order, trace.draws)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One client's round: what it sends, keeps and fed, and its result before the defence touched the update."""
+
+    upload: Upload
+    state: ClientState
+    trace: Trace
+    result: LocalResult
+
+
+def train_client(
+    client: Client,
+    state: ClientState,
+    download: Download,
+    data: Batch,
+    *,
+    number: int = 0,
+    round: int = 0,
+    seed: int = 0,
+) -> Round:
+    """Run one client's round; every random number is a function of (seed, number, round).
+
+    Args:
+        client: the rule.
+        state: what the client kept.
+        download: what the server sent.
+        data: the client's training images.
+        number: of the client.
+        round: number of the round.
+        seed: of the experiment.
+    """
+    phases = client.method.phases(client.task, round)
+    order = sampling.plan(phases, len(data), stream(seed, "order", number, round))
+    trace = _feed(client, data, order, stream(seed, "draws", number, round))
+    buffers = {**client.task.buffers, **download.buffers, **state.buffers}
+    noise = stream(seed, "defense", number, round)
+    with torch.no_grad():
+        result = local_update(
+            client,
+            download.shared,
+            state.private,
+            gather(trace.inputs, trace.labels, trace.order),
+            buffers=buffers,
+            received=download.received,
+            memory=state.memory,
+            draws=trace.draws,
+            round=round,
+            generator=noise,
+            track=True,
+        )
+        update = client.defense.transform_update(result.update, noise)
+    shared = {name for name, scope in client.scopes(buffers).items() if scope is Scope.SHARED}
+    upload = Upload(
+        client=number,
+        weight=float(len(data)),
+        update=update,
+        extra=result.extra,
+        buffers={name: buffers[name] - result.buffers[name] for name in sorted(shared)},
+    )
+    kept = ClientState(result.private, result.memory, {k: v for k, v in result.buffers.items() if k not in shared})
+    return Round(upload, kept, trace, result)
+
+
+def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator) -> Trace:
+    """The images a client feeds; as they are, or batch by batch where the defence changes them."""
+    if overrides(client.defense, "transform_batch"):
+        fed, index, changed = [], [], []
+        position = 0
+        for steps in order:
+            phase = []
+            for step in steps:
+                batches = []
+                for chosen in step:
+                    batch = client.defense.transform_batch(data.take(chosen), generator)
+                    fed.append(batch)
+                    index.append(chosen)
+                    batches.append(position + torch.arange(len(batch)))
+                    position += len(batch)
+                phase.append(tuple(batches))
+            changed.append(tuple(phase))
+        inputs, labels = torch.cat([b.inputs for b in fed]), torch.cat([b.labels for b in fed])
+        order, indices = tuple(changed), torch.cat(index)
+    else:
+        flat = [chosen for steps in order for step in steps for chosen in step]
+        indices = torch.cat([*flat, torch.empty(0, dtype=torch.int64)]).unique()
+        inputs, labels = data.inputs[indices], data.labels[indices]
+        order = tuple(
+            tuple(tuple(torch.searchsorted(indices, chosen) for chosen in step) for step in steps) for steps in order
+        )
+    whole = Batch(inputs, labels)
+    draws: Draws = tuple(
+        tuple(client.method.draw(whole.take(step[0]), client.task, generator) for step in steps) for steps in order
+    )
+    return Trace(order, inputs, labels, indices, draws)
+
+
+def observe(
+    client: Client,
+    state: ClientState,
+    download: Download,
+    data: Batch,
+    *,
+    threat: ThreatModel | None = None,
+    number: int = 0,
+    round: int = 0,
+    seed: int = 0,
+    private_init: Tensors | None = None,
+    history: tuple[ServerView, ...] = (),
+) -> tuple[ServerView, Truth, Round]:
+    """Run one client's round and split it: what the server sees, and the truth it does not.
+
+    The view shares no memory with the client: overwriting the client's tensors changes nothing in it.
+    """
+    threat = threat or ThreatModel()
+    done = train_client(client, state, download, data, number=number, round=round, seed=seed)
+    trace, upload = done.trace, done.upload
+    hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
+    if not client.method.train_mode:  # running statistics only matter where batch statistics are not used
+        hidden.update({name: value for name, value in state.buffers.items() if value.is_floating_point()})
+    truth = Truth(
+        trace=trace,
+        private=hidden,
+        extractor=_generated(client, {**download.shared, **state.private}),
+    )
+    view = ServerView(
+        method=client.method,
+        defense=client.defense,
+        task=client.base,
+        threat=threat,
+        shared=download.shared,
+        update=detached({**upload.update, **flatten(upload.extra)}),
+        private={name: value.shape for name, value in hidden.items()},
+        schedule=sampling.schedule(trace.order) if threat.knows_schedule else None,
+        batch_size=len(trace.inputs) if threat.knows_batch_size else None,
+        labels=trace.labels.clone() if threat.knows_labels else None,
+        buffers=download.buffers,
+        buffers_after={k: download.buffers[k] - v for k, v in upload.buffers.items()} if threat.sees_buffers else None,
+        received=download.received,
+        order=_clone_order(trace.order) if threat.knows_order else None,
+        draws=_clone_draws(trace.draws) if threat.knows_draws else None,
+        private_init=detached(private_init) if private_init and threat.knows_private_init else None,
+        round=round,
+        history=history[-threat.rounds :] if threat.rounds else (),
+    )
+    return view, truth, done
+
+
+def _generated(client: Client, params: Tensors) -> dict[str, Tensor]:
+    made = getattr(client.method.parametrisation, "generates", None)
+    if made is None:
+        return {}
+    with torch.no_grad():
+        weights = client.method.parametrisation.network(client.method.parametrisation.lift(params), client.task)
+    return {name: weights[name] for name in made(client.task)}
+
+
+def _clone_order(order: Order) -> Order:
+    return tuple(tuple(tuple(index.clone() for index in step) for step in steps) for steps in order)
+
+
+def _clone_draws(draws: Draws) -> Draws:
+    return tuple(tuple({k: v.clone() for k, v in step.items()} for step in steps) for steps in draws)

@@ -1,0 +1,304 @@
+"""Named tensors and their algebra: what clients hold and send, dense or structured.
+
+A parameter set is a `dict` keyed by parameter name. A value is a plain tensor or a `LowRank` matrix: a multiple of a
+known base plus outer products. The gradient of a generator's linear head is one outer product, and plain SGD keeps
+it in that form, so a HyperFL step costs what its target network costs and not what its 14.9 million weights cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Term:
+    """`coef * left^T right`, a sum of r outer products.
+
+    Attributes:
+        coef: a number or a tensor of no dimensions.
+        left: (r, n).
+        right: (r, m).
+    """
+
+    coef: float | Tensor
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An (n, m) matrix `scale * base + sum of terms`, never made dense unless asked.
+
+    Attributes:
+        base: (n, m) or None for zero.
+        scale: multiple of the base; always a number, since only learning rates and decay enter it.
+        terms: outer products.
+        size: (n, m).
+    """
+
+    base: Tensor | None
+    scale: float
+    terms: tuple[Term, ...]
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> LowRank:
+        """The dense `matrix` as a base to which outer products can be added."""
+        return cls(matrix, 1.0, (), (matrix.shape[0], matrix.shape[1]))
+
+    @classmethod
+    def outer(cls, left: Tensor, right: Tensor) -> LowRank:
+        """The outer product of `left` (n,) and `right` (m,)."""
+        return cls(None, 0.0, (Term(1.0, left[None], right[None]),), (left.shape[0], right.shape[0]))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix, as of a dense tensor."""
+        return torch.Size(self.size)
+
+    def numel(self) -> int:
+        """Number of entries of the matrix."""
+        return self.size[0] * self.size[1]
+
+    def dense(self) -> Tensor:
+        """The matrix itself (n, m)."""
+        total = None if self.base is None else self.base * self.scale
+        for term in self.terms:
+            product = (term.left * term.coef).mT @ term.right
+            total = product if total is None else total + product
+        if total is None:
+            raise ValueError("expected a matrix with a base or a term, got an empty one")
+        return total
+
+    def matvec(self, x: Tensor) -> Tensor:
+        """`A x` (n,) for x (m,)."""
+        total = self.base @ x * self.scale if self.base is not None and self.scale != 0 else x.new_zeros(self.size[0])
+        for term in self.terms:
+            total = total + (term.right @ x * term.coef) @ term.left
+        return total
+
+    def rmatvec(self, y: Tensor) -> Tensor:
+        """`A^T y` (m,) for y (n,)."""
+        total = y @ self.base * self.scale if self.base is not None and self.scale != 0 else y.new_zeros(self.size[1])
+        for term in self.terms:
+            total = total + (term.left @ y * term.coef) @ term.right
+        return total
+
+    def __mul__(self, factor: float | Tensor) -> LowRank:
+        if isinstance(factor, Tensor):
+            if self.base is not None and self.scale != 0:
+                raise TypeError("expected a number: the base of a LowRank is only ever scaled by known constants")
+            return replace(self, terms=tuple(replace(t, coef=factor * t.coef) for t in self.terms))
+        terms = tuple(replace(t, coef=t.coef * factor) for t in self.terms)
+        return replace(self, scale=self.scale * factor, terms=terms)
+
+    def __add__(self, other: LowRank) -> LowRank:
+        base = other.base if self.base is None or self.scale == 0 else self.base
+        if base is not None and other.base is not None and other.scale != 0 and other.base is not base:
+            raise ValueError("expected two matrices over the same base, got different ones")
+        terms = list(self.terms)
+        for term in other.terms:  # SGD adds the same outer products to weights and momentum: merge by identity
+            for i, mine in enumerate(terms):
+                if mine.left is term.left and mine.right is term.right:
+                    terms[i] = replace(mine, coef=mine.coef + term.coef)
+                    break
+            else:
+                terms.append(term)
+        scale = self.scale + other.scale
+        if abs(scale) < 1e-13:  # the base's own share is 1: what is left here is the rounding of that 1
+            base, scale = None, 0.0
+        return LowRank(base, scale, tuple(terms), self.size)
+
+    def __sub__(self, other: LowRank) -> LowRank:
+        return self + other * -1.0
+
+    def __neg__(self) -> LowRank:
+        return self * -1.0
+
+
+Value = Tensor | LowRank
+Tensors = dict[str, Value]
+Payloads = dict[str, Tensors]
+
+
+def _flatten(x: LowRank) -> tuple[list[object], tuple[object, ...]]:
+    leaves: list[object] = [] if x.base is None else [x.base]
+    for t in x.terms:  # numbers are structure: vmap takes and gives nothing but tensors
+        leaves += [t.left, t.right] if isinstance(t.coef, float) else [t.left, t.right, t.coef]
+    numbers = tuple(t.coef if isinstance(t.coef, float) else None for t in x.terms)
+    return leaves, (x.base is None, x.scale, numbers, x.size)
+
+
+def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> LowRank:
+    bare, scale, numbers, size = context
+    rest = iter(leaves)
+    base = None if bare else next(rest)
+    terms = []
+    for number in numbers:
+        left, right = next(rest), next(rest)
+        terms.append(Term(next(rest) if number is None else number, left, right))
+    return LowRank(base, scale, tuple(terms), size)
+
+
+pytree.register_pytree_node(LowRank, _flatten, _unflatten, serialized_type_name="hyperleak.LowRank")
+
+
+# ---- one value -------------------------------------------------------------------------------------------------------
+def dense(x: Value) -> Tensor:
+    """A plain tensor."""
+    return x.dense() if isinstance(x, LowRank) else x
+
+
+def matvec(a: Value, x: Tensor) -> Tensor:
+    """`A x` for a matrix of either kind."""
+    return a.matvec(x) if isinstance(a, LowRank) else a @ x
+
+
+def rmatvec(a: Value, y: Tensor) -> Tensor:
+    """`A^T y` for a matrix of either kind."""
+    return a.rmatvec(y) if isinstance(a, LowRank) else y @ a
+
+
+def add(x: Value, y: Value, alpha: float | Tensor = 1.0) -> Value:
+    """`x + alpha * y`; a sum of a dense and a structured matrix is dense."""
+    if isinstance(x, LowRank) and isinstance(y, LowRank):
+        same = x.base is None or y.base is None or x.base is y.base or 0 in (x.scale, y.scale)
+        if same:
+            return x + y * alpha
+    return dense(x) + dense(y) * alpha
+
+
+def minus(value: Value, change: Value) -> Value:
+    """`value - change` as a plain tensor, in one product where the change is structured."""
+    if isinstance(change, LowRank) and isinstance(value, Tensor):
+        value = LowRank.of(value)
+    return dense(add(value, change, -1.0))
+
+
+def inner(x: Value, y: Value) -> Tensor:
+    """Sum of products of entries, without a dense matrix where either side is structured."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return (x * y).sum()
+    if isinstance(x, Tensor):
+        x, y = y, x
+    assert isinstance(x, LowRank)
+    parts = []
+    if x.base is not None and x.scale != 0:
+        parts.append(_with_matrix(y, x.base) * x.scale)
+    parts.extend(_with_term(y, term) for term in x.terms)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _with_matrix(x: Value, matrix: Tensor) -> Tensor:
+    if isinstance(x, Tensor):
+        return (x * matrix).sum()
+    total = matrix.new_zeros(())
+    if x.base is not None and x.scale != 0:
+        total = total + (x.base * matrix).sum() * x.scale
+    for term in x.terms:
+        total = total + _with_term(matrix, term)
+    return total
+
+
+def _with_term(x: Value, term: Term) -> Tensor:
+    if isinstance(x, Tensor):
+        return ((term.left @ x) * term.right).sum() * term.coef
+    total = term.left.new_zeros(())
+    if x.base is not None and x.scale != 0:
+        total = total + ((term.left @ x.base) * term.right).sum() * x.scale
+    for other in x.terms:
+        gram = (other.left @ term.left.mT) * (other.right @ term.right.mT)
+        total = total + gram.sum() * other.coef
+    return total * term.coef
+
+
+def squared_distance(x: Value, y: Value) -> Tensor:
+    """`|x - y|^2`, accurate also where the two nearly agree."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return (x - y).square().sum()
+    if isinstance(x, LowRank) and isinstance(y, LowRank) and _rank_one(x) and _rank_one(y) and _same_base(x, y):
+        (s,), (t,) = x.terms, y.terms  # g a' - h b' = (g - h) a' + h (a - b)': no cancellation of large numbers
+        g, h = (s.left * s.coef)[0], (t.left * t.coef)[0]
+        dg, da = g - h, s.right[0] - t.right[0]
+        a = s.right[0]
+        cross = 2 * (dg @ h) * (a @ da)
+        return (dg @ dg) * (a @ a) + (h @ h) * (da @ da) + cross
+    return inner(x, x) - 2 * inner(x, y) + inner(y, y)
+
+
+def _rank_one(x: LowRank) -> bool:
+    return len(x.terms) == 1 and x.terms[0].left.shape[0] == 1
+
+
+def _same_base(x: LowRank, y: LowRank) -> bool:
+    return (x.scale == 0 and y.scale == 0) or (x.base is y.base and x.scale == y.scale)
+
+
+# ---- sets of values --------------------------------------------------------------------------------------------------
+def total(x: Mapping[str, Value], y: Mapping[str, Value]) -> Tensor:
+    """Inner product of two sets over the names of the first."""
+    parts = [inner(v, y[k]) for k, v in x.items()]
+    return torch.stack(parts).sum()
+
+
+def norm(x: Mapping[str, Value]) -> Tensor:
+    """Euclidean norm of all entries together; its derivative at zero is zero."""
+    squares = total(x, x)
+    return (squares + torch.finfo(squares.dtype).tiny).sqrt()
+
+
+def combine(x: Mapping[str, Value], y: Mapping[str, Value], alpha: float | Tensor = 1.0) -> Tensors:
+    """`x + alpha * y`, name by name over the names of `x`."""
+    return {k: add(v, y[k], alpha) for k, v in x.items()}
+
+
+def zeros(x: Mapping[str, Value], names: Iterable[str]) -> Tensors:
+    """Zeros in the form of the values at `names`: no outer products where those are structured."""
+    result: Tensors = {}
+    for name in names:
+        v = x[name]
+        if isinstance(v, LowRank):
+            some = v.terms[0].left if v.base is None else v.base
+            empty = Term(1.0, some.new_zeros(0, v.size[0]), some.new_zeros(0, v.size[1]))
+            result[name] = LowRank(None, 0.0, (empty,), v.size)
+        else:
+            result[name] = torch.zeros_like(v)
+    return result
+
+
+def scaled(x: Mapping[str, Value], factor: float | Tensor) -> Tensors:
+    """Every value times `factor`."""
+    return {k: v * factor for k, v in x.items()}
+
+
+def each(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> Tensors:
+    """`function` on every tensor; on the factors and the base of a structured one (casts, clones, moves)."""
+    result: Tensors = {}
+    for name, v in x.items():
+        if isinstance(v, LowRank):
+            terms = tuple(
+                Term(function(t.coef) if isinstance(t.coef, Tensor) else t.coef, function(t.left), function(t.right))
+                for t in v.terms
+            )
+            result[name] = replace(v, base=None if v.base is None else function(v.base), terms=terms)
+        else:
+            result[name] = function(v)
+    return result
+
+
+def compress(matrix: Tensor, rank: int) -> LowRank:
+    """The best approximation of a dense (n, m) matrix by `rank` outer products (m small)."""
+    if not 1 <= rank <= min(matrix.shape):
+        raise ValueError(f"expected rank in [1, {min(matrix.shape)}], got {rank}")
+    _, vectors = torch.linalg.eigh((matrix.mT @ matrix).double())
+    right = vectors[:, -rank:].mT.to(matrix.dtype).contiguous()
+    return LowRank(None, 0.0, (Term(1.0, right @ matrix.mT, right),), (matrix.shape[0], matrix.shape[1]))

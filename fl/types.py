@@ -1,0 +1,318 @@
+"""The vocabulary of hyperleak: what a client trains, what a server sees, what an attacker guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fl.tensors import Payloads, Tensors, Value
+
+if TYPE_CHECKING:
+    from fl.client import Client
+    from fl.defense import Defense
+    from fl.method import Method
+
+Order = tuple[tuple[tuple[Tensor, ...], ...], ...]
+"""Which images a client fed: phase -> step -> batch, each an index tensor (b,) int64."""
+
+Schedule = tuple[tuple[tuple[int, ...], ...], ...]
+"""The batch sizes of an `Order`: what a server that knows the local schedule knows of it."""
+
+Draws = tuple[tuple[dict[str, Tensor], ...], ...]
+"""A method's own random numbers, phase -> step."""
+
+
+class Scope(StrEnum):
+    """Who holds a tensor."""
+
+    SHARED = "shared"
+    PRIVATE = "private"
+    SERVER = "server"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Labelled images.
+
+    Attributes:
+        inputs: (B, C, H, W) in [0, 1].
+        labels: (B,) int64, or (B, K) probabilities.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return self.inputs.shape[0]
+
+    def take(self, index: Tensor) -> Batch:
+        """The images at `index` (b,)."""
+        return Batch(self.inputs[index], self.labels[index])
+
+
+@dataclass(frozen=True)
+class Task:
+    """A classification problem and the network every client starts from.
+
+    Attributes:
+        model: takes pixels in [0, 1] (B, C, H, W) and returns logits (B, K); its parameters are the initial ones.
+        input_shape: (C, H, W).
+        num_classes: K.
+        head: prefix of the names of the classifier's parameters, e.g. `"head."`.
+        mean: per-channel mean of the model's own normalisation, (0,) * C without one.
+        std: per-channel standard deviation of it, (1,) * C without one.
+    """
+
+    model: nn.Module
+    input_shape: tuple[int, int, int]
+    num_classes: int
+    head: str = "head."
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        channels = self.input_shape[0]
+        object.__setattr__(self, "mean", tuple(self.mean) or (0.0,) * channels)
+        object.__setattr__(self, "std", tuple(self.std) or (1.0,) * channels)
+        if len(self.mean) != channels or len(self.std) != channels:
+            raise ValueError(f"expected one mean and std for each of {channels} channels, got {self.mean}, {self.std}")
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """The model's parameters by name, detached: shapes for all, initial values for the server."""
+        return {name: value.detach() for name, value in self.model.named_parameters()}
+
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers by name."""
+        return {name: value.detach() for name, value in self.model.named_buffers()}
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Task:
+        """The same task with its model's floating-point tensors moved."""
+        import copy
+
+        return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters trained alike.
+
+    Attributes:
+        prefixes: name prefixes; `("",)` is everything. The first group that matches a name takes it.
+        lr: step size.
+        weight_decay: L2 coefficient, added to the gradient after clipping (as torch.optim.SGD does).
+        max_norm: clip the group's gradient to this norm (as `clip_grad_norm_`), or None.
+    """
+
+    prefixes: tuple[str, ...] = ("",)
+    lr: float
+    weight_decay: float = 0.0
+    max_norm: float | None = None
+
+    def owns(self, name: str) -> bool:
+        """Whether the parameter `name` is trained in this group."""
+        return name.startswith(self.prefixes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of local training in which some groups move and all else stands still.
+
+    Attributes:
+        groups: what moves, and how.
+        optimizer: "sgd" or "adam", fresh at the start of the phase.
+        momentum: of SGD.
+        nesterov: Nesterov's form of it.
+        epochs: passes over the client's data; exactly one of `epochs` and `steps` is set.
+        steps: optimiser steps, cycling through the data.
+        batch_size: images per batch; None is all of them.
+        sampler: "shuffle", "poisson" (each image independently, at rate batch_size / n) or "sequential".
+        batches_per_step: batches one step looks at (two for Per-FedAvg).
+    """
+
+    groups: tuple[Group, ...]
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+    sampler: str = "shuffle"
+    batches_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(f"expected exactly one of epochs and steps, got epochs={self.epochs}, steps={self.steps}")
+        if self.optimizer not in {"sgd", "adam"}:
+            raise ValueError(f"expected optimizer 'sgd' or 'adam', got {self.optimizer!r}")
+        if self.sampler not in {"shuffle", "poisson", "sequential"}:
+            raise ValueError(f"expected sampler 'shuffle', 'poisson' or 'sequential', got {self.sampler!r}")
+
+    def assign(self, names: Mapping[str, object]) -> dict[str, Group]:
+        """The group of every name that moves in this phase."""
+        owners = {name: next((g for g in self.groups if g.owns(name)), None) for name in names}
+        return {name: group for name, group in owners.items() if group is not None}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a client really fed, kept with the truth and never shown to an attack.
+
+    Attributes:
+        order: indices into `inputs` and `labels`.
+        inputs: every image fed, after augmentation and the defence's own changes (N, C, H, W).
+        labels: theirs.
+        indices: which images of the client's data set they come from (N,).
+        draws: the method's own random numbers.
+    """
+
+    order: Order
+    inputs: Tensor
+    labels: Tensor
+    indices: Tensor
+    draws: Draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreatModel:
+    """What an honest-but-curious server knows beside the update itself.
+
+    Attributes:
+        knows_labels: the labels of the images.
+        knows_batch_size: how many images there are.
+        knows_schedule: number and size of the local steps.
+        knows_order: which image was in which step.
+        knows_draws: the method's own random numbers.
+        knows_defense: the defence and its settings (an adaptive attacker).
+        knows_private_init: the values private tensors started from before the first round.
+        sees_buffers: shared buffers such as batch-norm statistics.
+        rounds: how many earlier rounds of the same client it kept.
+    """
+
+    knows_labels: bool = False
+    knows_batch_size: bool = True
+    knows_schedule: bool = True
+    knows_order: bool = False
+    knows_draws: bool = False
+    knows_defense: bool = True
+    knows_private_init: bool = False
+    sees_buffers: bool = True
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An attacker's guess of everything it does not see.
+
+    Attributes:
+        inputs: (N, C, H, W) in [0, 1].
+        labels: (N,) int64 or (N, K) probabilities.
+        private: by name, as in `ServerView.private`.
+        order: which image goes into which step; None takes the view's, or the images in turn.
+        draws: the method's random numbers; None takes the view's, or the method's own guess.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    private: Tensors = field(default_factory=dict)
+    order: Order | None = None
+    draws: Draws | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerView:
+    """What an honest-but-curious server knows and sees of one client in one round: plain data and settings.
+
+    Attributes:
+        method: the federated method, with its settings.
+        defense: the client's defence, with its settings.
+        task: the network's architecture and the server's initial weights.
+        threat: what is known beside the update.
+        shared: what the server sent (parameters by name).
+        update: `shared before - shared after`, by name; further payloads under `payload/name`.
+        private: shape of every tensor the client keeps to itself and its update depends on.
+        schedule: batch sizes, phase by phase and step by step; None if unknown.
+        batch_size: number of images; None if unknown.
+        labels: theirs, if known (N,).
+        buffers: the model's shared buffers as the client had them before training.
+        buffers_after: the same after training, where the threat model sees them.
+        received: further payloads the server sent.
+        order: image indices, if known.
+        draws: the method's random numbers, if known.
+        private_init: where private tensors started, if known.
+        round: number of the round, from 0.
+        history: earlier views of the same client, oldest first.
+    """
+
+    method: Method
+    defense: Defense
+    task: Task
+    threat: ThreatModel
+    shared: Tensors
+    update: Tensors
+    private: dict[str, torch.Size] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    batch_size: int | None = None
+    labels: Tensor | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers_after: dict[str, Tensor] | None = None
+    received: Payloads = field(default_factory=dict)
+    order: Order | None = None
+    draws: Draws | None = None
+    private_init: Tensors | None = None
+    round: int = 0
+    history: tuple[ServerView, ...] = ()
+
+    @cached_property
+    def client(self) -> Client:
+        """The client's local rule, built once."""
+        from fl.client import Client
+
+        return Client(self.task, self.method, self.defense)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the update."""
+        return _factor(next(iter(self.update.values()))).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the update lies."""
+        return _factor(next(iter(self.update.values()))).device
+
+
+def _factor(value: Value) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return value.terms[0].left if value.terms else value.dense()
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What one client sends back.
+
+    Attributes:
+        client: its number.
+        weight: its number of training images.
+        update: `shared before - shared after`, by name.
+        extra: further payloads.
+        buffers: change of the shared buffers, before - after.
+    """
+
+    client: int
+    weight: float
+    update: Tensors
+    extra: Payloads = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def numbers(self) -> int:
+        """How many numbers travel up."""
+        sets = [self.update, self.buffers, *self.extra.values()]
+        return sum(v.numel() for values in sets for v in values.values())
