@@ -17,14 +17,16 @@ class DLG(Matching):
     A right DLG on a small sigmoid network either finds the image (41-55 dB) or diverges, so restarts pay.
 
     Attributes:
-        iterations: evaluations of the objective; the authors allow 300 x 20.
+        iterations: evaluations of the objective (the authors' 300 x 20).
     """
 
-    iterations: int = 2000
+    iterations: int = 6000
     objective: Literal["cosine", "l2"] = "l2"
     optimizer: Literal["adam", "lbfgs"] = "lbfgs"
     lr: float = 1.0
     boxed: bool = False
     labels: Literal["auto", "joint"] = "joint"
-    tolerance: float = 1e-12
-    patience: int = 200
+    history: int = 50
+    tolerance: float = 1e-10
+    patience: int = 300
+    enough: float = 1e-8

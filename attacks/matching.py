@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +40,7 @@ class Matching(Attack):
         history: pairs kept by L-BFGS.
         tolerance: a trial ends where its objective falls below this share of its start.
         patience: a trial ends when its objective has not fallen for this many iterations; 0 never.
+        enough: no further restart of a view once its objective has fallen below this share of its start.
         stack: trials evaluated at once.
     """
 
@@ -58,13 +59,14 @@ class Matching(Attack):
     history: int = 100
     tolerance: float = 0.0
     patience: int = 0
+    enough: float = 0.0
     stack: int = 32
 
     def __post_init__(self) -> None:
         for name in ("iterations", "restarts", "stack", "history"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        for name in ("tv", "tolerance", "patience"):
+        for name in ("tv", "tolerance", "patience", "enough"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
 
@@ -82,14 +84,25 @@ class Matching(Attack):
                 problem = Problem(view, fixed_labels(view, self.labels), self.objective, self.tv)
                 groups.setdefault(problem.key, []).append((i, problem))
         for members in groups.values():
-            trials = [(i, problem, r) for i, problem in members for r in range(self.restarts)]
-            for begin in range(0, len(trials), self.stack):
-                chunk = trials[begin : begin + self.stack]
-                starts = [self._start(problem, seeds[i], r) for i, problem, r in chunk]
-                found = self._search(Stack([problem for _, problem, _ in chunk]), _stacked(starts))
-                for (i, problem, _), trial in zip(chunk, found, strict=True):
-                    results[i] = _better(results[i], self._result(problem, *trial))
+            for trials in self._waves(members, results):
+                for begin in range(0, len(trials), self.stack):
+                    chunk = trials[begin : begin + self.stack]
+                    starts = [self._start(problem, seeds[i], r) for i, problem, r in chunk]
+                    found = self._search(Stack([problem for _, problem, _ in chunk]), _stacked(starts))
+                    for (i, problem, _), trial in zip(chunk, found, strict=True):
+                        results[i] = _better(results[i], self._result(problem, *trial))
         return [NotApplicable("no trial was run") if r is None else r for r in results]
+
+    def _waves(
+        self, members: Sequence[tuple[int, Problem]], results: Sequence[Result | None]
+    ) -> Iterator[list[tuple[int, Problem, int]]]:
+        """Trials to run together: all at once, or restart by restart where success can be told."""
+        if self.enough == 0:
+            yield [(i, problem, r) for i, problem in members for r in range(self.restarts)]
+            return
+        for r in range(self.restarts):
+            best = {i: result.objective for i, result in enumerate(results) if isinstance(result, Reconstruction)}
+            yield [(i, problem, r) for i, problem in members if not best.get(i, float("inf")) <= self.enough]
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
         """Why this attack says nothing about `view`, or None."""

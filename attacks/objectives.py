@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from fl.tensors import Tensors, inner, squared_distance
 
+Weights = Mapping[str, float | Tensor]
+"""How much each tensor counts, on both sides."""
 
 
-def cosine(predicted: Tensors, observed: Tensors, weights: dict[str, float]) -> Tensor:
-    """1 - cos of the angle between two updates, over all tensors jointly, in [0, 2] (IG, Geiping et al. 2020, Eq. 4)."""
-    dot, mine, theirs = [], [], []
-    for name, value in observed.items():
-        w = weights[name] ** 2
-        dot.append(inner(predicted[name], value) * w)
-        mine.append(inner(predicted[name], predicted[name]) * w)
-        theirs.append(inner(value, value) * w)
-    lengths = torch.stack(mine).sum() * torch.stack(theirs).sum()
-    tiny = torch.finfo(lengths.dtype).tiny
-    return 1 - torch.stack(dot).sum() / (lengths + tiny).sqrt()
+def cosine(predicted: Tensors, observed: Tensors, weights: Weights) -> Tensor:
+    """1 - cos of the angle between two updates, over all tensors jointly, in [0, 2] (IG, Geiping et al. 2020, Eq. 4).
+
+    Taken as half the squared distance of the two directions: 1 minus a cosine would be nothing but rounding long
+    before the images agree.
+    """
+    mine, theirs = _length({k: predicted[k] for k in observed}, weights), _length(observed, weights)
+    parts = [
+        squared_distance(predicted[k], v, weights[k] / mine, weights[k] / theirs) for k, v in observed.items()
+    ]
+    return torch.stack(parts).sum() / 2
 
 
-def squared(predicted: Tensors, observed: Tensors, weights: dict[str, float]) -> Tensor:
+def squared(predicted: Tensors, observed: Tensors, weights: Weights) -> Tensor:
     """Squared distance relative to the observed update's own size (DLG, Zhu et al. 2019, Eq. 4, made unit-free)."""
-    distance, theirs = [], []
-    for name, value in observed.items():
-        w = weights[name] ** 2
-        distance.append(squared_distance(predicted[name], value) * w)
-        theirs.append(inner(value, value) * w)
-    whole = torch.stack(theirs).sum()
-    return torch.stack(distance).sum() / (whole + torch.finfo(whole.dtype).tiny)
+    theirs = _length(observed, weights)
+    parts = [
+        squared_distance(predicted[k], v, weights[k] / theirs, weights[k] / theirs) for k, v in observed.items()
+    ]
+    return torch.stack(parts).sum()
+
+
+def _length(values: Tensors, weights: Weights) -> Tensor:
+    whole = torch.stack([inner(v, v) * weights[k] ** 2 for k, v in values.items()]).sum()
+    return (whole + torch.finfo(whole.dtype).tiny).sqrt()
 
 
 OBJECTIVES = {"cosine": cosine, "l2": squared}

@@ -51,7 +51,7 @@ class Problem:
         """The share of each shared parameter that weight decay takes away, whatever the data."""
         view = self.view
         shares = decay_shares(view.method.phases(view.client.task, view.round), view.schedule, view.shared)
-        return {name: share for name, share in shares.items() if name in view.update}
+        return {name: share for name, share in shares.items() if share and name in view.update}
 
     def without_decay(self, values: Tensors, shared: Tensors, update: Tensors) -> Tensors:
         """An update without the part that decay makes of `shared`, as far as the defence lets that part through."""

@@ -51,8 +51,7 @@ class Prune(Defense):
         kept = self._kept(torch.cat([matrix.flatten() for matrix in matrices.values()]))
         masks = kept.split([matrix.numel() for matrix in matrices.values()])
         return {
-            name: matrix * mask.view(matrix.shape)
-            for (name, matrix), mask in zip(matrices.items(), masks, strict=True)
+            name: matrix * mask.view(matrix.shape) for (name, matrix), mask in zip(matrices.items(), masks, strict=True)
         }
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from eval.score import NO_RECONSTRUCTION, Row
+from eval.score import NO_IMAGES, NO_RECONSTRUCTION, Row
 
 FLAGS = {
     "non-finite": "The attack produced NaN or infinity, in an image or in its objective; such images are failures.",
@@ -52,14 +52,15 @@ def flags(
         raise ValueError("expected at least one row, got none")
     searches = [history for history in histories if len(history) > 1]
     failures = {row["failure"] for row in rows}
-    missing = {name for row in rows for name, reason in row["missing"].items() if reason != NO_RECONSTRUCTION}
-    objectives_finite = all(math.isfinite(value) for history in searches for value in history)
+    expected = (NO_RECONSTRUCTION, NO_IMAGES)
+    missing = {name for row in rows for name, reason in row["missing"].items() if reason not in expected}
+    finite = all(math.isfinite(value) for history in searches for value in history)
     applies = {
-        "non-finite": "non-finite" in failures or "objective" in missing or not objectives_finite,
+        "non-finite": "non-finite" in failures or not finite or bool(searches and "objective" in missing),
         "unmatched": "unmatched" in failures,
         "extra-candidates": any(row["candidates"] > row["images"] for row in rows),
         "objective-never-improved": any(_stuck(history) for history in searches),
-        "below-floor": fmean(row["psnr"] for row in rows) < fmean(row["floor_mean_psnr"] for row in rows),
+        "below-floor": _below_floor(rows),
         "labels-given": labels_given,
         "defence-known": defence_known,
         "forward-mismatch": forward_error is not None and not forward_error <= tolerance,
@@ -73,3 +74,9 @@ def flags(
 def _stuck(history: Sequence[float]) -> bool:
     """Whether no later value lies below the first (NaN never does)."""
     return not any(value < history[0] for value in history[1:])
+
+
+def _below_floor(rows: Sequence[Row]) -> bool:
+    """Whether the mean PSNR of the images there are lies below that of their mean colours."""
+    gains = [row["psnr"] - row["floor_mean_psnr"] for row in rows if row["psnr"] is not None]
+    return bool(gains) and fmean(gains) < 0

@@ -116,10 +116,7 @@ def _local(a: Tensor, b: Tensor, window: int, **settings: object) -> Tensor:
     if min(a.shape[2:]) < window:
         return torch.full((len(a),), torch.nan, dtype=torch.float64)
     pairs = zip(a.movedim(1, -1).numpy(), b.movedim(1, -1).numpy(), strict=True)
-    values = [
-        structural_similarity(x, y, data_range=1.0, channel_axis=-1, **settings)  # type: ignore[no-untyped-call]
-        for x, y in pairs
-    ]
+    values = [structural_similarity(x, y, data_range=1.0, channel_axis=-1, **settings) for x, y in pairs]
     return torch.tensor(values, dtype=torch.float64)
 
 

@@ -3,7 +3,8 @@
 A true image that no reconstruction stands for (too few of them, or pixels that are not finite) counts as a failure,
 not as a gap: it gets what the worst possible picture gets, MSE 1, PSNR 0 dB and SSIM 0, no exact pixel and a wrong
 label, and `failure` says why. LPIPS has no worst value and is missing there. Dropping such images instead would let an
-attack that gives up on hard ones look better than one that tries.
+attack that gives up on hard ones look better than one that tries. Where an attack is not after images at all
+(`inputs` is None), their figures are missing and nothing has failed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ MEASURES: dict[str, Measure] = {
 NO_RECONSTRUCTION = "no reconstruction stands for this image"
 """Why a figure of a failed image is missing."""
 
+NO_IMAGES = "the attack recovers no images"
+"""Why a figure is missing where images were never the aim."""
+
+_EXTRACTOR = "extractor/"
 _WORST = {"mse": 1.0, "psnr": 0.0, "ssim": 0.0, "ssim_rog": 0.0, "ssim_uniform7": 0.0}
 
 
@@ -44,8 +49,8 @@ class Reconstructed(Protocol):
     """What an attack hands back (`attacks.base.Reconstruction`)."""
 
     @property
-    def inputs(self) -> Tensor:
-        """Images (N, C, H, W)."""
+    def inputs(self) -> Tensor | None:
+        """Images (N, C, H, W), or None where the attack recovers none."""
 
     @property
     def labels(self) -> Tensor | None:
@@ -53,11 +58,11 @@ class Reconstructed(Protocol):
 
     @property
     def objective(self) -> float:
-        """The attack's own objective at the end."""
+        """The attack's own objective at the end; NaN without one."""
 
     @property
     def private(self) -> Mapping[str, Value]:
-        """Recovered private tensors by name."""
+        """Recovered private tensors by name, generated parameters under `extractor/name`."""
 
 
 class TrueValues(Protocol):
@@ -69,7 +74,7 @@ class TrueValues(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """Labels (M,) or probabilities (M, K)."""
+        """Labels (M,), or probabilities (M, K) of which the largest counts."""
 
     @property
     def private(self) -> Mapping[str, Value]:
@@ -96,13 +101,13 @@ def score(
         failure: None, "unmatched" or "non-finite".
         the names in `MEASURES`, and LPIPS under the name of its backbone and size.
         exact8: every pixel right after rounding to 8 bits.
-        label, label_correct: the true label and whether its reconstruction has it (None if no labels were recovered).
+        label, label_correct: the true label, and whether its reconstruction has it (None if either was not recovered).
         label_overlap: share of the batch's labels recovered, in whatever order.
         objective: of the attack, for the whole batch.
         private_errors: relative error of every recovered private tensor.
         extractor_error: of the generated parameters together (None if they were not all recovered).
         floor_<guess>_<metric>: for every guess of `eval.floors`.
-        missing: why a figure is None, by column.
+        missing: why a figure could not be taken, by column.
 
     Args:
         reconstruction: of an attack.
@@ -119,26 +124,22 @@ def score(
     """
     if not len(truth.inputs):
         raise ValueError("expected at least one true image, got none")
-    true, guess = truth.inputs.detach().cpu(), reconstruction.inputs.detach().cpu()
+    true = truth.inputs.detach().cpu()
     metrics.prepare(true, true)
+    recovered = reconstruction.inputs
+    guess = true[:0] if recovered is None else recovered.detach().cpu()
     matched = assign(guess, true)
     measures, missing = _measures(true, perceptual)
-    hits = [i for i, j in enumerate(matched) if j is not None]
-    found = [j for j in matched if j is not None]
-    scored = dict(zip(hits, _take(measures, guess[found], true[hits]), strict=True))
-    exact = dict(zip(hits, metrics.exact8(guess[found], true[hits]).tolist(), strict=True))
+    scored = _images(measures, guess, true, matched)
+    failure, absent, why = _absent(measures, recovered)
+    labels, batch = _labels(reconstruction, truth, matched), _batch(reconstruction, truth)
     floors = _floors(measures, true, reference, seed)
-    labels = _labels(reconstruction, truth, matched)
-    batch = _batch(reconstruction, truth)
-    unmatched = "unmatched" if guess.isfinite().all() else "non-finite"
     rows: list[Row] = []
     for image, match in enumerate(matched):
-        failed = match is None
         head = {"image": image, "matched": match, "images": len(true), "candidates": len(guess)}
-        figures = {name: _WORST.get(name, math.nan) for name in measures} if failed else scored[image]
-        reasons = dict.fromkeys(measures, NO_RECONSTRUCTION) | missing if failed else missing
-        row: Row = {**head, "failure": unmatched if failed else None, **figures, **dict.fromkeys(missing, math.nan)}
-        row |= {"exact8": exact.get(image, False), **labels[image], **batch, **floors[image]}
+        row: Row = {**head, "failure": failure if match is None else None, **dict.fromkeys(missing, math.nan)}
+        row |= {**scored.get(image, absent), **labels[image], **batch, **floors[image]}
+        reasons = missing if match is not None else dict.fromkeys(absent, why) | missing
         rows.append(_json_ready(row, reasons))
     return rows
 
@@ -202,6 +203,23 @@ def _take(measures: Mapping[str, Measure], a: Tensor, b: Tensor) -> list[Row]:
     return [{name: column[i] for name, column in columns.items()} for i in range(len(a))]
 
 
+def _images(measures: Mapping[str, Measure], guess: Tensor, true: Tensor, matched: list[int | None]) -> dict[int, Row]:
+    """The figures of every true image that a reconstruction stands for."""
+    hits = [i for i, j in enumerate(matched) if j is not None]
+    found = [j for j in matched if j is not None]
+    a, b = guess[found], true[hits]
+    columns = zip(hits, _take(measures, a, b), metrics.exact8(a, b).tolist(), strict=True)
+    return {image: {**figures, "exact8": exact} for image, figures, exact in columns}
+
+
+def _absent(measures: Mapping[str, Measure], recovered: Tensor | None) -> tuple[str | None, Row, str]:
+    """What a true image gets that no reconstruction stands for: its failure, its figures, why others are missing."""
+    if recovered is None:
+        return None, dict.fromkeys([*measures, "exact8"], math.nan), NO_IMAGES
+    failure = "unmatched" if recovered.isfinite().all() else "non-finite"
+    return failure, {**{name: _WORST.get(name, math.nan) for name in measures}, "exact8": False}, NO_RECONSTRUCTION
+
+
 def _floors(measures: Mapping[str, Measure], true: Tensor, reference: Tensor | None, seed: int) -> list[Row]:
     rows: list[Row] = [{} for _ in true]
     for guess, images in guesses(true, reference=reference, seed=seed).items():
@@ -216,10 +234,12 @@ def _labels(reconstruction: Reconstructed, truth: TrueValues, matched: list[int 
         raise ValueError(f"expected {len(matched)} true labels, one per image, got {len(true)}")
     if reconstruction.labels is None:
         return [{"label": label, "label_correct": None, "label_overlap": None} for label in true]
-    recovered = _hard(reconstruction.labels)
-    if len(recovered) != len(reconstruction.inputs):
-        raise ValueError(f"expected {len(reconstruction.inputs)} recovered labels, one per image, got {len(recovered)}")
+    recovered, images = _hard(reconstruction.labels), reconstruction.inputs
     overlap = (Counter(recovered) & Counter(true)).total() / len(true)
+    if images is None:
+        return [{"label": label, "label_correct": None, "label_overlap": overlap} for label in true]
+    if len(recovered) != len(images):
+        raise ValueError(f"expected {len(images)} recovered labels, one per image, got {len(recovered)}")
     correct = [j is not None and recovered[j] == label for label, j in zip(true, matched, strict=True)]
     columns = zip(true, correct, strict=True)
     return [{"label": label, "label_correct": right, "label_overlap": overlap} for label, right in columns]
@@ -232,11 +252,13 @@ def _hard(labels: Tensor) -> list[int]:
 
 def _batch(reconstruction: Reconstructed, truth: TrueValues) -> Row:
     """What is known of the whole batch and repeated in each of its rows."""
-    known = {**truth.private, **truth.extractor}
-    recovered = reconstruction.private
-    row: Row = {"objective": float(reconstruction.objective), "private_errors": private_errors(recovered, known)}
-    complete = bool(truth.extractor) and all(name in recovered for name in truth.extractor)
-    row["extractor_error"] = relative_error(recovered, truth.extractor) if complete else None
+    known = {**truth.private, **{_EXTRACTOR + name: value for name, value in truth.extractor.items()}}
+    errors = private_errors(reconstruction.private, known)
+    extractor = {name: reconstruction.private.get(_EXTRACTOR + name) for name in truth.extractor}
+    whole = {name: value for name, value in extractor.items() if value is not None}
+    complete = bool(whole) and len(whole) == len(extractor)
+    row: Row = {"objective": float(reconstruction.objective), "private_errors": errors}
+    row["extractor_error"] = relative_error(whole, truth.extractor) if complete else None
     return row
 
 

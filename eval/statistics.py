@@ -6,6 +6,7 @@ Figures that are missing in the rows (None) are left out and counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -124,7 +125,8 @@ def success_rate(
     centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * float(np.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count)))
     low, high = max(0.0, centre - half), min(1.0, centre + half)
-    return Interval(rate, min(low, rate), max(high, rate), len(table), count, missing)
+    images = sum(any(not math.isnan(value) for value in runs.values()) for runs in table.values())
+    return Interval(rate, min(low, rate), max(high, rate), images, count, missing)
 
 
 def median(data: Data, column: str = "psnr") -> float:
@@ -170,7 +172,7 @@ def _bootstrap(table: Mapping[Any, Mapping[Any, float]], seed: int, resamples: i
     _check_level(level)
     if resamples < 1:
         raise ValueError(f"expected resamples >= 1, got {resamples}")
-    groups = [[v for v in runs.values() if v == v] for runs in table.values()]
+    groups = [[v for v in runs.values() if not math.isnan(v)] for runs in table.values()]
     groups = [group for group in groups if group]
     sizes = np.array([len(group) for group in groups])
     padded = np.zeros((len(groups), sizes.max()))

@@ -23,9 +23,7 @@ Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]]
 Batches = Sequence[Sequence[Sequence[Batch]]]
 
 
-def autograd_derivative(
-    loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def autograd_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gradient of `loss` at `values` by torch.autograd; differentiable again where gradients are enabled."""
     again = torch.is_grad_enabled()
     leaves = {k: v if again and v.requires_grad else v.detach().requires_grad_() for k, v in values.items()}

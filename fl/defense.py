@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
+from fl.registry import Registry
 from fl.tensors import Tensors
 from fl.types import Batch
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from fl.client import Gradient
 
 
+defenses: Registry[Defense] = Registry("defense", "defenses")
+
+
+@defenses.register("none")
 @dataclass(frozen=True, kw_only=True)
 class Defense:
     """The base of every defence, and no defence at all.
@@ -24,24 +29,23 @@ class Defense:
     what it would without the noise, so that an attacker can differentiate through the rest.
     """
 
-    name: ClassVar[str] = "none"
+    name: ClassVar[str]
+    registry: ClassVar[Registry[Defense]] = defenses
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """The network the client trains instead of `model`."""
+        """The network the client trains instead of `model`; what both have keeps its name."""
         return model
 
     def transform_batch(self, batch: Batch, generator: torch.Generator) -> Batch:
         """The images and labels the client feeds instead of `batch`."""
         return batch
 
-    def gradient(
-        self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None
-    ) -> Tensors:
+    def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The gradient a client steps along instead of `grad(params, batch)`."""
         return grad(params, batch)
 
     def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
-        """What the client sends instead of `update`."""
+        """What the client sends instead of `update`, which holds further payloads under `payload/name`."""
         return update
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:

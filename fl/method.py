@@ -18,7 +18,7 @@ from fl.types import Batch, Phase, Scope, Task, Upload
 if TYPE_CHECKING:
     from fl.client import Gradient, Network
 
-methods = Registry("method", "fl.methods")
+methods: Registry[Method] = Registry("method", "fl.methods")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Method:
     """
 
     name: ClassVar[str]
-    registry: ClassVar[Registry] = methods
+    registry: ClassVar[Registry[Method]] = methods
     per_sample: ClassVar[bool] = True
     """False where a loss couples the samples of a batch: then per-sample clipping means nothing."""
 
@@ -167,4 +167,3 @@ def mean(uploads: Sequence[Upload], pick: Callable[[Upload], Value]) -> Value:
     for upload in uploads[1:]:
         result = add(result, pick(upload), upload.weight / whole)
     return result
-

@@ -14,7 +14,7 @@ from fl.registry import Registry
 from fl.tensors import Tensors, dense
 from fl.types import Scope, Task
 
-parametrisations = Registry("parametrisation", "fl.models")
+parametrisations: Registry[Parametrisation] = Registry("parametrisation", "fl.models")
 
 
 @parametrisations.register("direct")
@@ -26,7 +26,7 @@ class Parametrisation:
     """
 
     name: ClassVar[str]
-    registry: ClassVar[Registry] = parametrisations
+    registry: ClassVar[Registry[Parametrisation]] = parametrisations
 
     def initial(self, task: Task, generator: torch.Generator) -> Tensors:
         """Initial parameters; the network's own come from `task.model`."""
@@ -85,6 +85,6 @@ class Generated(Parametrisation):
         result: Tensors = {name: grads[name] for name in live if name in task.parameters}
         if own:
             made = self.generates(task)
-            _, pull = vjp(lambda moved: self.generate({**params, **moved}, task), own)
+            pull = vjp(lambda moved: self.generate({**params, **moved}, task), own)[1]
             result.update(pull({name: grads[name] for name in made})[0])
         return result

@@ -75,22 +75,22 @@ def opacus_gradient(
     Arguments and errors are those of `private_gradient`. The method's loss may look at the network's outputs only.
 
     Raises:
-        ValueError: further, for generated weights, whose wrapped generator would see the batch as one sample.
+        ValueError: further, for generated weights, whose wrapped generator would see the batch as one sample, and for
+            layers that train beside buffers of their own, such as batch norm.
     """
-    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping  # seconds to import, so not before it is used
 
-    client = grad.client
-    if type(client.method.parametrisation) is not Parametrisation:
-        name = client.method.parametrisation.name
-        raise ValueError(f"expected the network's own weights, got parametrisation {name!r}: use private_gradient")
     divisor = _check(grad, batch, clip, noise_multiplier, denominator)
+    _check_plain(grad)
     if not len(batch):
         return _finished(zeros(params, grad.live), clip * noise_multiplier, generator, divisor)
     with torch.enable_grad():
         model = copy.deepcopy(grad.model)
-        model.load_state_dict({**{k: dense(v).detach() for k, v in params.items()}, **grad.buffers}, strict=True)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in grad.live)
+            parameter.data.copy_(dense(params[name]))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(grad.buffers[name])
         ghost = GradSampleModuleFastGradientClipping(model, max_grad_norm=clip, loss_reduction="sum", strict=False)
         losses = _losses(grad, ghost(batch.inputs), batch)
         losses.sum().backward(retain_graph=True)
@@ -122,6 +122,18 @@ def _check(grad: Gradient, batch: Batch, clip: float, noise_multiplier: float, d
     if divisor <= 0:
         raise ValueError(f"expected a public denominator > 0 for a batch of {len(batch)} images, got {denominator}")
     return float(divisor)
+
+
+def _check_plain(grad: Gradient) -> None:
+    """Refuse what Opacus can't tell apart by sample."""
+    generator = grad.client.method.parametrisation
+    if type(generator) is not Parametrisation:
+        got = f"parametrisation {generator.name!r}"
+        raise ValueError(f"expected the network's own weights, got {got}: use private_gradient")
+    for name, module in grad.model.named_modules():
+        moves = any(f"{name}.{key}" in grad.live for key, _ in module.named_parameters(recurse=False))
+        if moves and any(True for _ in module.buffers(recurse=False)):
+            raise ValueError(f"expected trained layers without buffers, got {name!r}: use private_gradient")
 
 
 def _summed(value: Value) -> Value:

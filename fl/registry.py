@@ -196,7 +196,7 @@ def _adapters(entry: type) -> dict[str, TypeAdapter[Any]]:
 def _with_registries(hint: Any) -> Any:
     """`hint` with every class that has a registry read through it."""
     if isinstance(hint, type) and isinstance(registry := getattr(hint, "registry", None), Registry):
-        return Annotated[hint, PlainValidator(registry.build)]
+        return Annotated[Any, PlainValidator(registry.build)]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in {typing.Union, types.UnionType}:
         return typing.Union[tuple(map(_with_registries, args))]  # noqa: UP007 - built from a tuple

@@ -105,13 +105,13 @@ def train_client(
             generator=noise,
             track=True,
         )
-        update = client.defense.transform_update(result.update, noise)
+        sent = client.defense.transform_update(result.sent(), noise)
     shared = {name for name, scope in client.scopes(buffers).items() if scope is Scope.SHARED}
     upload = Upload(
         client=number,
         weight=float(len(data)),
-        update=update,
-        extra=result.extra,
+        update={name: sent[name] for name in result.update},
+        extra={p: {name: sent[f"{p}/{name}"] for name in part} for p, part in result.extra.items()},
         buffers={name: buffers[name] - result.buffers[name] for name in sorted(shared)},
     )
     kept = ClientState(result.private, result.memory, {k: v for k, v in result.buffers.items() if k not in shared})

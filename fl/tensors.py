@@ -78,14 +78,20 @@ class LowRank:
 
     def matvec(self, x: Tensor) -> Tensor:
         """`A x` (n,) for x (m,)."""
-        total = self.base @ x * self.scale if self.base is not None and self.scale != 0 else x.new_zeros(self.size[0])
+        if self.base is None or self.scale == 0:
+            total = x.new_zeros(self.size[0])
+        else:
+            total = matvec(self.base, x) * self.scale
         for term in self.terms:
             total = total + (term.right @ x * term.coef) @ term.left
         return total
 
     def rmatvec(self, y: Tensor) -> Tensor:
         """`A^T y` (m,) for y (n,)."""
-        total = y @ self.base * self.scale if self.base is not None and self.scale != 0 else y.new_zeros(self.size[1])
+        if self.base is None or self.scale == 0:
+            total = y.new_zeros(self.size[1])
+        else:
+            total = rmatvec(self.base, y) * self.scale
         for term in self.terms:
             total = total + (term.left @ y * term.coef) @ term.right
         return total
@@ -112,6 +118,8 @@ class LowRank:
                 terms.append(term)
         scale = self.scale + other.scale
         if abs(scale) < 1e-13:  # the base's own share is 1: what is left here is the rounding of that 1
+            if base is not None and not terms:  # nothing is left: no outer products, but their type and device
+                terms = [_no_term(base, self.size)]
             base, scale = None, 0.0
         return LowRank(base, scale, tuple(terms), self.size)
 
@@ -120,6 +128,10 @@ class LowRank:
 
     def __neg__(self) -> LowRank:
         return self * -1.0
+
+
+def _no_term(like: Tensor, size: tuple[int, int]) -> Term:
+    return Term(1.0, like.new_zeros(0, size[0]), like.new_zeros(0, size[1]))
 
 
 Value = Tensor | LowRank
@@ -157,12 +169,14 @@ def dense(x: Value) -> Tensor:
 
 def matvec(a: Value, x: Tensor) -> Tensor:
     """`A x` for a matrix of either kind."""
-    return a.matvec(x) if isinstance(a, LowRank) else a @ x
+    if isinstance(a, LowRank):
+        return a.matvec(x)
+    return (x[None] @ a.mT)[0]  # a row times the matrix: stacked by vmap this is one product, not the slow transpose
 
 
 def rmatvec(a: Value, y: Tensor) -> Tensor:
     """`A^T y` for a matrix of either kind."""
-    return a.rmatvec(y) if isinstance(a, LowRank) else y @ a
+    return a.rmatvec(y) if isinstance(a, LowRank) else (y[None] @ a)[0]
 
 
 def add(x: Value, y: Value, alpha: float | Tensor = 1.0) -> Value:
@@ -221,26 +235,20 @@ def _with_term(x: Value, term: Term) -> Tensor:
     return total * term.coef
 
 
-def squared_distance(x: Value, y: Value) -> Tensor:
-    """`|x - y|^2`, accurate also where the two nearly agree."""
+def squared_distance(x: Value, y: Value, a: float | Tensor = 1.0, b: float | Tensor = 1.0) -> Tensor:
+    """`|a x - b y|^2`, accurate also where the two nearly agree."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return (x - y).square().sum()
-    if isinstance(x, LowRank) and isinstance(y, LowRank) and _rank_one(x) and _rank_one(y) and _same_base(x, y):
-        (s,), (t,) = x.terms, y.terms  # g a' - h b' = (g - h) a' + h (a - b)': no cancellation of large numbers
-        g, h = (s.left * s.coef)[0], (t.left * t.coef)[0]
-        dg, da = g - h, s.right[0] - t.right[0]
-        a = s.right[0]
-        cross = 2 * (dg @ h) * (a @ da)
-        return (dg @ dg) * (a @ a) + (h @ h) * (da @ da) + cross
-    return inner(x, x) - 2 * inner(x, y) + inner(y, y)
+        return (x * a - y * b).square().sum()
+    if isinstance(x, LowRank) and isinstance(y, LowRank) and _one_outer_product(x) and _one_outer_product(y):
+        (s,), (t,) = x.terms, y.terms  # g p' - h q' = (g - h) p' + h (p - q)': no difference of large numbers
+        g, h = s.left[0] * (s.coef * a), t.left[0] * (t.coef * b)
+        p, dg, dp = s.right[0], g - h, s.right[0] - t.right[0]
+        return (dg @ dg) * (p @ p) + (h @ h) * (dp @ dp) + 2 * (dg @ h) * (p @ dp)
+    return inner(x, x) * a**2 - 2 * inner(x, y) * (a * b) + inner(y, y) * b**2
 
 
-def _rank_one(x: LowRank) -> bool:
-    return len(x.terms) == 1 and x.terms[0].left.shape[0] == 1
-
-
-def _same_base(x: LowRank, y: LowRank) -> bool:
-    return (x.scale == 0 and y.scale == 0) or (x.base is y.base and x.scale == y.scale)
+def _one_outer_product(x: LowRank) -> bool:
+    return (x.base is None or x.scale == 0) and len(x.terms) == 1 and x.terms[0].left.shape[0] == 1
 
 
 # ---- sets of values --------------------------------------------------------------------------------------------------
@@ -268,8 +276,7 @@ def zeros(x: Mapping[str, Value], names: Iterable[str]) -> Tensors:
         v = x[name]
         if isinstance(v, LowRank):
             some = v.terms[0].left if v.base is None else v.base
-            empty = Term(1.0, some.new_zeros(0, v.size[0]), some.new_zeros(0, v.size[1]))
-            result[name] = LowRank(None, 0.0, (empty,), v.size)
+            result[name] = LowRank(None, 0.0, (_no_term(some, v.size),), v.size)
         else:
             result[name] = torch.zeros_like(v)
     return result

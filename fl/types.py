@@ -314,5 +314,5 @@ class Upload:
 
     def numbers(self) -> int:
         """How many numbers travel up."""
-        sets = [self.update, self.buffers, *self.extra.values()]
-        return sum(v.numel() for values in sets for v in values.values())
+        parameters = sum(v.numel() for values in (self.update, *self.extra.values()) for v in values.values())
+        return parameters + sum(v.numel() for v in self.buffers.values())

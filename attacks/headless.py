@@ -1,0 +1,206 @@
+"""Gradient matching without the classifier: what flows back into the last linear layer is in the update itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
+from attacks.rank_one import without_decay
+from fl.client import Network
+from fl.decay import decay_shares
+from fl.defense import overrides
+from fl.method import Method, Step
+from fl.parametrisation import Parametrisation
+from fl.tensors import Tensors, dense
+from fl.types import Batch, Group, Phase, Scope, ServerView, Task
+
+SIGNAL = "signal"
+"""The payload of a rewritten view that holds `delta` and `features`: read off the update, not sent by the server."""
+
+
+class _Tap:
+    """Keeps one module's output and gives it back in place of the whole model's."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.value = output
+
+    def give(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        value, self.value = self.value, None
+        return value
+
+
+def tapped(model: nn.Module, layer: str, head: str) -> nn.Module:
+    """A copy of `model` that returns the output of its module `layer` and has no parameters under `head`.
+
+    The other parameters keep their names.
+    """
+    model = copy.deepcopy(model)
+    for name, module in list(model.named_modules()):
+        if name and f"{name}.".startswith(head) and any(True for _ in module.parameters()):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, nn.Identity())
+    tap = _Tap()
+    model.get_submodule(layer).register_forward_hook(tap.keep)
+    model.register_forward_hook(tap.give)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal(Method):
+    """One step on `<delta, output of a linear layer>`: the loss whose gradient is the network's own below that layer.
+
+    Attributes:
+        layer: name of the linear layer.
+    """
+
+    name = "signal"
+    uses_labels = False
+
+    layer: str
+
+    def client_model(self, task: Task) -> nn.Module:
+        """The network up to the layer."""
+        return tapped(task.model, self.layer, task.head)
+
+    def scope(self, name: str, task: Task) -> Scope:
+        """All there is of it is shared."""
+        return Scope.SHARED
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """One step of size 1."""
+        return (Phase(groups=(Group(lr=1.0),), steps=1),)
+
+    def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
+        """The layer's outputs (1, out) weighted by the signal that flowed back (out,)."""
+        return (network(batch.inputs) * dense(step.received[SIGNAL]["delta"])).sum()
+
+
+@attacks.register("headless")
+@dataclass(frozen=True, kw_only=True)
+class Headless(ViewAttack):
+    """Cuts off everything above the extractor's last linear layer; for one step on one image.
+
+    The layer's bias gradient is delta = dL/d(output), exactly what flows back into the layers below, and its weight
+    gradient delta z^T gives its input z = gW^T delta / |delta|^2 (in the update's own factor of step size and
+    clipping). So the gradient of <delta, output(x)> with respect to every parameter below equals the observed one at
+    the true image: classifier, label and loss drop out of the search.
+
+    Attributes:
+        layer: name of the linear layer; None takes the last one with a bias outside the classifier.
+    """
+
+    layer: str | None = None
+
+    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+        """The layer's input, without an image."""
+        rewritten = self.rewrite(view)
+        if isinstance(rewritten, NotApplicable):
+            return rewritten
+        return self.unwrap(view, rewritten, Reconstruction(inputs=None))
+
+    def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        """The view of the network up to the layer, without labels."""
+        reason = _obstacle(view)
+        if reason is not None:
+            return NotApplicable(reason)
+        layer = self.layer or _last_linear(view)
+        if layer is None:
+            return NotApplicable("no linear layer with a bias outside the classifier is in the update")
+        gradient = _gradient(view)
+        if isinstance(gradient, NotApplicable):
+            return gradient
+        weight, bias = f"{layer}.weight", f"{layer}.bias"
+        if weight not in gradient or bias not in gradient:
+            return NotApplicable(f"{layer!r} has no weight and bias in the update")
+        delta = dense(gradient[bias])
+        if not bool(delta.any()):
+            return NotApplicable(f"no signal flows back into {layer!r}: its bias gradient is zero")
+        features = delta @ dense(gradient[weight]) / (delta @ delta)
+        return _cut(view, layer, gradient, delta, features)
+
+    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+        """The result, with the layer's input under `features`; labels were not searched for."""
+        private = {**result.private, "features": rewritten.received[SIGNAL]["features"]}
+        return replace(result, private=private, labels=view.labels)
+
+
+def _obstacle(view: ServerView) -> str | None:
+    """Why the classifier can't be cut off, or None."""
+    if not view.update:
+        return "nothing is shared"
+    if type(view.method.parametrisation) is not Parametrisation:
+        return "the network's weights are generated: peel it first"
+    if type(view.method).gradient is not Method.gradient:
+        return f"{view.method.name} does not step along the gradient of its loss alone"
+    if overrides(view.defense, "wrap_model"):
+        return f"the defence {view.defense.name} puts layers of its own into the network"
+    if not view.task.head:
+        return "the network has no classifier to cut off"
+    steps = [step for steps in view.schedule or () for step in steps]
+    if len(steps) != 1:
+        return "it takes one local step" if view.schedule is not None else "the number of local steps is unknown"
+    if sum(steps[0]) != 1:
+        return "it takes a batch of one: the signals of several images are summed in the bias gradient"
+    return None
+
+
+def _last_linear(view: ServerView) -> str | None:
+    """The last linear layer with a bias outside the classifier whose gradient was sent."""
+    found = None
+    for name, module in view.task.model.named_modules():
+        sent = f"{name}.weight" in view.update and f"{name}.bias" in view.update
+        if isinstance(module, nn.Linear) and sent and not f"{name}.".startswith(view.task.head):
+            found = name
+    return found
+
+
+def _gradient(view: ServerView) -> Tensors | NotApplicable:
+    """The gradient the update is a step along, up to the clip factor."""
+    phases = view.method.phases(view.client.task, view.round)
+    assert view.schedule is not None
+    (phase,) = [phase for phase, steps in zip(phases, view.schedule, strict=True) if steps]
+    if phase.optimizer != "sgd":
+        return NotApplicable(f"{phase.optimizer} rescales every number apart: its step is not the gradient's direction")
+    groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
+    shares = decay_shares(phases, view.schedule, groups)
+    moved = without_decay({n: view.update[n] for n in groups}, view.shared, shares)
+    # momentum is zero before the first step, but Nesterov's form adds it to the gradient at once
+    factor = 1 + phase.momentum if phase.nesterov else 1.0
+    return {n: value * (1 / (groups[n].lr * factor)) for n, value in moved.items()}
+
+
+def _cut(
+    view: ServerView, layer: str, gradient: Tensors, delta: Tensor, features: Tensor
+) -> ServerView | NotApplicable:
+    model = tapped(view.client.predictor, layer, view.task.head)
+    weights = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
+    probe = torch.full((1, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
+    output = torch.func.functional_call(model, weights, (probe,))
+    if not isinstance(output, Tensor) or output.shape != (1, *delta.shape):
+        return NotApplicable(f"{layer!r} sees more than one input per image")
+    grads = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
+    below = [n for n, g in zip(weights, grads, strict=True) if g is not None]
+    method = Signal(layer=layer, train_mode=view.method.train_mode)
+    buffers = dict(model.named_buffers())
+    return replace(
+        view,
+        method=method,
+        shared={n: v for n, v in view.shared.items() if n in weights},
+        update={n: gradient[n] for n in below if n in gradient},
+        private={n: shape for n, shape in view.private.items() if n in weights or n in buffers},
+        private_init=None,
+        schedule=(((1,),),),
+        order=None,
+        draws=None,
+        buffers={n: v for n, v in view.buffers.items() if n in buffers},
+        received={SIGNAL: {"delta": delta, "features": features}},
+        history=(),
+    )

@@ -1,0 +1,310 @@
+"""The peel: a hypernetwork's update gives embedding, extractor and the extractor's gradient away, without a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
+from attacks.headless import Headless, Signal
+from attacks.rank_one import HypernetUpdate, without_decay
+from fl.decay import decay_shares
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.methods.fedper import FedPer
+from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork
+from fl.tensors import Tensors, dense
+from fl.types import Group, Phase, Scope, ServerView
+
+FITS = 1e-2
+"""Equations that the update satisfies up to this share of itself confirm their solution."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A view of a hypernetwork's update, with the part that weight decay makes taken off.
+
+    Attributes:
+        view: the server's.
+        phase: index of the phase that trains the hypernetwork.
+        change: the shared tensors' update without decay.
+        update: the same as equations.
+    """
+
+    view: ServerView
+    phase: int
+    change: Tensors
+    update: HypernetUpdate
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Local training."""
+        return self.view.method.phases(self.view.client.task, self.view.round)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the hypernetwork's phase, None if unknown."""
+        return None if self.view.schedule is None else len(self.view.schedule[self.phase])
+
+    @property
+    def group(self) -> Group:
+        """How the hypernetwork is trained."""
+        return self.phases[self.phase].assign({TRUNK_WEIGHT: None})[TRUNK_WEIGHT]
+
+
+@dataclass(frozen=True)
+class Peeled:
+    """A view whose hypernetwork is solved for: what it generated, and the gradient that came back.
+
+    Attributes:
+        opened: the view.
+        hidden: hidden activations (hidden,), float64.
+        embedding: (embedding,) float64, or None where the update says nothing of it.
+        route: which layer gave the activations: "trunk", "heads", or "biases" if no unit was active.
+        residual: what the equations of that route leave of the update, relative to it; 0 for "biases".
+    """
+
+    opened: Opened
+    hidden: Tensor
+    embedding: Tensor | None
+    route: str
+    residual: float
+
+    @property
+    def view(self) -> ServerView:
+        """The server's."""
+        return self.opened.view
+
+    @property
+    def update(self) -> HypernetUpdate:
+        """The hypernetwork's equations."""
+        return self.opened.update
+
+    @cached_property
+    def extractor(self) -> dict[str, Tensor]:
+        """The generated weights at the start of the round, by the network's names."""
+        return self._shaped(self.update.extractor(self.hidden))
+
+    @cached_property
+    def gradient(self) -> dict[str, Tensor]:
+        """Their gradient times step size (summed over the steps, with momentum) and clip factor."""
+        return self._shaped(self.update.gradient(self.hidden))
+
+    @property
+    def verified(self) -> bool:
+        """Whether the peel confirms itself without the truth."""
+        return self.residual < FITS
+
+    def private(self) -> Tensors:
+        """What was recovered, as in `Reconstruction.private`."""
+        found: Tensors = {f"extractor/{n}": w for n, w in self.extractor.items()}
+        if self.embedding is not None:
+            found[EMBEDDING] = self.embedding.to(self.view.dtype)
+        return found
+
+    def _shaped(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+        like = self.view.client.task.parameters
+        return {n: value.to(self.view.dtype).view(like[n].shape) for n, value in flat.items()}
+
+
+@attacks.register("peel")
+@dataclass(frozen=True, kw_only=True)
+class Peel(ViewAttack):
+    """Reads embedding, extractor and its gradient off the update of a hypernetwork that sees one embedding.
+
+    A linear layer with one input x and bias sends (delta x^T, delta), so x = dW^T db / |db|^2. HyperFL's hypernetwork
+    is such layers throughout, and keeping embedding and classifier private does not change that. With weight decay
+    taken off (it is known), up to the common factor of step size and clipping:
+
+    - trunk: v = dW0^T db0 / |db0|^2, then the server evaluates its own hypernetwork: theta_k = W_k a + b_k with
+      a = relu(W0 v + b0). Exact for one step while one hidden unit is active, with or without head biases.
+    - heads: db_k is the extractor's gradient, and a = sum_k dW_k^T db_k / sum_k |db_k|^2; without head biases, a is
+      the leading singular vector of the dW_k, and db0 gives its length.
+    - with no unit active theta_k = b_k, which the server holds; the embedding then does nothing and can't be read.
+
+    Over several steps both are weighted means over the round, and the fits' residuals say how far to trust them.
+    As a rewrite, the view becomes that of the network itself: extractor shared, classifier private (`peel+ig`).
+
+    Attributes:
+        route: "trunk" or "heads", or "auto" for the one whose equations fit better.
+        classifier: "free" cuts the unknown classifier off as well (see `headless`; one step on one image), "joint"
+            leaves it to the next attack, "auto" cuts it off where that is possible.
+    """
+
+    route: Literal["auto", "trunk", "heads"] = "auto"
+    classifier: Literal["auto", "free", "joint"] = "auto"
+
+    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+        """Embedding and extractor, without images."""
+        peeled = self.solve(view)
+        if isinstance(peeled, NotApplicable):
+            return peeled
+        return Reconstruction(inputs=None, private=peeled.private(), verified=peeled.verified)
+
+    def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        """The view of the generated network, its classifier private or cut off."""
+        peeled = self.solve(view)
+        if isinstance(peeled, NotApplicable):
+            return peeled
+        plain = plain_view(peeled)
+        if self.classifier == "joint" or isinstance(plain, NotApplicable):
+            return plain
+        cut = Headless().rewrite(plain)
+        return plain if isinstance(cut, NotApplicable) and self.classifier == "auto" else cut
+
+    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+        """The result, with the recovered embedding and extractor."""
+        if isinstance(rewritten.method, Signal):
+            result = Headless().unwrap(view, rewritten, result)
+        peeled = self.solve(view)
+        assert isinstance(peeled, Peeled)
+        return replace(result, private={**result.private, **peeled.private()})
+
+    def solve(self, view: ServerView) -> Peeled | NotApplicable:
+        """Activations, extractor and its gradient, or why they can't be had."""
+        opened = open_view(view)
+        return opened if isinstance(opened, NotApplicable) else self._solve(opened)
+
+    def _solve(self, opened: Opened) -> Peeled | NotApplicable:
+        update = opened.update
+        if update.heads_silent:
+            if not update.bias or update.biases_silent:
+                return NotApplicable("no gradient reached the hypernetwork: its update is its decay and rounding")
+            nothing = torch.zeros_like(dense(update.change[TRUNK_BIAS]))
+            return Peeled(opened, nothing, None, "biases", 0.0)
+        embedding = None if update.trunk_silent else update.embedding()
+        if embedding is None and (self.route == "trunk" or not update.bias):
+            return NotApplicable("the first layer did not move, and this route reads it")
+        heads = update.hidden_from_heads()
+        if embedding is not None and opened.steps == 1 and self.route == "auto":
+            embedding, heads = update.reconciled(embedding, heads)
+        residual = update.heads_residual(heads)
+        if embedding is not None:
+            trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
+            if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):
+                return Peeled(opened, trunk, embedding, "trunk", misfit)
+        return Peeled(opened, heads, embedding, "heads", residual)
+
+
+def open_view(view: ServerView) -> Opened | NotApplicable:
+    """The hypernetwork's update without decay, or why it can't be had."""
+    reason = _obstacle(view)
+    if reason is not None:
+        return NotApplicable(reason)
+    generator, task = view.method.parametrisation, view.client.task
+    assert isinstance(generator, Hypernetwork)
+    phases = view.method.phases(task, view.round)
+    shares = decay_shares(phases, view.schedule, view.shared)
+    if missing := [n for n in view.shared if n not in shares]:
+        return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
+    (phase,) = _training(phases, view.schedule)
+    steps = len(view.schedule[phase]) if view.schedule is not None else 1
+    change = without_decay(view.update, view.shared, shares)
+    update = HypernetUpdate.of(
+        view.shared,
+        change,
+        tuple(generator.generates(task)),
+        bias=generator.bias,
+        rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
+    )
+    return Opened(view, phase, change, update)
+
+
+def _training(phases: tuple[Phase, ...], schedule: object) -> list[int]:
+    """The phases that train the hypernetwork, empty ones left out."""
+    counts = [len(steps) for steps in schedule] if isinstance(schedule, tuple) else [1] * len(phases)
+    return [p for p, phase in enumerate(phases) if counts[p] and any(g.owns(TRUNK_WEIGHT) for g in phase.groups)]
+
+
+def _obstacle(view: ServerView) -> str | None:
+    """Why the view can't be peeled, or None."""
+    method = view.method
+    if not view.update:
+        return "nothing is shared"
+    if not isinstance(method.parametrisation, Hypernetwork):
+        return "the update is that of the network itself: there is nothing to peel"
+    if TRUNK_WEIGHT not in view.update:
+        return "the hypernetwork is not sent"
+    if type(method).gradient is not Method.gradient:
+        return f"{method.name} does not step along the gradient of its loss alone"
+    phases = method.phases(view.client.task, view.round)
+    training = _training(phases, view.schedule)
+    if len(training) != 1:
+        return f"expected one phase that trains the hypernetwork, got {len(training)}"
+    if phases[training[0]].optimizer != "sgd":
+        return f"{phases[training[0]].optimizer} rescales every number apart: its steps are not sums of outer products"
+    return None
+
+
+def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
+    """The view of the generated network, its classifier private unless it is shared."""
+    view, opened = peeled.view, peeled.opened
+    if type(view.method).loss is not Method.loss:
+        return NotApplicable(f"{view.method.name} has a loss of its own that a plain view does not have")
+    names = view.client.task.parameters
+    direct = [n for n in view.shared if n in names]  # a shared classifier
+    if direct and opened.steps != 1:
+        return NotApplicable("a shared classifier moves at another rate than the generated weights: one step only")
+    method, update = _one_step(peeled, direct) if opened.steps == 1 else _several_steps(peeled)
+    kept = [n for n in view.private if n in names or n in view.client.task.buffers]
+    private = {n: view.private[n] for n in kept if method.scope(n, view.client.task) is Scope.PRIVATE}
+    start = view.private_init if len(opened.phases) == 1 else None  # else the classifier has moved on before
+    part = slice(opened.phase, opened.phase + 1)
+    return replace(
+        view,
+        method=method,
+        shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},
+        update=update,
+        private=private,
+        private_init=None if start is None else {n: v for n, v in start.items() if n in private},
+        schedule=None if view.schedule is None else view.schedule[part],
+        order=None if view.order is None else view.order[part],
+        draws=None,
+        received={},
+        history=(),
+    )
+
+
+def _one_step(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
+    """The gradient itself: a step of size 1 without momentum, decay and clipping."""
+    opened, view = peeled.opened, peeled.view
+    phase = opened.phases[opened.phase]
+    # momentum starts at zero, but Nesterov's form adds it at once
+    factor = 1 + phase.momentum if phase.nesterov else 1.0
+    gradient: Tensors = {n: g / (opened.group.lr * factor) for n, g in peeled.gradient.items()}
+    groups = phase.assign(dict.fromkeys(direct))
+    gradient.update({n: opened.change[n] * (1 / (groups[n].lr * factor)) for n in groups})
+    kind = FedAvg if direct else FedPer
+    return kind(lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode), gradient
+
+
+def _several_steps(peeled: Peeled) -> tuple[Method, Tensors]:
+    """The same local training on the extractor itself, with its classifier at rest.
+
+    With the activations at rest, W_k and b_k together move theta_k = W_k a + b_k by |a|^2 + 1 times what g_k moves
+    b_k: that is the step size of plain training, and its inverse square root scales the norm that gradients are
+    clipped at.
+    """
+    opened, view = peeled.opened, peeled.view
+    phase, group = opened.phases[opened.phase], opened.group
+    gain = float(peeled.hidden @ peeled.hidden) + (1.0 if peeled.update.bias else 0.0)
+    plain = FedPer(
+        lr=group.lr * gain,
+        head_lr=0.0,
+        momentum=phase.momentum,
+        weight_decay=group.weight_decay / gain,
+        max_norm=None if group.max_norm is None else group.max_norm / gain**0.5,
+        epochs=phase.epochs,
+        steps=phase.steps,
+        batch_size=phase.batch_size,
+        sampler=phase.sampler,  # type: ignore[arg-type]
+        train_mode=view.method.train_mode,
+    )
+    schedule = None if view.schedule is None else view.schedule[opened.phase : opened.phase + 1]
+    shares = decay_shares(plain.phases(view.task, view.round), schedule, peeled.gradient)
+    decayed = {n: w * shares.get(n, 0.0) for n, w in peeled.extractor.items()}
+    return plain, {n: moved * gain + decayed[n] for n, moved in peeled.gradient.items()}

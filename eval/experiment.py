@@ -1,0 +1,184 @@
+"""An experiment in plain dataclasses: what is trained, who watches, which attacks are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from attacks.base import Attack
+from defenses import Defense
+from fl.data import Source
+from fl.data.partition import Iid, Partitioner
+from fl.method import Method, methods
+from fl.models import Network
+from fl.registry import UnknownNameError
+from fl.types import ThreatModel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """What is learnt.
+
+    Attributes:
+        dataset: the images.
+        model: the network.
+    """
+
+    dataset: Source
+    model: Network
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederationSpec:
+    """Who learns it, and for how long.
+
+    Attributes:
+        partition: which client holds which image; the same for every seed.
+        rounds: of training before the last observation; 0 leaves the network as it starts.
+        rate: share of clients that take part in a round, in (0, 1].
+    """
+
+    partition: Partitioner = field(default_factory=Iid)
+    rounds: int = 1
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 0:
+            raise ValueError(f"federation.rounds: expected 0 or more, got {self.rounds}")
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"federation.rate: expected a share in (0, 1], got {self.rate}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observe:
+    """Which updates the attacker gets: one for each batch of a watched client's images.
+
+    The observed updates are what the client would send; they don't enter training.
+
+    Attributes:
+        clients: numbers of the watched clients.
+        rounds: after how many rounds of training they are watched; `()` is after the last.
+        images: how many of each client's training images; None is all.
+        batch_size: how many of these an update is computed from; None is all of them at once.
+        classes: only images of these classes, by name or label; `()` is any.
+        seed: of the choice of images.
+        method: settings of the methods that differ in the observed round; each goes to every method that has it.
+    """
+
+    clients: tuple[int, ...] = (0,)
+    rounds: tuple[int, ...] = ()
+    images: int | None = 8
+    batch_size: int | None = 1
+    classes: tuple[int | str, ...] = ()
+    seed: int = 0
+    method: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("images", "batch_size"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"observe.{key}: expected 1 or more, or null for all, got {value}")
+        if self.images and self.batch_size and self.images % self.batch_size:
+            raise ValueError(f"observe.images: expected a multiple of batch_size {self.batch_size}, got {self.images}")
+        for key in ("clients", "rounds"):
+            value = getattr(self, key)
+            if len(set(value)) < len(value) or any(number < 0 for number in value):
+                raise ValueError(f"observe.{key}: expected different numbers from 0, got {list(value)}")
+        if not self.clients:
+            raise ValueError("observe.clients: expected at least one, got none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Figures beyond those that are always taken.
+
+    Attributes:
+        lpips: "auto" takes LPIPS if a backbone is at hand; "off", or the backbone's name.
+        download: whether its weights may be downloaded.
+    """
+
+    lpips: Literal["auto", "off", "alex", "squeeze", "vgg"] = "auto"
+    download: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Generic[T]):
+    """A method, a defence or an attack under the label it has in results.
+
+    Attributes:
+        label: its name, or what the config calls it by `as`.
+        item: the object.
+        against: labels of the methods an attack is run on; `()` is all.
+    """
+
+    label: str
+    item: T
+    against: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything a run depends on; the attributes are the sections of the YAML file."""
+
+    task: TaskSpec
+    method: tuple[Entry[Method], ...]
+    attack: tuple[Entry[Attack], ...]
+    title: str = ""
+    federation: FederationSpec = field(default_factory=FederationSpec)
+    defense: tuple[Entry[Defense], ...] = (Entry(label="none", item=Defense()),)
+    threat: ThreatModel = field(default_factory=ThreatModel)
+    observe: Observe = field(default_factory=Observe)
+    seeds: tuple[int, ...] = (0,)
+    score: Score = field(default_factory=Score)
+
+    def __post_init__(self) -> None:
+        labels = [entry.label for entry in self.method]
+        for attack in self.attack:
+            for label in attack.against:
+                if label not in labels:
+                    raise UnknownNameError(f"method that attack {attack.label!r} is against:", label, labels)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: expected one or more different numbers, got {list(self.seeds)}")
+        last = self.federation.rounds
+        if late := [number for number in self.observe.rounds if number > last]:
+            raise ValueError(f"observe.rounds: expected at most {last} (federation.rounds), got {late}")
+        if self.threat.rounds:
+            raise ValueError(f"threat.rounds: expected 0, as each update is attacked alone, got {self.threat.rounds}")
+        self.observed_methods()
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """After how many rounds clients are watched, ascending."""
+        return tuple(sorted(self.observe.rounds)) or (self.federation.rounds,)
+
+    def observed_methods(self) -> dict[str, Method]:
+        """Every method as it is in the observed round, by label.
+
+        Raises:
+            UnknownNameError: a key of `observe.method` that no method has.
+            ValueError: a value that does not fit, or that another setting overrules.
+        """
+        own = {entry.label: methods.spec(entry.item) for entry in self.method}
+        known = {key for spec in own.values() for key in spec} - {"name"}
+        for key in self.observe.method:
+            if key not in known:
+                raise UnknownNameError("key of observe.method", key, sorted(known))
+        built = {}
+        for label, spec in own.items():
+            changes = {key: value for key, value in self.observe.method.items() if key in spec}
+            built[label] = methods.build({**spec, **changes})
+            for key, value in changes.items():
+                check_taken(value, methods.spec(built[label])[key], f"observe.method.{key} ({label})")
+        return built
+
+
+def check_taken(given: Any, new: Any, where: str) -> None:
+    """Refuse a number that another setting overrules (`epochs` beside `steps`, say).
+
+    Raises:
+        ValueError: `given` was asked for and `new` came out.
+    """
+    if (given is None or isinstance(given, int | float)) and not isinstance(new, list) and new != given:
+        raise ValueError(f"{where}: no effect, as another setting overrules it (steps go before epochs)")

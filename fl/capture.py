@@ -1,0 +1,258 @@
+"""A server's view of your own model: simulated from a batch, or put together from an update you captured."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl import sampling
+from fl.client import Client, flatten
+from fl.defense import Defense
+from fl.federation import ClientData, Federation
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+from fl.simulate import Truth
+from fl.tensors import Tensors, Value, dense
+from fl.types import Batch, Scope, ServerView, Task, ThreatModel
+
+
+def from_batch(
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    method: Method | None = None,
+    defense: Defense | None = None,
+    threat: ThreatModel | None = None,
+    num_classes: int | None = None,
+    head: str | None = None,
+    seed: int = 0,
+) -> tuple[ServerView, Truth]:
+    """What the server sees of a client that trains `model` on one batch, and the truth to score attacks with.
+
+    Args:
+        model: takes pixels in [0, 1] and returns logits (B, K); it is copied, never changed.
+        inputs: (B, C, H, W) in [0, 1].
+        labels: (B,) int64 in [0, K).
+        method: the federated method; one FedAvg step on the whole batch at step size 1 by default (FedSGD).
+        defense: of the client; none by default.
+        threat: what the server knows beside the update.
+        num_classes: K; by default what the model returns.
+        head: prefix of the classifier's parameters; by default the last `nn.Linear`.
+        seed: of all randomness.
+
+    Raises:
+        ValueError: images, labels or model do not fit each other; says which.
+    """
+    _check_images(inputs, labels)
+    own = copy.deepcopy(model)
+    classes = _classes(own, inputs, num_classes)
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(f"expected labels in [0, {classes}), got {int(labels.min())} to {int(labels.max())}")
+    channels, height, width = inputs.shape[1:]
+    task = Task(own, (channels, height, width), classes, _head(own, head, classes))
+    client = Client(task, method or _one_step(own), defense or Defense())
+    batch = Batch(inputs.detach().clone(), labels.detach().clone())
+    return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=threat)
+
+
+def from_update(
+    model: nn.Module,
+    update: Mapping[str, Tensor],
+    *,
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+    method: Method | None = None,
+    defense: Defense | None = None,
+    batch_size: int = 1,
+    labels: Tensor | None = None,
+    shared: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    threat: ThreatModel | None = None,
+    head: str | None = None,
+    kind: Literal["update", "gradient"] = "update",
+) -> ServerView:
+    """The server's view that a captured update belongs to.
+
+    Args:
+        model: as the client got it, before training; copied, never changed.
+        update: `weights before - weights after` by parameter name, or the gradient (see `kind`).
+        input_shape: (C, H, W) of the images.
+        num_classes: K.
+        method: how the client trained; one FedAvg step on the whole batch at step size 1 by default.
+        defense: of the client, as far as known; none by default.
+        batch_size: how many images the client held.
+        labels: theirs (batch_size,) int64, if known.
+        shared: what the server sent; the model's own parameters by default. Methods that send something else, such
+            as a hypernetwork, need it.
+        buffers: the model's shared buffers as the server sent them; the model's own by default.
+        threat: what the server knows beside; `knows_labels` follows from `labels`.
+        head: prefix of the classifier's parameters; by default the last `nn.Linear`.
+        kind: "update", or "gradient" for one that was sent before a step of plain SGD was made of it.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
+    """
+    if kind not in {"update", "gradient"}:
+        raise ValueError(f"expected kind 'update' or 'gradient', got {kind!r}")
+    own = copy.deepcopy(model)
+    task = Task(own, input_shape, num_classes, _head(own, head, num_classes))
+    client = Client(task, method or _one_step(own), defense or Defense())
+    params = client.method.initial(client.task, stream(0, "capture"))
+    scopes = client.scopes({**params, **client.task.buffers})
+    expected = {name: value for name, value in params.items() if scopes[name] is Scope.SHARED}
+    if shared is None and (foreign := sorted(set(expected) - set(task.parameters))):
+        raise ValueError(f"expected what the server sent as `shared`, got none: the model itself has no {foreign[0]!r}")
+    sent = expected if shared is None else _like(shared, expected, task.buffers, "shared")
+    taken = _like(update, expected, task.buffers, kind)
+    if kind == "gradient":
+        rates = _rates(client, list(expected))
+        taken = {name: value * rates[name] for name, value in taken.items()}
+    known: Mapping[str, Value] = task.buffers if buffers is None else _like(buffers, task.buffers, {}, "buffers")
+    return ServerView(
+        method=client.method,
+        defense=client.defense,
+        task=task,
+        shared=sent,
+        update=taken,
+        private=_private(client, params, scopes),
+        buffers={name: dense(value) for name, value in known.items() if scopes[name] is Scope.SHARED},
+        **_knowledge(client, threat, labels, batch_size, num_classes),  # type: ignore[arg-type]
+    )
+
+
+def _knowledge(
+    client: Client, threat: ThreatModel | None, labels: Tensor | None, batch_size: int, num_classes: int
+) -> dict[str, object]:
+    """What the server knows beside the update, as `ServerView` has it."""
+    if batch_size < 1:
+        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+    if labels is None and threat is not None and threat.knows_labels:
+        raise ValueError("expected labels under a threat model that knows them, got none")
+    if labels is not None and (labels.shape != (batch_size,) or labels.dtype != torch.int64):
+        raise ValueError(f"expected labels int64 ({batch_size},), got {labels.dtype} {tuple(labels.shape)}")
+    if labels is not None and not ((labels >= 0) & (labels < num_classes)).all():
+        raise ValueError(f"expected labels in [0, {num_classes}), got {labels.tolist()}")
+    threat = replace(threat or ThreatModel(), knows_labels=labels is not None)
+    order = sampling.plan(client.method.phases(client.task, 0), batch_size, stream(0, "capture", "order"))
+    return {
+        "threat": threat,
+        "labels": labels,
+        "batch_size": batch_size if threat.knows_batch_size else None,
+        "schedule": sampling.schedule(order) if threat.knows_schedule else None,
+    }
+
+
+def _one_step(model: nn.Module) -> FedAvg:
+    # step size 1: before - after then rounds the gradient least, and attacks do not depend on its unit
+    return FedAvg(steps=1, batch_size=None, lr=1.0, train_mode=model.training)
+
+
+def _check_images(inputs: Tensor, labels: Tensor) -> None:
+    if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
+        raise ValueError(f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}")
+    if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}")
+    low, high = float(inputs.min()), float(inputs.max())
+    if not (low >= 0 and high <= 1):
+        raise ValueError(
+            f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalisation belongs into the model"
+        )
+
+
+def _classes(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
+    """How many logits `model` returns; runs a copy, so that no running statistic changes."""
+    probe = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        try:
+            logits = probe(inputs[:1])
+        except RuntimeError as error:
+            raise ValueError(
+                f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
+            ) from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"expected a model that returns logits (B, K), got {got}")
+    if num_classes not in {None, logits.shape[1]}:
+        raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
+    return int(logits.shape[1])
+
+
+def _head(model: nn.Module, head: str | None, num_classes: int) -> str:
+    """The prefix of the classifier's parameters, checked or guessed."""
+    names = [name for name, _ in model.named_parameters()]
+    if head is not None:
+        if not any(name.startswith(head) for name in names):
+            raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {', '.join(names)}")
+        return head
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError("expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.'")
+    name, last = linear[-1]
+    if last.out_features != num_classes:
+        raise ValueError(
+            f"expected the last nn.Linear, {name!r}, to have {num_classes} outputs, got {last.out_features}; "
+            "give head='the.classifier.'"
+        )
+    return f"{name}." if name else ""
+
+
+def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], buffers: Collection[str], what: str) -> Tensors:
+    """Copies of `given`, which must have the names and shapes of `expected`, in its type and on its device."""
+    missing = [name for name in expected if name not in given]
+    unknown = [name for name in given if name not in expected]
+    if missing or unknown:
+        parts = [f"missing {', '.join(map(repr, missing))}"] if missing else []
+        parts += [f"unexpected {_hint(name, missing or list(expected), buffers)}" for name in unknown]
+        raise ValueError(f"{what}: expected a tensor for each of {len(expected)} names; {'; '.join(parts)}")
+    result: Tensors = {}
+    for name, like in expected.items():
+        value = given[name]
+        assert isinstance(like, Tensor)
+        if not isinstance(value, Tensor) or value.shape != like.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {got}")
+        if not value.isfinite().all():
+            bad = int((~value.isfinite()).sum())
+            raise ValueError(f"{what}: expected finite numbers, got NaN or infinity in {name!r} ({bad} of them)")
+        result[name] = value.detach().clone().to(like)
+    return result
+
+
+def _hint(name: str, names: Collection[str], buffers: Collection[str]) -> str:
+    if name in buffers:
+        return f"{name!r} (a buffer, not a parameter: leave it out)"
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else "")
+
+
+def _private(client: Client, params: Tensors, scopes: Mapping[str, Scope]) -> dict[str, torch.Size]:
+    """Shapes of what the client keeps, as `fl.simulate.observe` lists them."""
+    hidden: Tensors = {name: value for name, value in params.items() if scopes[name] is Scope.PRIVATE}
+    hidden |= flatten(client.method.init_memory(params, client.task), "memory/")
+    if not client.method.train_mode:
+        kept = {name: value for name, value in client.task.buffers.items() if scopes[name] is Scope.PRIVATE}
+        hidden |= {name: value for name, value in kept.items() if value.is_floating_point()}
+    return {name: value.shape for name, value in hidden.items()}
+
+
+def _rates(client: Client, names: Collection[str]) -> dict[str, float]:
+    """The step size of every tensor, for a client that makes one step of plain SGD."""
+    phases = client.method.phases(client.task, 0)
+    phase = phases[0]
+    groups = phase.assign(dict.fromkeys(names))
+    decayed = any(group.weight_decay or group.max_norm is not None for group in phase.groups)
+    plain = phase.optimizer == "sgd" and not phase.nesterov and not decayed
+    if len(phases) > 1 or phase.steps != 1 or not plain or len(groups) < len(names):
+        raise ValueError(
+            f"expected a method of one plain SGD step on everything for kind='gradient', got {client.method.name} with "
+            "more steps, decay or clipping; send the update, or leave the method out"
+        )
+    return {name: group.lr for name, group in groups.items()}

@@ -1,0 +1,43 @@
+"""FedPer: the extractor is shared, every client keeps a classifier of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fl.method import methods
+from fl.methods.fedavg import FedAvg
+from fl.types import Group, Phase, Scope, Task
+
+
+@methods.register("fedper")
+@dataclass(frozen=True, kw_only=True)
+class FedPer(FedAvg):
+    """Federated learning with personalisation layers (Arivazhagan et al., 2019, Algorithms 1 and 2).
+
+    Base layers (the extractor) and personalisation layers (the classifier) are trained together; the server averages
+    the base layers only.
+
+    Attributes:
+        head_lr: step size of the classifier, which then is clipped apart from the extractor; None trains both as
+            one group at `lr`, 0 leaves the classifier as it is.
+    """
+
+    head_lr: float | None = None
+
+    @classmethod
+    def example(cls) -> FedPer:
+        """Two epochs of two steps, everything on."""
+        return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
+
+    def scope(self, name: str, task: Task) -> Scope:
+        """The classifier is private, everything else is shared."""
+        return self.parametrisation.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """One phase, with a group for the classifier if it has its own step size."""
+        (phase,) = super().phases(task, round)
+        if self.head_lr is None:
+            return (phase,)
+        (body,) = phase.groups
+        head = Group(prefixes=(task.head,), lr=self.head_lr, weight_decay=self.weight_decay, max_norm=self.max_norm)
+        return (replace(phase, groups=(head, body)),)

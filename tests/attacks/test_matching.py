@@ -1,0 +1,162 @@
+"""The search: stacks equal single trials, success where it must be, and choices made without the truth."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import worlds
+
+import attacks
+from attacks.base import Reconstruction
+from attacks.matching import Matching
+from attacks.problem import Problem, Stack
+from eval.metrics import psnr
+from fl.client import Client
+from fl.method import Download
+from fl.methods.fedavg import FedAvg
+from fl.models import build as build_model
+from fl.simulate import ClientState, Truth, observe
+from fl.types import Batch, ServerView, Task, ThreatModel
+
+
+def shared_by(task: Task, method: FedAvg, images: Batch, threat: ThreatModel | None = None) -> tuple[ServerView, Truth]:
+    download = Download(dict(task.parameters), dict(task.buffers))
+    return observe(Client(task, method), ClientState(), download, images, threat=threat)[:2]
+
+
+def one_step(lr: float = 0.1, **settings: object) -> FedAvg:
+    return FedAvg(lr=lr, steps=1, batch_size=None, **settings)  # type: ignore[arg-type]
+
+
+def tiny_views(count: int) -> list[tuple[ServerView, Truth]]:
+    task = worlds.task()
+    return [shared_by(task, one_step(), worlds.images(1, "m", i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["ig", "dlg", "idlg"])
+def test_a_stack_equals_one_trial_at_a_time(name: str) -> None:
+    views = [view for view, _ in tiny_views(3)]
+    attack = attacks.build({"name": name, "iterations": 12, "restarts": 2})
+    together = attack.run(views, [1, 2, 3])
+    alone = [attack(view, seed=seed) for view, seed in zip(views, [1, 2, 3], strict=True)]
+    one_by_one = replace(attack, stack=1).run(views, [1, 2, 3])  # type: ignore[call-arg]
+    for x, y, z in zip(together, alone, one_by_one, strict=True):
+        assert isinstance(x, Reconstruction)
+        assert isinstance(y, Reconstruction)
+        assert isinstance(z, Reconstruction)
+        assert (x.inputs - y.inputs).abs().max() < 1e-7  # type: ignore[operator]
+        assert (x.inputs - z.inputs).abs().max() < 1e-7  # type: ignore[operator]
+        assert x.objective == pytest.approx(y.objective, rel=1e-6)
+
+
+def test_stacked_objectives_and_gradients_equal_single_ones() -> None:
+    views = [view for view, _ in tiny_views(3)]
+    settings = attacks.build("ig")
+    assert isinstance(settings, Matching)
+    problems = [Problem(view, view.labels, "cosine", 1e-3) for view in views]
+    problems = [replace(p, labels=torch.tensor([0])) for p in problems]
+    rows = [settings._start(p, 0, i) for i, p in enumerate(problems)]
+    together = Stack(problems).evaluate({k: torch.stack([row[k] for row in rows]) for k in rows[0]})
+    for i, (problem, row) in enumerate(zip(problems, rows, strict=True)):
+        value, grads = Stack([problem]).evaluate({k: v[None] for k, v in row.items()})
+        assert torch.allclose(together[0][i], value[0], rtol=1e-12, atol=0)
+        for k, g in grads.items():
+            assert (together[1][k][i] - g[0]).norm() <= 1e-10 * g.norm()
+
+
+def test_dlg_and_idlg_find_an_image_of_the_sigmoid_lenet() -> None:
+    task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 8, 8), seed=0).to(dtype=torch.float64)
+    view, truth = shared_by(task, one_step(), worlds.images(1, "lenet"))
+    for name in ("dlg", "idlg"):
+        found = attacks.build({"name": name, "iterations": 400, "restarts": 4})(view, seed=0)
+        assert isinstance(found, Reconstruction)
+        assert found.inputs is not None
+        assert psnr(found.inputs, truth.inputs).item() > 40
+        assert found.labels is not None
+        assert torch.equal(found.labels, truth.labels)
+
+
+def test_ig_beats_a_constant_image_and_knows_the_label() -> None:
+    task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 8, 8), seed=0)
+    images = worlds.images(1, "ig")
+    view, truth = shared_by(task, one_step(), Batch(images.inputs.float(), images.labels))
+    found = attacks.build({"name": "ig", "iterations": 600, "tv": 0.0})(view, seed=0)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert found.labels is not None
+    constant = truth.inputs.mean().expand_as(truth.inputs)
+    assert psnr(found.inputs, truth.inputs) > psnr(constant, truth.inputs) + 3
+    assert torch.equal(found.labels, truth.labels)
+    assert 0 < found.objective < 1e-3
+    assert found.history[0] == 1.0
+
+
+def test_weight_decay_is_taken_out_of_both_sides() -> None:
+    task, images = worlds.task(), worlds.images(1, "decay")
+    with_decay, _ = shared_by(task, one_step(weight_decay=0.5), images)
+    without, _ = shared_by(task, one_step(), images)
+    a, b = Problem(with_decay, None, "cosine", 0.0), Problem(without, None, "cosine", 0.0)
+    for name, value in a.observed.items():
+        assert torch.allclose(value, b.observed[name], rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+
+
+def test_more_restarts_never_end_higher_and_stop_when_enough_is_found() -> None:
+    view, _ = tiny_views(1)[0]
+    one = attacks.build({"name": "ig", "iterations": 30})(view, seed=5)
+    four = attacks.build({"name": "ig", "iterations": 30, "restarts": 4})(view, seed=5)
+    first = attacks.build({"name": "ig", "iterations": 30, "restarts": 4, "enough": 10.0})(view, seed=5)
+    assert isinstance(one, Reconstruction)
+    assert isinstance(four, Reconstruction)
+    assert isinstance(first, Reconstruction)
+    assert four.objective <= one.objective
+    assert torch.equal(first.inputs, one.inputs)  # type: ignore[arg-type]
+
+
+def test_known_labels_are_used_and_said() -> None:
+    task, images = worlds.task(), worlds.images(2, "known")
+    view, truth = shared_by(task, one_step(), images, ThreatModel(knows_labels=True))
+    found = attacks.build({"name": "ig", "iterations": 5})(view)
+    assert isinstance(found, Reconstruction)
+    assert found.labels is not None
+    assert torch.equal(found.labels, truth.labels)
+    assert found.knowledge == ("labels",)
+
+
+def test_unknown_labels_of_a_batch_are_searched_for() -> None:
+    view, _ = shared_by(worlds.task(), one_step(), worlds.images(2, "joint"))
+    found = attacks.build({"name": "ig", "iterations": 5})(view)
+    assert isinstance(found, Reconstruction)
+    assert found.labels is not None
+    assert found.labels.shape == (2,)
+    refused = attacks.build("idlg")(view)
+    assert "label" in refused.reason  # type: ignore[union-attr]
+
+
+def test_what_the_server_does_not_know_is_said() -> None:
+    task, images = worlds.task(), worlds.images(1, "unknown")
+    for threat, word in (
+        (ThreatModel(knows_schedule=False), "schedule"),
+        (ThreatModel(knows_batch_size=False), "number of images"),
+    ):
+        view, _ = shared_by(task, one_step(), images, threat)
+        assert word in attacks.build("ig")(view).reason  # type: ignore[union-attr]
+
+
+def test_a_search_that_blows_up_keeps_its_best_finite_iterate() -> None:
+    view, _ = tiny_views(1)[0]
+    found = attacks.build({"name": "dlg", "iterations": 30, "lr": 1e30})(view, seed=0)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert found.inputs.isfinite().all()
+    assert found.objective <= 1.0
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected iterations >= 1, got 0"):
+        attacks.build({"name": "ig", "iterations": 0})
+    with pytest.raises(ValueError, match="expected tv >= 0"):
+        attacks.build({"name": "ig", "tv": -1})
+    with pytest.raises(ValueError, match="did you mean 'ig'"):
+        attacks.build("igg")
+    with pytest.raises(ValueError, match="rewrites views"):
+        attacks.build("ig+dlg")

@@ -1,0 +1,79 @@
+"""Distances, priors and label rules in closed form."""
+
+import math
+
+import pytest
+import torch
+from support import worlds
+
+from attacks.labels import idlg
+from attacks.objectives import cosine, squared
+from attacks.priors import total_variation
+from fl.client import Client
+from fl.method import Download
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+from fl.simulate import ClientState, observe
+from fl.tensors import LowRank
+
+ONES = {"a": 1.0, "b": 1.0}
+
+
+def updates() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    draw = stream(0, "updates")
+    x = {"a": torch.randn(4, 3, generator=draw).double(), "b": torch.randn(5, generator=draw).double()}
+    y = {"a": torch.randn(4, 3, generator=draw).double(), "b": torch.randn(5, generator=draw).double()}
+    return x, y
+
+
+def test_cosine_is_that_of_the_joined_vectors() -> None:
+    x, y = updates()
+    p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
+    assert cosine(x, y, ONES).item() == pytest.approx(1 - torch.cosine_similarity(p, q, dim=0).item())
+    assert cosine(x, {k: 3 * v for k, v in x.items()}, ONES).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_squared_distance_is_relative_to_the_observed() -> None:
+    x, y = updates()
+    p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
+    assert squared(x, y, ONES).item() == pytest.approx(((p - q).norm() / q.norm()).item() ** 2)
+
+
+def test_weights_scale_both_sides() -> None:
+    x, y = updates()
+    weights = {"a": 2.0, "b": 0.5}
+    scaled = [{k: v * weights[k] for k, v in s.items()} for s in (x, y)]
+    for distance in (cosine, squared):
+        assert distance(x, y, weights).item() == pytest.approx(distance(*scaled, ONES).item())
+
+
+def test_structured_values_give_the_dense_figures() -> None:
+    draw = stream(1, "outer")
+    p, q = ([torch.randn(n, generator=draw).double() for n in (6, 4)] for _ in range(2))
+    x, y = {"a": LowRank.outer(*p)}, {"a": LowRank.outer(*q)}
+    for distance in (cosine, squared):
+        dense = distance({"a": x["a"].dense()}, {"a": y["a"].dense()}, ONES)
+        assert distance(x, y, ONES).item() == pytest.approx(dense.item())  # type: ignore[arg-type]
+
+
+def test_total_variation_of_a_ramp() -> None:
+    ramp = torch.arange(5.0).expand(1, 1, 4, 5) / 10  # 0.1 a pixel across, nothing down
+    assert total_variation(ramp, torch.ones(1)).item() == pytest.approx(0.1)
+    assert total_variation(ramp, torch.tensor([0.5])).item() == pytest.approx(0.2)
+    assert total_variation(torch.full((2, 3, 4, 4), 0.7), torch.ones(3)).item() == 0
+
+
+@pytest.mark.parametrize("label", range(worlds.CLASSES))
+def test_the_label_rule_reads_every_class(label: int) -> None:
+    task = worlds.task()
+    images = worlds.images(1, "rule")
+    images = type(images)(images.inputs, torch.tensor([label]))
+    download = Download(dict(task.parameters), dict(task.buffers))
+    view, _, _ = observe(Client(task, FedAvg(lr=0.1, steps=1)), ClientState(), download, images)
+    found = idlg(view, view.update)
+    assert found is not None
+    assert found.item() == label
+    weight_only = {k: v for k, v in view.update.items() if k != "head.bias"}
+    assert idlg(view, weight_only) is not None
+    assert idlg(view, {k: v for k, v in view.update.items() if not k.startswith("head.")}) is None
+    assert math.isfinite(view.update["head.bias"].abs().sum().item())  # type: ignore[union-attr]

@@ -1,0 +1,128 @@
+"""What every attack keeps to: it sees the server's view and nothing else, and no unit moves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from support import worlds
+from support.compare import assert_same, tensors
+from support.matrix import COLUMNS, ROWS, shares
+
+from attacks import NotApplicable, Reconstruction, attacks
+from attacks.base import build
+from fl.client import Client
+from fl.defense import Defense
+from fl.simulate import Round, Truth, observe
+from fl.tensors import Tensors, scaled
+from fl.types import ServerView
+
+ATTACKS = dict(attacks.examples()) | {"peel+headless+ig": build({"name": "peel+headless+ig", "iterations": 5})}
+VICTIMS = {row: "shares nothing" for row in ROWS if not shares(row)}
+EVERY = pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        pytest.param(row, name, marks=[pytest.mark.skip(reason=f"{row} {VICTIMS[row]}")] if row in VICTIMS else [])
+        for row in ("fedavg", "fedper", "hyperfl", "local", "scaffold", "hyperfedzero", "fedprox+hfn")
+        for name in ATTACKS
+    ],
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loud(Defense):
+    """Everything sent is multiplied by 1024, and the server knows it."""
+
+    name: ClassVar[str] = "loud"
+
+    def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
+        return scaled(update, 1024.0)
+
+    def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
+        return scaled(predicted, 1024.0)
+
+
+@cache
+def world(row: str) -> Any:
+    probe = ROWS[row]
+    return worlds.federation(probe.method, probe.defense, probe.task)
+
+
+def victim(row: str, defense: Defense | None = None) -> tuple[ServerView, Truth, Round, list[Any]]:
+    """One step on a single image in the second round, nothing of it shared with another call."""
+    run = world(row)
+    client = Client(run.client.base, worlds.one_step(run.client.method), defense or run.client.defense)
+    fresh = [worlds.images(1, "victim")]
+    state = torch.utils._pytree.tree_map(lambda x: x, run.clients[1])
+    state = replace(state, private=_copies(state.private), memory={k: _copies(v) for k, v in state.memory.items()})
+    view, truth, done = observe(client, state, run.download(1), fresh[0], round=1)
+    return view, truth, done, [state, fresh[0]]
+
+
+def _copies(values: Tensors) -> Tensors:
+    return {name: value.clone() for name, value in values.items()}  # type: ignore[union-attr]
+
+
+def assert_equal(x: Any, y: Any) -> None:
+    """The same result, bit for bit."""
+    assert type(x) is type(y)
+    if isinstance(x, NotApplicable):
+        assert x == y
+        return
+    assert isinstance(x, Reconstruction)
+    found = [{k: v for k, v in (("inputs", r.inputs), ("labels", r.labels)) if v is not None} for r in (x, y)]
+    assert_same(*found)
+    assert_same(x.private, y.private)
+
+
+@EVERY
+def test_an_attack_holds_nothing_of_the_client(row: str, name: str) -> None:
+    plain = ATTACKS[name](victim(row)[0], seed=3)
+    view, truth, done, held = victim(row)
+    server = {value.data_ptr() for value in tensors([world(row).download(1)])}
+    for value in tensors([truth, done, held]):
+        if value.is_floating_point() and value.data_ptr() not in server:
+            value.fill_(torch.nan)
+        elif value.data_ptr() not in server:
+            value.zero_()
+    assert truth.inputs.isnan().all()
+    assert all(value.isfinite().all() for value in tensors(view))
+    assert_equal(ATTACKS[name](view, seed=3), plain)
+
+
+@EVERY
+def test_the_same_seed_gives_the_same_result(row: str, name: str) -> None:
+    view = victim(row)[0]
+    before = [value.clone() for value in tensors(view)]
+    first, again = ATTACKS[name](view, seed=3), ATTACKS[name](view, seed=3)
+    assert_equal(first, again)
+    assert all(torch.equal(x, y) for x, y in zip(before, tensors(view), strict=True)), "the attack changed its view"
+
+
+@EVERY
+def test_the_unit_of_the_update_changes_no_bit(row: str, name: str) -> None:
+    plain, loud = victim(row)[0], victim(row, Loud())[0]
+    assert_same(loud.update, scaled(plain.update, 1024.0))
+    assert_equal(ATTACKS[name](loud, seed=3), ATTACKS[name](plain, seed=3))
+
+
+@pytest.mark.parametrize("column", list(COLUMNS))
+@pytest.mark.parametrize("name", list(ATTACKS))
+def test_every_attack_answers_under_every_defence(name: str, column: str) -> None:
+    for row in ("fedavg", "hyperfl"):
+        result = ATTACKS[name](victim(row, COLUMNS[column])[0], seed=0)
+        if isinstance(result, NotApplicable):
+            assert result.reason
+        elif result.inputs is not None:
+            assert result.inputs.shape == (1, 1, 8, 8)
+            assert result.inputs.isfinite().all()
+            assert 0 <= float(result.inputs.min()) <= float(result.inputs.max()) <= 1
+
+
+@pytest.mark.parametrize("name", list(ATTACKS))
+def test_every_attack_applies_somewhere(name: str) -> None:
+    results = [ATTACKS[name](victim(row)[0], seed=0) for row in ("fedavg", "fedper", "hyperfl")]
+    assert any(isinstance(result, Reconstruction) for result in results)

@@ -1,0 +1,65 @@
+"""What every registered entry keeps to: it is its own configuration, and says where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+
+import pytest
+import yaml
+
+from attacks import attacks
+from defenses import defenses
+from fl.method import methods
+from fl.models import models
+from fl.parametrisation import parametrisations
+from fl.registry import Registry
+
+REGISTRIES: list[Registry] = [methods, attacks, defenses, parametrisations, models]
+ENTRIES = [(registry, name) for registry in REGISTRIES for name in registry.names()]
+EVERY = pytest.mark.parametrize(
+    ("registry", "name"), ENTRIES, ids=[f"{registry.kind}-{name}" for registry, name in ENTRIES]
+)
+NO_PAPER = {
+    "none": "no defence",
+    "chain": "combines two attacks",
+    "direct": "no generator",
+    "headless": "ours",
+    "linear": "for tests and demonstrations",
+    "tiny": "for tests and demonstrations",
+}
+
+
+@EVERY
+def test_yaml_round_trip(registry: Registry, name: str) -> None:
+    entry = dict(registry.examples())[name]
+    again = registry.build(yaml.safe_load(yaml.safe_dump(registry.spec(entry))))
+    assert again == entry
+    assert type(again) is type(entry)
+    assert registry.spec(again) == registry.spec(entry)
+
+
+@EVERY
+def test_docstrings_name_their_source(registry: Registry, name: str) -> None:
+    text = registry.get(name).__doc__ or ""
+    assert len(text.split()) >= 3
+    assert not text.startswith(f"{registry.get(name).__name__}(")  # what dataclass writes when there is none
+    text += sys.modules[registry.get(name).__module__].__doc__ or ""
+    if name not in NO_PAPER:
+        assert re.search(r"\b(19|20)\d\d\b|\bHyperFL\b", text), f"{name}: expected a source, got {text!r}"
+
+
+@EVERY
+def test_every_setting_is_documented(registry: Registry, name: str) -> None:
+    entry = registry.get(name)
+    if not isinstance(entry, type):
+        return
+    texts = "\n".join(base.__doc__ or "" for base in entry.__mro__)
+    for setting in (field.name for field in dataclasses.fields(entry)):
+        assert re.search(rf"^\s+{setting}: ", texts, re.MULTILINE), f"{name}: setting {setting!r} is not documented"
+
+
+def test_nothing_is_left_out() -> None:
+    for registry in REGISTRIES:
+        assert registry.skips() == {}

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import worlds
+from support.compare import assert_near, assert_same
+from torch import Tensor
+
+from defenses.noise import Noise, rms
+from fl.client import predict
+from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.seeds import stream
+from fl.tensors import LowRank, Tensors, dense, scaled
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=stream(0, *shape), dtype=torch.float64)
+
+
+UPDATE: Tensors = {
+    "small": numbers(200, 50) * 1e-3,
+    "large": numbers(5000) * 10,
+    "structured": LowRank.outer(numbers(120), numbers(90)) * 0.5,
+    "zero": torch.zeros(4, dtype=torch.float64),
+}
+
+
+def draws(defense: Noise, update: Tensors = UPDATE, seed: int = 0) -> dict[str, Tensor]:
+    noisy = defense.transform_update(update, stream(seed))
+    return {name: dense(noisy[name]) - dense(value) for name, value in update.items()}
+
+
+def test_absolute_noise_has_one_size() -> None:
+    found = draws(Noise(std=0.3, unit="absolute"))
+    for name in ("small", "large", "structured"):
+        assert float(found[name].std()) == pytest.approx(0.3, rel=0.05)
+        assert abs(float(found[name].mean())) < 0.02
+    assert found["zero"].any()
+
+
+def test_relative_noise_follows_each_tensor() -> None:
+    found = draws(Noise(std=0.3))
+    for name in ("small", "large", "structured"):
+        size = float(dense(UPDATE[name]).square().mean().sqrt())
+        assert float(found[name].std()) == pytest.approx(0.3 * size, rel=0.05)
+        assert rms(UPDATE[name]) == pytest.approx(size)
+    assert not found["zero"].any()
+
+
+def test_relative_noise_scales_with_the_update() -> None:
+    noisy = Noise(std=0.3).transform_update(UPDATE, stream(0))
+    louder = Noise(std=0.3).transform_update(scaled(UPDATE, 1024.0), stream(0))
+    assert_near(louder, scaled(noisy, 1024.0), 1e-14)
+
+
+@pytest.mark.parametrize("unit", ["relative", "absolute"])
+def test_seeds(unit: Any) -> None:
+    one, same, other = (Noise(unit=unit).transform_update(UPDATE, stream(seed)) for seed in (0, 0, 1))
+    assert_same(one, same)
+    assert not torch.equal(dense(one["large"]), dense(other["large"]))
+
+
+@pytest.mark.parametrize("unit", ["relative", "absolute"])
+def test_no_noise_is_no_defence_bit_for_bit(unit: Any) -> None:
+    nothing = Noise(std=0.0, unit=unit)
+    assert nothing.transform_update(UPDATE, stream(0)) is UPDATE
+    assert set(nothing.weights(UPDATE).values()) == {1.0}
+    for method in (FedAvg.example(), HyperFL.example()):
+        with_, without = (worlds.federation(method, defense).train(0).upload for defense in (nothing, None))
+        assert_same(with_.update, without.update)
+
+
+@pytest.mark.parametrize("std", [-0.1, float("nan"), float("inf")])
+def test_settings_are_checked(std: float) -> None:
+    with pytest.raises(ValueError, match="expected std >= 0"):
+        Noise(std=std)
+
+
+def test_weights_are_inverse_noise_and_have_no_unit() -> None:
+    defense = Noise(std=0.3)
+    observed = defense.transform_update(UPDATE, stream(0))
+    weights = defense.weights(observed)
+    assert max(weights.values()) == 1
+    sizes = {name: rms(UPDATE[name]) for name in ("small", "large", "structured")}
+    for name, size in sizes.items():
+        assert weights[name] == pytest.approx(sizes["small"] / size, rel=0.02)
+    assert weights == defense.weights(scaled(observed, 1024.0))
+    assert set(Noise(unit="absolute").weights(observed).values()) == {1.0}
+
+
+def test_weights_of_an_update_of_zeros() -> None:
+    assert Noise().weights({"a": torch.zeros(3)}) == {"a": 1.0}
+
+
+@pytest.mark.parametrize("method", [FedAvg.example(), HyperFL.example()], ids=lambda m: m.name)
+def test_predictions_leave_the_noise_out(method: Any) -> None:
+    view, truth = worlds.federation(method, Noise(std=0.1)).observe(1)
+    with torch.no_grad():
+        predicted = predict(view, truth.candidate())
+    for name, value in view.update.items():
+        off = float((dense(predicted[name]) - dense(value)).norm() / dense(value).norm())
+        assert 0 < off < 0.3, name

@@ -1,0 +1,208 @@
+from pathlib import Path
+
+import pytest
+
+from attacks.base import Chain
+from eval import config, yamlfile
+from fl.registry import UnknownNameError
+
+TEXT = """
+title: two methods
+task: {dataset: faces, model: hyperfl-grey}
+federation: {partition: {name: iid, clients: 4}, rounds: 5}
+method:
+  - {name: fedavg, lr: 5e-2}
+  - {name: hyperfl, as: scaled, parametrisation: {name: hypernetwork, init: scaled}}
+attack:
+  - {name: ig, against: fedavg, tv: 1e-6}
+  - {name: peel+ig, iterations: 20}
+threat: {knows_labels: true}
+observe: {images: 8, batch_size: 2, method: {steps: 1, head_epochs: 0}}
+"""
+
+
+@pytest.fixture
+def experiment():
+    return config.read(yamlfile.parse(TEXT))
+
+
+def test_reads_numbers_names_and_single_values(experiment):
+    fedavg, hyperfl = experiment.method
+    assert (fedavg.label, fedavg.item.lr) == ("fedavg", 0.05)
+    assert (hyperfl.label, hyperfl.item.parametrisation.init) == ("scaled", "scaled")
+    assert experiment.attack[0].against == ("fedavg",)
+    assert experiment.attack[0].item.tv == 1e-6
+    assert isinstance(experiment.attack[1].item, Chain)
+    assert experiment.attack[1].item.then.iterations == 20
+    assert [entry.label for entry in experiment.defense] == ["none"]
+    assert experiment.threat.knows_labels
+    assert experiment.rounds == (5,)
+
+
+def test_round_trip_and_canonical_dump(experiment):
+    text = config.dump(experiment)
+    again = config.read(yamlfile.parse(text))
+    assert again == experiment
+    assert config.dump(again) == text
+    assert "name: peel+ig" in text
+
+
+def test_observed_methods_take_what_they_have(experiment):
+    observed = experiment.observed_methods()
+    assert (observed["fedavg"].steps, observed["fedavg"].epochs) == (1, None)
+    assert (observed["scaled"].steps, observed["scaled"].head_epochs) == (1, 0)
+    assert experiment.method[1].item.head_epochs == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("attack.iterations=7", lambda x: [x.attack[0].item.iterations, x.attack[1].item.then.iterations] == [7, 7]),
+        ("attack.peel+ig.iterations=7", lambda x: x.attack[0].item.iterations != 7 == x.attack[1].item.then.iterations),
+        ("method.head_lr=1e-3", lambda x: x.method[1].item.head_lr == 0.001),
+        ("method.lr=0.5", lambda x: all(entry.item.lr == 0.5 for entry in x.method)),
+        ("method.scaled.lr=0.5", lambda x: x.method[0].item.lr == 0.05),
+        ("method.parametrisation.init=published", lambda x: x.method[1].item.parametrisation.init == "published"),
+        ("observe.method.epochs=2", lambda x: x.observe.method["epochs"] == 2),
+        ("federation.partition.clients=3", lambda x: x.federation.partition.clients == 3),
+        ("seeds=[1, 2]", lambda x: x.seeds == (1, 2)),
+        ("seeds=3", lambda x: x.seeds == (3,)),
+        ("defense=none", lambda x: x.defense[0].label == "none"),
+        ("observe.clients=2", lambda x: x.observe.clients == (2,)),
+        ("method.max_norm=null", lambda x: all(entry.item.max_norm is None for entry in x.method)),
+        ("score.lpips=off", lambda x: x.score.lpips == "off"),
+    ],
+)
+def test_override(experiment, override, read):
+    if override == "observe.method.epochs=2":
+        experiment = config.override(experiment, "observe.method={head_epochs: 0}")
+    assert read(config.override(experiment, override))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("method.lrr=1", "did you mean 'method.lr'"),
+        ("attack.ig.itterations=1", "did you mean 'attack.ig.iterations'"),
+        ("fedration.rounds=1", "did you mean 'federation"),
+        ("federation.rounds=many", "federation.rounds: .*integer.*'many'"),
+        ("attack.iterations=0", "expected iterations >= 1, got 0"),
+        ("observe.method.stepz=1", "did you mean 'steps'"),
+        ("attack.iterations", "expected key=value"),
+        ("=3", "expected key=value"),
+        ("seeds=[1", "line"),
+        ("observe.method.epochs=2", "no effect"),
+        ("title.x=1", "unknown key 'title.x'"),
+    ],
+)
+def test_bad_overrides_say_what_is_wrong(experiment, override, said):
+    with pytest.raises(ValueError, match=said):
+        config.override(experiment, override)
+
+
+def test_an_overruled_number_is_refused(experiment):
+    stepped = config.override(experiment, "method.fedavg.steps=3")
+    with pytest.raises(ValueError, match="no effect"):
+        config.override(stepped, "method.fedavg.epochs=2")
+
+
+@pytest.mark.parametrize(
+    ("line", "replacement", "said"),
+    [
+        ("title: two methods", "titel: x", "did you mean 'title'"),
+        ("dataset: faces", "dataset: face", "task.dataset: unknown dataset 'face'; did you mean 'faces'"),
+        ("dataset: faces", "datset: faces", "did you mean 'dataset'"),
+        ("model: hyperfl-grey", "model: {name: hyperfl-gray}", "did you mean 'hyperfl-grey'"),
+        ("{dataset: faces, model: hyperfl-grey}", "{dataset: faces}", "task: expected a value for model"),
+        ("{dataset: faces, model: hyperfl-grey}", "faces", "task: expected settings"),
+        ("rounds: 5", "rounds: -1", "federation.rounds: expected 0 or more, got -1"),
+        ("rounds: 5", "rounds: 5, rate: 0", "federation.rate"),
+        ("lr: 5e-2", "lr: fast", "'fedavg', lr: .*'fast'"),
+        ("lr: 5e-2", "learning: 1", "unknown setting of method 'fedavg' 'learning'"),
+        ("against: fedavg", "against: fedagv", "did you mean 'fedavg'"),
+        ("name: ig", "name: igg", "did you mean 'ig'"),
+        ("as: scaled", "as: fedavg", "fedavg is there twice"),
+        ("as: scaled", "as: a/b", "expected `as`"),
+        ("knows_labels: true", "knows_label: true", "did you mean 'knows_labels'"),
+        ("knows_labels: true", "knows_labels: maybe", "threat.knows_labels: .*'maybe'"),
+        ("knows_labels: true", "rounds: 2", "threat.rounds: expected 0"),
+        ("images: 8", "images: 7", "observe.images: expected a multiple of batch_size 2, got 7"),
+        ("images: 8", "images: 0, rounds: 9", "observe.images"),
+        ("images: 8", "rounds: 9", "observe.rounds: expected at most 5"),
+        ("steps: 1", "setps: 1", "did you mean 'steps'"),
+        ("batch_size: 2", "batch_size: 2, batch_size: 4", "line 12: 'batch_size' is given twice"),
+        ("title: two methods", "seeds: []", "seeds: expected one or more"),
+        ("attack:", "attack: []\nthreta:", "did you mean 'threat'"),
+    ],
+)
+def test_bad_configs_say_what_is_wrong(line, replacement, said):
+    assert line in TEXT
+    with pytest.raises(ValueError, match=said):
+        config.read(yamlfile.parse(TEXT.replace(line, replacement)))
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="expected a value for task, method, attack"):
+        config.read({})
+    with pytest.raises(ValueError, match="expected settings"):
+        config.read([1])
+
+
+def test_load_names_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no config file"):
+        config.load(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("task: [")
+    with pytest.raises(ValueError, match=r"bad\.yaml: line 1"):
+        config.load(tmp_path / "bad.yaml")
+    (tmp_path / "good.yaml").write_text(TEXT)
+    assert config.load(tmp_path / "good.yaml", ["seeds=7"]).seeds == (7,)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1.e+3", 1000.0),
+        ("-.5", -0.5),
+        ("7", 7),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("no", "no"),
+        ("off", "off"),
+        ("true", True),
+        ("null", None),
+        ("none", "none"),
+        (".inf", float("inf")),
+    ],
+)
+def test_scalars_mean_what_they_look_like(text, value):
+    parsed = yamlfile.parse(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["1e-4", "no", "true", "7", "null", 1e-4, 5e-324, 1e22, True, None, [1, {"a": "x: y"}]]
+)
+def test_yaml_round_trip(value):
+    assert yamlfile.parse(yamlfile.dump({"key": value})) == {"key": value}
+
+
+def test_yaml_runs_nothing():
+    with pytest.raises(ValueError, match="could not determine a constructor"):
+        yamlfile.parse("!!python/object/apply:os.getcwd []")
+
+
+def test_unknown_names_have_their_own_error(experiment):
+    with pytest.raises(ValueError, match="foo"):
+        config.override(experiment, "foo=1")
+    with pytest.raises(UnknownNameError):
+        config.read({"foo": 1})
+
+
+def test_committed_configs_are_read():
+    paths = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+    assert {"quickstart", "audit"} <= {path.stem for path in paths}
+    for path in paths:
+        found = config.load(path)
+        assert config.read(yamlfile.parse(config.dump(found))) == found

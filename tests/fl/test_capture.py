@@ -1,0 +1,208 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import attacks
+from eval.audit import leakage
+from fl.capture import from_batch, from_update
+from fl.client import predict
+from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.models.hypernetwork import Hypernetwork
+from fl.seeds import stream
+from fl.types import Candidate, ThreatModel
+
+SHAPE, CLASSES = (1, 6, 6), 3
+
+
+def own_model() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(144, CLASSES))
+    generator = stream(0, "model")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+@pytest.fixture
+def model():
+    return own_model()
+
+
+@pytest.fixture
+def batch():
+    return torch.rand(2, *SHAPE, generator=stream(0, "images")), torch.tensor([2, 0])
+
+
+@pytest.fixture
+def gradient(model, batch):
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    names = [name for name, _ in model.named_parameters()]
+    return dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+
+
+def test_from_batch_is_one_step_of_the_users_own_gradient(model, batch, gradient):
+    view, truth = from_batch(model, *batch)
+    assert view.update.keys() == gradient.keys()
+    for name, value in gradient.items():
+        torch.testing.assert_close(view.update[name], value, rtol=1e-4, atol=1e-6)
+    assert view.task.head == "3."
+    assert (view.task.num_classes, view.batch_size, view.labels) == (CLASSES, 2, None)
+    assert torch.equal(truth.inputs, batch[0])
+
+
+def test_model_and_batch_are_copied(model, batch):
+    before = copy.deepcopy(model.state_dict())
+    view, truth = from_batch(model, *batch)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+        batch[0].fill_(float("nan"))
+    assert all(value.isfinite().all() for value in view.shared.values())
+    assert truth.inputs.isfinite().all()
+
+
+def test_running_statistics_stay(batch):
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, CLASSES))
+    before = copy.deepcopy(model.state_dict())
+    from_batch(model, *batch)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_from_batch_takes_any_method(model, batch):
+    method = HyperFL(parametrisation=Hypernetwork(embedding=3, hidden=6, init="scaled"), steps=1, head_epochs=0)
+    view, truth = from_batch(model, *batch, method=method, threat=ThreatModel(knows_labels=True))
+    assert set(view.private) == {"embedding", "3.weight", "3.bias"}
+    assert torch.equal(view.labels, batch[1])
+    assert set(truth.extractor) == {"0.weight", "0.bias"}
+
+
+def test_attack_and_leakage(model, batch):
+    view, truth = from_batch(model, *batch, threat=ThreatModel(knows_labels=True))
+    attack = attacks.build({"name": "ig", "iterations": 300, "tv": 0.0})
+    text = leakage(attack(view), truth)
+    assert text.count("PSNR") == 2
+    assert "\nimage content leaked: +" in text
+    assert leakage(attacks.NotApplicable("why not"), truth) == "not applicable: why not"
+    assert "no images" in leakage(attacks.Reconstruction(None), truth)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"inputs": torch.rand(1, 6, 6, generator=stream(0, "x"))}, r"expected floating-point inputs \(B, C, H, W\)"),
+        ({"inputs": torch.full((2, *SHAPE), 1.5)}, r"expected pixels in \[0, 1\], got \[1.5, 1.5\]"),
+        ({"inputs": torch.full((2, *SHAPE), float("nan"))}, r"expected pixels in \[0, 1\]"),
+        ({"inputs": torch.ones(2, *SHAPE, dtype=torch.uint8)}, "floating-point"),
+        ({"inputs": torch.zeros(2, 3, 6, 6)}, "expected inputs that fit the model"),
+        ({"inputs": torch.zeros(2, *SHAPE).double()}, "expected inputs that fit the model"),
+        ({"labels": torch.tensor([0, 3])}, r"expected labels in \[0, 3\), got 0 to 3"),
+        ({"labels": torch.tensor([[0, 1]])}, "expected labels int64"),
+        ({"labels": torch.tensor([0.0, 1.0])}, "expected labels int64"),
+        ({"num_classes": 4}, "expected num_classes 3"),
+        ({"head": "classifier."}, "expected head as a prefix"),
+        ({"model": nn.Sequential(nn.Conv2d(1, 3, 6), nn.Flatten())}, "expected a model with an nn.Linear"),
+        ({"model": nn.Conv2d(1, 3, 6)}, r"expected a model that returns logits \(B, K\)"),
+        ({"model": nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(36, 3))}, "without dropout"),
+    ],
+)
+def test_from_batch_says_what_does_not_fit(model, batch, change, said):
+    arguments = {"model": model, "inputs": batch[0], "labels": batch[1], **change}
+    with pytest.raises(ValueError, match=said):
+        from_batch(arguments.pop("model"), arguments.pop("inputs"), arguments.pop("labels"), **arguments)
+
+
+def test_a_head_that_is_not_last_is_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Unflatten(1, (5, 1)), nn.AvgPool1d(1), nn.Flatten())
+    with pytest.raises(ValueError, match="'1', to have 3 outputs, got 5"):
+        from_update(model, {}, input_shape=SHAPE, num_classes=3)
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.1])
+def test_captured_update_and_gradient_agree_with_the_prediction(model, batch, gradient, lr):
+    method = FedAvg(steps=1, batch_size=None, lr=lr)
+    sent = {"gradient": gradient, "update": {name: lr * value for name, value in gradient.items()}}
+    for kind, values in sent.items():
+        view = from_update(
+            model,
+            values,
+            input_shape=SHAPE,
+            num_classes=CLASSES,
+            method=method,
+            batch_size=2,
+            labels=batch[1],
+            kind=kind,
+        )
+        predicted = predict(view, Candidate(*batch))
+        for name in gradient:
+            torch.testing.assert_close(predicted[name], view.update[name], rtol=1e-3, atol=1e-6)
+        assert view.threat.knows_labels
+    assert not isinstance(attacks.build({"name": "ig", "iterations": 2})(view), attacks.NotApplicable)
+
+
+def test_a_captured_hypernetwork_needs_what_was_sent(model, batch):
+    method = HyperFL(parametrisation=Hypernetwork(embedding=3, hidden=6, init="scaled"), steps=1, head_epochs=0)
+    seen, truth = from_batch(model, *batch, method=method)
+    update = {n: v if isinstance(v, torch.Tensor) else v.dense() for n, v in seen.update.items()}
+    settings = {"input_shape": SHAPE, "num_classes": CLASSES, "method": method, "batch_size": 2}
+    with pytest.raises(ValueError, match="expected what the server sent as `shared`"):
+        from_update(model, update, **settings)
+    view = from_update(model, update, shared=seen.shared, **settings)
+    assert view.private == seen.private
+    predicted = predict(view, truth.candidate())
+    for name, value in update.items():
+        got = predicted[name] if isinstance(predicted[name], torch.Tensor) else predicted[name].dense()
+        torch.testing.assert_close(got, value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"3.weight": None, "4.weight": torch.zeros(3, 144)},
+            r"missing '3.weight'; unexpected '4.weight' \(did you mean '3.w",
+        ),
+        ({"0.bias": None}, "missing '0.bias'"),
+        ({"extra": torch.zeros(1)}, "unexpected 'extra'"),
+        ({"0.bias": torch.zeros(5)}, r"expected '0.bias' of shape \(4,\), got \(5,\)"),
+        ({"0.bias": [0, 0, 0, 0]}, "expected '0.bias' of shape .* got list"),
+        ({"0.bias": torch.tensor([0.0, float("nan"), 0.0, float("inf")])}, r"in '0.bias' \(2 of them\)"),
+    ],
+)
+def test_from_update_says_which_tensor(model, gradient, change, said):
+    values = {name: value for name, value in {**gradient, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=said):
+        from_update(model, values, input_shape=SHAPE, num_classes=CLASSES)
+
+
+def test_buffers_are_no_parameters(batch):
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, CLASSES))
+    update = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"'0\.running_mean' .a buffer, not a parameter: leave it out"):
+        from_update(model, update, input_shape=SHAPE, num_classes=CLASSES)
+    update = {name: value for name, value in update.items() if not name.startswith(("0.running", "0.num"))}
+    buffers = {**dict(model.named_buffers()), "0.running_mean": torch.tensor([0.25])}
+    view = from_update(model, update, input_shape=SHAPE, num_classes=CLASSES, buffers=buffers)
+    assert view.buffers["0.running_mean"].item() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kind": "delta"}, "expected kind"),
+        ({"batch_size": 0}, "expected batch_size >= 1"),
+        ({"labels": torch.tensor([0])}, r"expected labels int64 \(2,\)"),
+        ({"labels": torch.tensor([0, 7])}, r"expected labels in \[0, 3\)"),
+        ({"threat": ThreatModel(knows_labels=True)}, "expected labels under a threat model"),
+        ({"kind": "gradient", "method": FedAvg(epochs=2)}, "expected a method of one plain SGD step"),
+        ({"kind": "gradient", "method": FedAvg(steps=1, weight_decay=0.1)}, "decay or clipping"),
+    ],
+)
+def test_from_update_says_which_setting(model, gradient, settings, said):
+    with pytest.raises(ValueError, match=said):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, **{"batch_size": 2, **settings})

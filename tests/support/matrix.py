@@ -1,0 +1,70 @@
+"""The contract's rows and columns: every registered method and every probe, under every registered defence."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from support import worlds
+from support.probes import PROBES, Probe
+
+from defenses import defenses
+from fl.client import gather, local_update
+from fl.defense import Defense
+from fl.federation import Federation
+from fl.method import methods
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+from fl.simulate import Truth
+from fl.tensors import dense
+from fl.types import ServerView
+
+ROWS: dict[str, Probe] = {name: Probe(method) for name, method in methods.examples()} | PROBES
+COLUMNS: dict[str, Defense] = dict(defenses.examples())
+
+
+@cache
+def draws_noise(defense: Defense) -> bool:
+    """Whether `defense` adds noise that no one can replay."""
+    run = worlds.federation(FedAvg.example(), defense, rounds=0)
+    download, data = run.download(0), run.data[0].train
+    index = torch.arange(len(data))
+
+    def sent(seed: int) -> list[torch.Tensor]:
+        noise = stream(seed, "noise")
+        with torch.no_grad():
+            result = local_update(
+                run.client,
+                download.shared,
+                {},
+                gather(data.inputs, data.labels, (((index,),) * 4,)),
+                buffers={},
+                generator=noise,
+            )
+            return [dense(value) for value in defense.transform_update(result.update, noise).values()]
+
+    return not all(torch.equal(x, y) for x, y in zip(sent(0), sent(1), strict=True))
+
+
+def cells(*, replayable: bool = False) -> list[tuple[str, str]]:
+    """Names of method and defence that go together; `replayable`: only defences that add no fresh noise."""
+    pairs = [(row, column) for row in ROWS for column in COLUMNS]
+    pairs = [(row, column) for row, column in pairs if column == "none" or type(ROWS[row].defense) is Defense]
+    return [(row, c) for row, c in pairs if not (replayable and draws_noise(COLUMNS[c])) and shares(row)]
+
+
+def shares(row: str) -> bool:
+    """Whether a client sends anything at all."""
+    return bool(federation(row, "none").download(0).shared)
+
+
+@cache
+def federation(row: str, column: str) -> Federation:
+    """The tiny federation after one round; don't run it further."""
+    probe = ROWS[row]
+    return worlds.federation(probe.method, probe.defense if column == "none" else COLUMNS[column], probe.task)
+
+
+def observed(row: str, column: str) -> tuple[ServerView, Truth]:
+    """A client's second round: the view and the truth."""
+    return federation(row, column).observe(1)

@@ -1,0 +1,64 @@
+"""The tiny federation that the contract runs on: 1x8x8 images, three classes, float64."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fl.client import Client
+from fl.defense import Defense
+from fl.federation import ClientData, Federation
+from fl.method import Method
+from fl.models import build
+from fl.seeds import stream
+from fl.types import Batch, Task
+
+CLASSES = 3
+
+
+def task(**settings: Any) -> Task:
+    """The network "tiny" in float64; `settings` are its own."""
+    return build("tiny", num_classes=CLASSES, seed=0, **settings).to(dtype=torch.float64)
+
+
+def deeper() -> Task:
+    """The same with a second convolution, 4 -> 4 channels, 3x3, after the pooling."""
+    given = task()
+    layer = nn.utils.skip_init(nn.Conv2d, 4, 4, 3, padding=1, bias=False, dtype=torch.float64)
+    nn.init.normal_(layer.weight, std=0.2, generator=stream(0, "conv2"))
+    layers = dict(given.model.get_submodule("body").named_children())
+    at = list(layers).index("pool1") + 1
+    model = copy.deepcopy(given.model)
+    model.body = nn.Sequential(OrderedDict([*list(layers.items())[:at], ("conv2", layer), *list(layers.items())[at:]]))
+    return replace(given, model=model)
+
+
+def images(n: int, *keys: object, shape: tuple[int, int, int] = (1, 8, 8)) -> Batch:
+    """Labelled noise."""
+    generator = stream(0, "images", n, *keys)
+    inputs = torch.rand(n, *shape, generator=generator, dtype=torch.float64)
+    return Batch(inputs, torch.randint(0, CLASSES, (n,), generator=generator))
+
+
+def federation(
+    method: Method, defense: Defense | None = None, task_: Task | None = None, *, seed: int = 0, rounds: int = 1
+) -> Federation:
+    """Three clients of four images each, after `rounds` rounds."""
+    client = Client(task_ or task(), method, defense or Defense())
+    data = [ClientData(images(4, "train", i), images(4, "test", i)) for i in range(3)]
+    run = Federation(client, data, seed=seed)
+    for _ in range(rounds):
+        run.run_round()
+    return run
+
+
+def one_step(method: Method) -> Method:
+    """`method` with one step on all images, without decay, momentum and clipping, where it has such settings."""
+    plain = {"steps": 1, "epochs": None, "batch_size": None, "momentum": 0.0, "weight_decay": 0.0, "max_norm": None}
+    plain["head_epochs"] = 0
+    return replace(method, **{name: value for name, value in plain.items() if hasattr(method, name)})
