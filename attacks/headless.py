@@ -16,7 +16,7 @@ from fl.decay import decay_shares
 from fl.defense import overrides
 from fl.method import Method, Step
 from fl.parametrisation import Parametrisation
-from fl.tensors import Tensors, dense
+from fl.tensors import Tensors, Value, dense
 from fl.types import Batch, Group, Phase, Scope, ServerView, Task
 
 SIGNAL = "signal"
@@ -78,6 +78,10 @@ class Signal(Method):
         """One step of size 1."""
         return (Phase(groups=(Group(lr=1.0),), steps=1),)
 
+    def landmarks(self) -> tuple[str, ...]:
+        """The layer's weight: its update is delta times the layer's input, so it says how far that input is right."""
+        return (f"{self.layer}.weight",)
+
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """The layer's outputs (1, out) weighted by the signal that flowed back (out,)."""
         return (network(batch.inputs) * dense(step.received[SIGNAL]["delta"])).sum()
@@ -122,7 +126,7 @@ class Headless(ViewAttack):
             return NotApplicable(f"{layer!r} has no weight and bias in the update")
         delta = dense(gradient[bias])
         if not bool(delta.any()):
-            return NotApplicable(f"no signal flows back into {layer!r}: its bias gradient is zero")
+            return NotApplicable(f"no signal flows back into {layer!r}: its bias did not move")
         features = delta @ dense(gradient[weight]) / (delta @ delta)
         return _cut(view, layer, gradient, delta, features)
 
@@ -171,10 +175,17 @@ def _gradient(view: ServerView) -> Tensors | NotApplicable:
         return NotApplicable(f"{phase.optimizer} rescales every number apart: its step is not the gradient's direction")
     groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
     shares = decay_shares(phases, view.schedule, groups)
-    moved = without_decay({n: view.update[n] for n in groups}, view.shared, shares)
+    moved = {n: _heard(value, view.shared[n]) for n, value in without_decay(view, shares).items() if n in groups}
     # momentum is zero before the first step, but Nesterov's form adds it to the gradient at once
     factor = 1 + phase.momentum if phase.nesterov else 1.0
     return {n: value * (1 / (groups[n].lr * factor)) for n, value in moved.items()}
+
+
+def _heard(moved: Value, start: Value) -> Value:
+    """`moved`, or zero where it is no more than the rounding of `start`."""
+    if isinstance(moved, Tensor) and moved.norm() <= 4 * torch.finfo(moved.dtype).eps * dense(start).norm():
+        return torch.zeros_like(moved)
+    return moved
 
 
 def _cut(

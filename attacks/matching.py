@@ -33,6 +33,8 @@ class Matching(Attack):
         signed: move images by the sign of the gradient (adam only).
         decay_lr: divide the step size by 10 at 3/8, 5/8 and 7/8 of the search (adam only).
         tv: weight of the total variation, in normalised units.
+        landmarks: weight of the squared distance at the method's landmarks, such as a known input of a layer; most
+            methods have none.
         boxed: keep pixels in [0, 1] during the search.
         start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
         labels: "auto" takes labels as known, else by the iDLG rule, else searches; "joint" searches unless known.
@@ -52,6 +54,7 @@ class Matching(Attack):
     signed: bool = True
     decay_lr: bool = True
     tv: float = 0.0
+    landmarks: float = 1.0
     boxed: bool = True
     start: Literal["normal", "uniform", "grey"] = "normal"
     labels: Literal["auto", "joint"] = "auto"
@@ -66,7 +69,7 @@ class Matching(Attack):
         for name in ("iterations", "restarts", "stack", "history"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        for name in ("tv", "tolerance", "patience", "enough"):
+        for name in ("tv", "landmarks", "tolerance", "patience", "enough"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
 
@@ -81,7 +84,7 @@ class Matching(Attack):
         groups: dict[object, list[tuple[int, Problem]]] = {}
         for i, view in enumerate(views):
             if results[i] is None:
-                problem = Problem(view, fixed_labels(view, self.labels), self.objective, self.tv)
+                problem = Problem(view, fixed_labels(view, self.labels), self.objective, self.tv, self.landmarks)
                 groups.setdefault(problem.key, []).append((i, problem))
         for members in groups.values():
             for trials in self._waves(members, results):

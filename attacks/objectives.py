@@ -20,18 +20,14 @@ def cosine(predicted: Tensors, observed: Tensors, weights: Weights) -> Tensor:
     before the images agree.
     """
     mine, theirs = _length({k: predicted[k] for k in observed}, weights), _length(observed, weights)
-    parts = [
-        squared_distance(predicted[k], v, weights[k] / mine, weights[k] / theirs) for k, v in observed.items()
-    ]
+    parts = [squared_distance(predicted[k], v, weights[k] / mine, weights[k] / theirs) for k, v in observed.items()]
     return torch.stack(parts).sum() / 2
 
 
 def squared(predicted: Tensors, observed: Tensors, weights: Weights) -> Tensor:
     """Squared distance relative to the observed update's own size (DLG, Zhu et al. 2019, Eq. 4, made unit-free)."""
     theirs = _length(observed, weights)
-    parts = [
-        squared_distance(predicted[k], v, weights[k] / theirs, weights[k] / theirs) for k, v in observed.items()
-    ]
+    parts = [squared_distance(predicted[k], v, weights[k] / theirs, weights[k] / theirs) for k, v in observed.items()]
     return torch.stack(parts).sum()
 
 

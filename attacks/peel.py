@@ -180,13 +180,16 @@ class Peel(ViewAttack):
         if embedding is None and (self.route == "trunk" or not update.bias):
             return NotApplicable("the first layer did not move, and this route reads it")
         heads = update.hidden_from_heads()
-        if embedding is not None and opened.steps == 1 and self.route == "auto":
+        usable = bool(heads.any())
+        if embedding is not None and usable and opened.steps == 1 and self.route == "auto":
             embedding, heads = update.reconciled(embedding, heads)
         residual = update.heads_residual(heads)
         if embedding is not None:
             trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
             if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):
                 return Peeled(opened, trunk, embedding, "trunk", misfit)
+        if not usable:
+            return NotApplicable("the heads' equations have no solution: what they pull back runs against db0")
         return Peeled(opened, heads, embedding, "heads", residual)
 
 
@@ -203,7 +206,7 @@ def open_view(view: ServerView) -> Opened | NotApplicable:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
     (phase,) = _training(phases, view.schedule)
     steps = len(view.schedule[phase]) if view.schedule is not None else 1
-    change = without_decay(view.update, view.shared, shares)
+    change = without_decay(view, shares)
     update = HypernetUpdate.of(
         view.shared,
         change,

@@ -13,7 +13,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from attacks.labels import idlg
-from attacks.objectives import OBJECTIVES
+from attacks.objectives import OBJECTIVES, squared
 from attacks.priors import total_variation
 from fl.client import Client, autograd_derivative, func_derivative, predict
 from fl.decay import decay_shares
@@ -39,12 +39,14 @@ class Problem:
         labels: (N,) given or recovered, or None where they are searched for.
         objective: "cosine" or "l2".
         tv: weight of the total variation.
+        landmarks: weight of the squared distance at the method's landmarks.
     """
 
     view: ServerView
     labels: Tensor | None
     objective: str
-    tv: float
+    tv: float = 0.0
+    landmarks: float = 0.0
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -99,7 +101,16 @@ class Problem:
         order = None if view.order is None else str(view.order)
         settings = (view.method, view.defense, view.threat, view.schedule, order, view.batch_size, view.round)
         shapes = tuple(view.private.items())
-        return (repr(settings), shapes, str(view.client.task.model), str(tree), kinds, self.objective, self.tv)
+        return (
+            repr(settings),
+            shapes,
+            str(view.client.task.model),
+            str(tree),
+            kinds,
+            self.objective,
+            self.tv,
+            self.landmarks,
+        )
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
         """The objective of one guess: distance of the updates, plus the prior."""
@@ -118,10 +129,15 @@ class Problem:
         derivative = func_derivative if stacked else autograd_derivative
         predicted = predict(view, Candidate(pixels, labels, private), derivative=derivative, client=client)
         predicted = self.without_decay(predicted, shared, view.update)
-        distance = OBJECTIVES[self.objective](predicted, constants["observed"], constants["weights"])
-        if self.tv == 0:
-            return distance
-        return distance + self.tv * total_variation(pixels, constants["std"].flatten())
+        observed, weights = constants["observed"], constants["weights"]
+        value = OBJECTIVES[self.objective](predicted, observed, weights)
+        marks = self.view.method.landmarks()
+        if marks and self.landmarks:
+            known = {name: observed[name] for name in marks if name in observed}
+            value = value + self.landmarks * squared(predicted, known, weights)
+        if self.tv:
+            value = value + self.tv * total_variation(pixels, constants["std"].flatten())
+        return value
 
 
 class Stack:
@@ -180,4 +196,4 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
         return view.labels
     if rule == "joint":
         return None
-    return idlg(view, Problem(view, None, "l2", 0.0).observed)
+    return idlg(view, Problem(view, None, "l2").observed)

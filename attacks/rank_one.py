@@ -9,19 +9,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fl.defense import overrides
 from fl.models.hypernetwork import TRUNK_BIAS, TRUNK_WEIGHT, head_bias, head_weight
 from fl.tensors import LowRank, Tensors, Value, add, dense, each, inner, matvec, norm, rmatvec
+from fl.types import ServerView
 
 
-def without_decay(update: Tensors, shared: Tensors, shares: Mapping[str, float]) -> Tensors:
-    """The update by name without the share of `shared` that weight decay alone takes off."""
-    result = dict(update)
+def without_decay(view: ServerView, shares: Mapping[str, float]) -> Tensors:
+    """The view's update without the share of each parameter that weight decay alone takes off.
+
+    Args:
+        view: the server's.
+        shares: by name, as `fl.decay.decay_shares` gives them; other tensors stay as they are.
+    """
+    parts: Tensors = {}
     for name, share in shares.items():
-        if share and name in update:
-            base = shared[name]
-            start = LowRank.of(dense(base)) if isinstance(update[name], LowRank) else base
-            result[name] = add(update[name], start, -share)
-    return result
+        if share and name in view.update:
+            base, lowrank = view.shared[name], isinstance(view.update[name], LowRank)
+            parts[name] = (LowRank.of(dense(base)) if lowrank else base) * share  # equal bases cancel
+    if view.threat.knows_defense and overrides(view.defense, "surrogate"):
+        parts = view.defense.surrogate(parts, view.update)
+    return {name: add(value, parts[name], -1.0) if name in parts else value for name, value in view.update.items()}
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,7 @@ class HypernetUpdate:
         return {n: matvec(self.change[head_weight(n)], hidden) / (hidden @ hidden) for n in self.names}
 
     def hidden_from_heads(self) -> Tensor:
-        """The hidden activations from the heads alone (hidden,)."""
+        """The hidden activations from the heads (hidden,); all zero where no length fits, as several steps may do."""
         if self.bias:
             gradient = self.gradient(torch.empty(0))
             hidden = self._pull(gradient) / sum(g @ g for g in gradient.values())
@@ -156,7 +164,9 @@ class HypernetUpdate:
         return torch.clamp(direction * ((pulled * live) @ back) / (back @ back), min=0)
 
     def heads_residual(self, hidden: Tensor) -> float:
-        """What the best fit with these activations leaves of all dW_k together, relative to them."""
+        """What the best fit with these activations leaves of all dW_k together, relative to them; 1 if all are zero."""
+        if not bool(hidden.any()):
+            return 1.0
         direction = hidden / hidden.norm()
         whole = sum(float(inner(w, w)) for w in self._head_changes().values())
         caught = sum(float(matvec(w, direction).square().sum()) for w in self._head_changes().values())

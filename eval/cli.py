@@ -166,14 +166,20 @@ def _show(console: Console, found: Table) -> None:
     from rich import box
     from rich.table import Table as Grid
 
+    from eval.tables import FIGURES
+
     grid = Grid(title=found.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in found.columns:
-        grid.add_column(column, overflow="fold", no_wrap=column != "flags")
+    *columns, _ = found.columns  # flags go below: there is no room for them on 80 columns
+    for column in columns:
+        grid.add_column(column, overflow="fold", no_wrap=column in FIGURES)
     for row in found.rows:
-        grid.add_row(*row)
+        grid.add_row(*row[:-1])
     grid.add_section()
     for row in found.floors:
-        grid.add_row(*row, style="dim")
+        grid.add_row(*row[:-1], style="dim")
     console.print(grid)
+    for row in found.rows:
+        if row[-1] != "-":
+            console.print(f"{row[0]}, {row[columns.index('attack')]}: {row[-1]}", highlight=False, markup=False)
     for sentence in found.legend:
         console.print(f"• {sentence}", highlight=False, markup=False)

@@ -165,7 +165,8 @@ def load_lpips(
 
 def _from_cache(net: str, allow_download: bool) -> Lpips | Unavailable:
     path = Path(torch.hub.get_dir()) / "checkpoints" / CHECKPOINTS[net]
-    remedy = f"put {path.name} into {path.parent}, or set {ENVIRONMENT} to a backbone file"
+    # results quote this: the variable, not this machine's folder
+    remedy = f"put {path.name} into $TORCH_HOME/hub/checkpoints (~/.cache/torch by default), or set {ENVIRONMENT}"
     if not path.is_file():
         if not allow_download:
             return Unavailable(net, f"no {path.name} found", remedy)
@@ -175,7 +176,7 @@ def _from_cache(net: str, allow_download: bool) -> Lpips | Unavailable:
         except (OSError, RuntimeError) as error:  # no network; RuntimeError is torch's for a wrong hash
             return Unavailable(net, f"{path.name} could not be downloaded ({error})", remedy)
     if _identify(path) != net:
-        return Unavailable(net, f"{path} is damaged (its SHA-256 does not begin {_prefix(path.name)})", remedy)
+        return Unavailable(net, f"{path.name} is damaged (its SHA-256 does not begin {_prefix(path.name)})", remedy)
     return Lpips(net, _build(net, _read(path)))
 
 

@@ -94,6 +94,7 @@ class Network:
     buffers: dict[str, Tensor]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
+        """Logits (B, K), or whatever the module returns."""
         return functional_call(self.model, {**self.weights, **self.buffers}, inputs, strict=True)
 
 
@@ -110,6 +111,7 @@ class Gradient:
     derivative: Derivative
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
+        """By the names of the parameters that move."""
         if not len(batch):  # Poisson sampling may draw no image; the mean loss of none is no number
             return zeros(params, self.live)
         return self._pull(params, self._of_network(params, batch, self.derivative))

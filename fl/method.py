@@ -116,6 +116,10 @@ class Method:
         """Mean loss of a batch; penalties on parameters belong into `gradient`."""
         return nn.functional.cross_entropy(network(batch.inputs), batch.labels)
 
+    def landmarks(self) -> tuple[str, ...]:
+        """Parameters whose update is worth matching on its own, beside that of all parameters together."""
+        return ()
+
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
         """What the network predicts (B, K), without the method's own random numbers."""
         return network(inputs)

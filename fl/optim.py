@@ -48,10 +48,7 @@ def _clipped(grads: Tensors, groups: dict[str, Group]) -> Tensors:
 def _sgd(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Tensors, OptimState]:
     if phase.momentum == 0:
         return directions, state
-    if state.step == 0:
-        buffer = directions
-    else:
-        buffer = combine(directions, state.first, phase.momentum)
+    buffer = directions if state.step == 0 else combine(directions, state.first, phase.momentum)
     update = combine(directions, buffer, phase.momentum) if phase.nesterov else buffer
     return update, OptimState(state.step + 1, buffer)
 

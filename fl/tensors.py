@@ -78,20 +78,16 @@ class LowRank:
 
     def matvec(self, x: Tensor) -> Tensor:
         """`A x` (n,) for x (m,)."""
-        if self.base is None or self.scale == 0:
-            total = x.new_zeros(self.size[0])
-        else:
-            total = matvec(self.base, x) * self.scale
+        base = self.base if self.scale != 0 else None
+        total = x.new_zeros(self.size[0]) if base is None else matvec(base, x) * self.scale
         for term in self.terms:
             total = total + (term.right @ x * term.coef) @ term.left
         return total
 
     def rmatvec(self, y: Tensor) -> Tensor:
         """`A^T y` (m,) for y (n,)."""
-        if self.base is None or self.scale == 0:
-            total = y.new_zeros(self.size[1])
-        else:
-            total = rmatvec(self.base, y) * self.scale
+        base = self.base if self.scale != 0 else None
+        total = y.new_zeros(self.size[1]) if base is None else rmatvec(base, y) * self.scale
         for term in self.terms:
             total = total + (term.left @ y * term.coef) @ term.right
         return total

@@ -48,6 +48,17 @@ def test_run_prints_the_table_and_writes_the_results(path):
     assert run(path).exit_code == cli.USER_ERROR  # other settings
 
 
+def test_no_figure_is_cut_off_on_80_columns(path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    output = run(path).output
+    rows = read_rows(path.parent / "out" / "images.jsonl")
+    psnr = [row["psnr"] for row in rows if row["attack"] == "guess" and row["method"] == "hyperfl"]
+    assert f"{sum(psnr) / len(psnr):.1f} [" in output
+    for part in ("hyperfl", "nearest image", "accuracy", "labels", "fedavg, refuse: not in the mood"):
+        assert part in output
+    assert "\u2026" not in output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

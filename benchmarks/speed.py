@@ -1,0 +1,114 @@
+"""Iterations of IG per CPU-second, alone and in stacks, beside a plain loop: `python -m benchmarks.speed`.
+
+The loop is what one writes by hand for one image and one network: autograd twice, Adam on the sign, one cosine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import attacks
+import fl.data
+import fl.models
+from attacks.matching import Matching
+from attacks.problem import Problem, Stack
+from benchmarks.common import publish, table
+from fl.client import Client
+from fl.federation import ClientData, Federation
+from fl.methods.fedavg import FedAvg
+from fl.types import Batch, ServerView, Task
+
+NETWORKS = (("hyperfl-colour", "colour", 32), ("lenet-zhu", "colour", 32), ("hyperfl-grey", "grey", 28))
+STACKS = (1, 4, 16, 64)
+REPEATS = 3
+
+
+def by_hand(task: Task, images: Batch) -> Callable[[int], None]:
+    """A function that makes so many iterations of IG on the first image."""
+    model, label = task.model, images.labels[:1]
+    weights = list(model.parameters())
+    for weight in weights:
+        weight.requires_grad_()
+    loss = nn.functional.cross_entropy(model(images.inputs[:1]), label)
+    observed = [g.detach() for g in torch.autograd.grad(loss, weights)]
+    guess = torch.rand(1, *task.input_shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    solver = torch.optim.Adam([guess], lr=0.1)
+
+    def run(iterations: int) -> None:
+        for _ in range(iterations):
+            solver.zero_grad()
+            value = nn.functional.cross_entropy(model(guess), label)
+            grads = torch.autograd.grad(value, weights, create_graph=True)
+            dot = sum((g * o).sum() for g, o in zip(grads, observed, strict=True))
+            mine = sum(g.square().sum() for g in grads)
+            theirs = sum(o.square().sum() for o in observed)
+            across = (guess[..., 1:] - guess[..., :-1]).abs().mean()
+            down = (guess[..., 1:, :] - guess[..., :-1, :]).abs().mean()
+            objective = 1 - dot / (mine * theirs).sqrt() + 1e-4 * (across + down)
+            guess.grad = torch.autograd.grad(objective, guess)[0].sign()
+            solver.step()
+            with torch.no_grad():
+                guess.clamp_(0, 1)
+
+    return run
+
+
+def ours(view: ServerView, count: int) -> Callable[[int], None]:
+    """A function that makes so many iterations on a stack of `count` trials."""
+    problem = Problem(view, torch.zeros(1, dtype=torch.int64), "cosine", 1e-4)
+    attack = attacks.build("ig")
+    assert isinstance(attack, Matching)
+    starts = [attack._start(problem, 0, r) for r in range(count)]
+
+    def run(iterations: int) -> None:
+        settings = attacks.build({"name": "ig", "iterations": iterations})
+        assert isinstance(settings, Matching)
+        settings._search(Stack([problem] * count), {k: torch.stack([s[k] for s in starts]) for k in starts[0]})
+
+    return run
+
+
+def rate(run: Callable[[int], None], iterations: int, images: int) -> float:
+    """Image-iterations per CPU-second."""
+    begin = time.process_time()
+    run(iterations)
+    return iterations * images / (time.process_time() - begin)
+
+
+def main() -> None:
+    """Measure, in turn within each repeat, and write the medians."""
+    torch.set_num_threads(1)
+    rows, raw = [], {}
+    for name, mode, size in NETWORKS:
+        images = fl.data.load("photos", mode=mode, size=size).train
+        task = fl.models.build(name, num_classes=10, seed=0)
+        federation = Federation(Client(task, FedAvg(lr=1.0, steps=1, batch_size=None)), [ClientData(images, images)])
+        view, _ = federation.observe(0, data=images.take(torch.tensor([0])))
+        loop = by_hand(task, images)
+        stacks = {count: ours(view, count) for count in STACKS}
+        found: dict[str, list[float]] = {"by hand": [], **{f"stack of {count}": [] for count in STACKS}}
+        for _ in range(REPEATS):
+            found["by hand"].append(rate(loop, 200, 1))
+            for count, run in stacks.items():
+                found[f"stack of {count}"].append(rate(run, max(200 // count, 5), count))
+        raw[name] = found
+        hand = statistics.median(found["by hand"])
+        middle = [statistics.median(values) for values in found.values()]
+        rows.append([name, *[f"{value:.0f} ({value / hand:.1f}x)" for value in middle]])
+    lines = [
+        "# Image-iterations of IG per CPU-second, one thread, batch 1",
+        "",
+        f"Medians of {REPEATS} interleaved repeats; in brackets the ratio to a loop written by hand for one image.",
+        "",
+        *table(["network", "by hand", *[f"stack of {count}" for count in STACKS]], rows),
+    ]
+    publish("speed", {"image_iterations_per_cpu_second": raw}, lines)
+
+
+if __name__ == "__main__":
+    main()
