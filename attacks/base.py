@@ -58,6 +58,8 @@ class Attack:
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Any]] = attacks
+    plain: ClassVar[str] = ""
+    """What it does, in words for a reader who knows none of the papers."""
 
     def __call__(self, view: ServerView, *, seed: int = 0) -> Result:
         """Attack one view; the same seed gives the same result."""

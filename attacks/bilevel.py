@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class Bilevel(Attack):
         tv: weight of the total variation, in normalised units.
         restarts: of both levels; the smallest objective wins.
     """
+
+    plain: ClassVar[str] = "guesses the secret code first and the picture after, as the paper of hyperfl did."
 
     inner: Literal["squared", "logcosh"] = "squared"
     lower_iterations: int = 3000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from attacks.base import attacks
 from attacks.matching import Matching
@@ -19,6 +19,10 @@ class DLG(Matching):
     Attributes:
         iterations: evaluations of the objective (the authors' 300 x 20).
     """
+
+    plain: ClassVar[str] = (
+        "solves for the picture and its label together, until they would cause the update that was sent."
+    )
 
     iterations: int = 6000
     objective: Literal["cosine", "l2"] = "l2"

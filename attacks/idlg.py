@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from attacks.base import NotApplicable, attacks
 from attacks.dlg import DLG
@@ -19,6 +19,8 @@ class IDLG(DLG):
     Attributes:
         labels: always by the rule, unless known.
     """
+
+    plain: ClassVar[str] = "reads the label off the update, then solves for the picture."
 
     labels: Literal["auto", "joint"] = "auto"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from attacks.base import attacks
 from attacks.matching import Matching
@@ -21,6 +22,8 @@ class InvertingGradients(Matching):
         iterations: of the search.
         tv: weight of the total variation.
     """
+
+    plain: ClassVar[str] = "changes a guessed picture step by step until it would cause the update that was sent."
 
     iterations: int = 3000
     tv: float = 1e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from attacks.base import NotApplicable, attacks
 from attacks.ig import InvertingGradients
@@ -21,6 +22,10 @@ class Joint(InvertingGradients):
         iterations: of the search.
         tv: weight of the total variation.
     """
+
+    plain: ClassVar[str] = (
+        "guesses picture, label and everything the client kept private all at once, as the paper of hyperfl did."
+    )
 
     iterations: int = 10_000
     tv: float = 1e-6

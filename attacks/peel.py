@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -134,6 +134,8 @@ class Peel(ViewAttack):
         classifier: "free" cuts the unknown classifier off as well (see `headless`; one step on one image), "joint"
             leaves it to the next attack, "auto" cuts it off where that is possible.
     """
+
+    plain: ClassVar[str] = "computes the secret code and the hidden weights from the update, without guessing."
 
     route: Literal["auto", "trunk", "heads"] = "auto"
     classifier: Literal["auto", "free", "joint"] = "auto"

@@ -227,8 +227,9 @@ def _report(dataset: str, iterations: int, found: dict[str, list[Row]], seconds:
         f"# HyperFL beside FedAvg, {dataset}, batch 1, one step, untrained networks",
         "",
         f"{IMAGES} test images x {SEEDS} seeds (network, hypernetwork and attack), scaled initialisation of the heads, "
-        f"{iterations} iterations and TV {TV:g} for every search for images ({LOWER} for bilevel's embedding). The server "
-        "knows neither label nor classifier nor embedding of HyperFL. Intervals: 95 % bootstrap over images and seeds.",
+        f"{iterations} iterations and TV {TV:g} (chosen on other images) for every search for images, {LOWER} for "
+        "bilevel's embedding. The server knows neither label nor classifier nor embedding of HyperFL. Intervals: 95 % "
+        "bootstrap over images and seeds.",
         "",
         *table(["method: attack", "runs", "PSNR dB [95 %]", "median", "SSIM [95 %]", ">= 20 dB", "CPU s"], body),
         "",

@@ -31,6 +31,8 @@ class Defense:
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Defense]] = defenses
+    plain: ClassVar[str] = "the client sends its update as it is."
+    """What it does, in words for a reader who knows none of the papers."""
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """The network the client trains instead of `model`; what both have keeps its name."""

@@ -81,6 +81,8 @@ class Method:
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Method]] = methods
+    plain: ClassVar[str] = ""
+    """What it does, in words for a reader who knows none of the papers."""
     per_sample: ClassVar[bool] = True
     """False where a loss couples the samples of a batch: then per-sample clipping means nothing."""
 

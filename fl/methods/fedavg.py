@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fl.method import Method, methods
 from fl.types import Group, Phase, Task
@@ -24,6 +24,8 @@ class FedAvg(Method):
         batch_size: images per step; None is all of them.
         sampler: how batches are drawn.
     """
+
+    plain: ClassVar[str] = "clients train the whole network and send how it changed; the server averages the changes."
 
     lr: float = 0.01
     momentum: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
@@ -21,6 +22,8 @@ class FedPer(FedAvg):
         head_lr: step size of the classifier, which then is clipped apart from the extractor; None trains both as
             one group at `lr`, 0 leaves the classifier as it is.
     """
+
+    plain: ClassVar[str] = "as fedavg, but each client keeps the last layer, its classifier, to itself."
 
     head_lr: float | None = None
 

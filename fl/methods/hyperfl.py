@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from fl.method import Method, methods
 from fl.models.hypernetwork import EMBEDDING, Hypernetwork
@@ -31,6 +32,11 @@ class HyperFL(Method):
         parametrisation: the hypernetwork.
         train_mode: the authors train in evaluation mode.
     """
+
+    plain: ClassVar[str] = (
+        "clients share a second network that makes the weights of the first from a secret code of each client; code "
+        "and classifier stay private, which is meant to hide the pictures."
+    )
 
     lr: float = 0.02
     head_lr: float = 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
@@ -13,6 +14,8 @@ from fl.types import Scope, Task
 @dataclass(frozen=True, kw_only=True)
 class Local(FedAvg):
     """Every client trains alone (the "Local-only" rows of HyperFL, Table 1)."""
+
+    plain: ClassVar[str] = "every client trains alone and sends nothing."
 
     def scope(self, name: str, task: Task) -> Scope:
         """Everything is private."""

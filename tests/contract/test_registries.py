@@ -63,3 +63,16 @@ def test_every_setting_is_documented(registry: Registry, name: str) -> None:
 def test_nothing_is_left_out() -> None:
     for registry in REGISTRIES:
         assert registry.skips() == {}
+
+
+@pytest.mark.parametrize("kind", ["method", "attack", "defense"])
+def test_every_entry_says_in_plain_words_what_it_does(kind: str) -> None:
+    registry = {"method": methods, "attack": attacks, "defense": defenses}[kind]
+    seen: dict[str, str] = {}
+    for name in registry.names():
+        if name == "chain":  # says what its two parts say
+            continue
+        words = registry.get(name).plain
+        assert words.endswith("."), f"{kind} {name} has no plain words"
+        assert words not in seen, f"{kind} {name} has the words of {seen[words]}"
+        seen[words] = name
