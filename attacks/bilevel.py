@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
-from attacks.objectives import squared
+from attacks.objectives import direction, squared
 from attacks.peel import Opened, Peeled, open_view
 from attacks.priors import total_variation
 from fl.client import Network
@@ -193,6 +194,11 @@ class _Lower:
         lr = opened.group.lr
         return cls(opened.view, {name: value * (1 / lr) for name, value in observed.items()}, inner)
 
+    @cached_property
+    def target(self) -> tuple[Tensors, Tensor]:
+        """The observed gradient as the distance takes it."""
+        return direction(self.observed)
+
     def generate(self, embedding: Tensor) -> dict[str, Tensor]:
         """h(v), by the network's names."""
         generator = self.view.method.parametrisation
@@ -212,7 +218,7 @@ class _Lower:
         predicted = pull(self._params(embedding), residuals, view.client.task, list(self.observed))
         if view.threat.knows_defense:
             predicted = view.defense.surrogate(predicted, view.update)
-        return squared(predicted, self.observed, dict.fromkeys(self.observed, 1.0))
+        return squared(predicted, *self.target)
 
 
 def _drawn(like: Tensor, draw: torch.Generator) -> Tensor:

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from fl.tensors import Tensors, inner, squared_distance
-
-Weights = Mapping[str, float | Tensor]
-"""How much each tensor counts, on both sides."""
+from fl.tensors import LowRank, Tensors, norm, scaled, squared_distance
 
 
-def cosine(predicted: Tensors, observed: Tensors, weights: Weights) -> Tensor:
+def direction(observed: Tensors) -> tuple[Tensors, Tensor]:
+    """An observed update divided by its norm, and the norm (of no dimensions): what the distances below take."""
+    size = norm(observed)
+    based = any(isinstance(v, LowRank) and v.scale != 0 for v in observed.values())
+    return scaled(observed, 1 / float(size) if based else 1 / size), size  # the base of a LowRank takes numbers only
+
+
+def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     """1 - cos of the angle between two updates, over all tensors jointly, in [0, 2] (IG, Geiping et al. 2020, Eq. 4).
 
     Taken as half the squared distance of the two directions: 1 minus a cosine would be nothing but rounding long
     before the images agree.
+
+    Args:
+        predicted: by the names of `observed`, or more.
+        observed: of norm 1.
+        size: the norm it had; unused, as the angle is the same.
     """
-    mine, theirs = _length({k: predicted[k] for k in observed}, weights), _length(observed, weights)
-    parts = [squared_distance(predicted[k], v, weights[k] / mine, weights[k] / theirs) for k, v in observed.items()]
-    return torch.stack(parts).sum() / 2
+    mine = 1 / norm({name: predicted[name] for name in observed})
+    return _distance(predicted, observed, mine) / 2
 
 
-def squared(predicted: Tensors, observed: Tensors, weights: Weights) -> Tensor:
-    """Squared distance relative to the observed update's own size (DLG, Zhu et al. 2019, Eq. 4, made unit-free)."""
-    theirs = _length(observed, weights)
-    parts = [squared_distance(predicted[k], v, weights[k] / theirs, weights[k] / theirs) for k, v in observed.items()]
-    return torch.stack(parts).sum()
+def squared(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
+    """Squared distance relative to the observed update's own size (DLG, Zhu et al. 2019, Eq. 4, made unit-free).
+
+    Args:
+        predicted: by the names of `observed`, or more.
+        observed: of norm 1.
+        size: the norm it had.
+    """
+    return _distance(predicted, observed, 1 / size)
 
 
-def _length(values: Tensors, weights: Weights) -> Tensor:
-    whole = torch.stack([inner(v, v) * weights[k] ** 2 for k, v in values.items()]).sum()
-    return (whole + torch.finfo(whole.dtype).tiny).sqrt()
+def _distance(predicted: Tensors, observed: Tensors, factor: Tensor) -> Tensor:
+    return torch.stack([squared_distance(predicted[k], v, factor) for k, v in observed.items()]).sum()
 
 
 OBJECTIVES = {"cosine": cosine, "l2": squared}

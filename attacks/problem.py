@@ -13,11 +13,12 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from attacks.labels import idlg
-from attacks.objectives import OBJECTIVES, squared
+from attacks.objectives import OBJECTIVES, direction, squared
 from attacks.priors import total_variation
 from fl.client import Client, autograd_derivative, func_derivative, predict
 from fl.decay import decay_shares
-from fl.tensors import LowRank, Tensors, add, dense
+from fl.defense import overrides
+from fl.tensors import LowRank, Tensors, add, dense, times
 from fl.types import Candidate, ServerView
 
 Variables = dict[str, Tensor]
@@ -76,21 +77,34 @@ class Problem:
     def constants(self) -> dict[str, Any]:
         """All tensors of the problem, as one tree."""
         view = self.view
-        some = next(iter(view.task.parameters.values()))
-        weights = view.defense.weights(view.update) if view.threat.knows_defense else dict.fromkeys(view.update, 1.0)
+        weights = None
+        if view.threat.knows_defense and overrides(view.defense, "weights"):
+            known = view.defense.weights(view.update)
+            weights = {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in view.update}
+        observed, size = direction(_weighed(self.observed, weights))
         std = torch.tensor(view.task.std, dtype=view.dtype, device=view.device)
         return {
             "shared": view.shared,
             "update": view.update,
-            "observed": self.observed,
+            "observed": observed,
+            "size": size,
+            "marks": self._marks(observed, size),
             "received": view.received,
             "buffers": view.buffers,
             "draws": view.draws,
             "labels": self.labels,
-            "weights": {n: torch.tensor(w, dtype=some.dtype, device=view.device) for n, w in weights.items()},
+            "weights": weights,
             "mean": torch.tensor(view.task.mean, dtype=view.dtype, device=view.device).view(-1, 1, 1),
             "std": std.view(-1, 1, 1),
         }
+
+    def _marks(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
+        """The landmarks' part of the update, of norm 1, and the norm it had."""
+        marks = {n: observed[n] for n in self.view.method.landmarks() if n in observed}
+        if not marks or not self.landmarks:
+            return None
+        unit, share = direction(marks)
+        return unit, share * size
 
     @cached_property
     def key(self) -> object:
@@ -128,16 +142,18 @@ class Problem:
         private: Tensors = {name: variables[private_key(name)] for name in view.private}
         derivative = func_derivative if stacked else autograd_derivative
         predicted = predict(view, Candidate(pixels, labels, private), derivative=derivative, client=client)
-        predicted = self.without_decay(predicted, shared, view.update)
-        observed, weights = constants["observed"], constants["weights"]
-        value = OBJECTIVES[self.objective](predicted, observed, weights)
-        marks = self.view.method.landmarks()
-        if marks and self.landmarks:
-            known = {name: observed[name] for name in marks if name in observed}
-            value = value + self.landmarks * squared(predicted, known, weights)
+        predicted = _weighed(self.without_decay(predicted, shared, view.update), constants["weights"])
+        value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
+        if constants["marks"] is not None:
+            marks, share = constants["marks"]
+            value = value + self.landmarks * squared(predicted, marks, share)
         if self.tv:
             value = value + self.tv * total_variation(pixels, constants["std"].flatten())
         return value
+
+
+def _weighed(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:
+    return values if weights is None else {name: times(value, weights[name]) for name, value in values.items()}
 
 
 class Stack:

@@ -179,9 +179,16 @@ def add(x: Value, y: Value, alpha: float | Tensor = 1.0) -> Value:
     """`x + alpha * y`; a sum of a dense and a structured matrix is dense."""
     if isinstance(x, LowRank) and isinstance(y, LowRank):
         same = x.base is None or y.base is None or x.base is y.base or 0 in (x.scale, y.scale)
-        if same:
+        if same and not (isinstance(alpha, Tensor) and y.base is not None and y.scale != 0):
             return x + y * alpha
     return dense(x) + dense(y) * alpha
+
+
+def times(x: Value, factor: float | Tensor) -> Value:
+    """`factor * x`; dense where a tensor multiplies a base, whose own factor is always a number."""
+    if isinstance(x, LowRank) and isinstance(factor, Tensor) and x.base is not None and x.scale != 0:
+        return x.dense() * factor
+    return x * factor
 
 
 def minus(value: Value, change: Value) -> Value:
@@ -280,7 +287,7 @@ def zeros(x: Mapping[str, Value], names: Iterable[str]) -> Tensors:
 
 def scaled(x: Mapping[str, Value], factor: float | Tensor) -> Tensors:
     """Every value times `factor`."""
-    return {k: v * factor for k, v in x.items()}
+    return {k: times(v, factor) for k, v in x.items()}
 
 
 def each(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> Tensors:

@@ -7,7 +7,7 @@ import torch
 from support import worlds
 
 from attacks.labels import idlg
-from attacks.objectives import cosine, squared
+from attacks.objectives import cosine, direction, squared
 from attacks.priors import total_variation
 from fl.client import Client
 from fl.method import Download
@@ -15,8 +15,6 @@ from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.simulate import ClientState, observe
 from fl.tensors import LowRank
-
-ONES = {"a": 1.0, "b": 1.0}
 
 
 def updates() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -29,31 +27,35 @@ def updates() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 def test_cosine_is_that_of_the_joined_vectors() -> None:
     x, y = updates()
     p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
-    assert cosine(x, y, ONES).item() == pytest.approx(1 - torch.cosine_similarity(p, q, dim=0).item())
-    assert cosine(x, {k: 3 * v for k, v in x.items()}, ONES).item() == pytest.approx(0, abs=1e-12)
+    assert cosine(x, *direction(y)).item() == pytest.approx(1 - torch.cosine_similarity(p, q, dim=0).item())
+    assert cosine(x, *direction({k: 3 * v for k, v in x.items()})).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_a_tiny_angle_is_not_lost_to_rounding() -> None:
+    x, y = updates()
+    near = {k: (v + 1e-5 * y[k]).float() for k, v in x.items()}
+    exact = cosine({k: v.double() for k, v in near.items()}, *direction({k: v.float().double() for k, v in x.items()}))
+    found = cosine(near, *direction({k: v.float() for k, v in x.items()}))
+    assert exact.item() < 1e-9
+    assert found.item() == pytest.approx(exact.item(), rel=0.1)
 
 
 def test_squared_distance_is_relative_to_the_observed() -> None:
     x, y = updates()
     p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
-    assert squared(x, y, ONES).item() == pytest.approx(((p - q).norm() / q.norm()).item() ** 2)
-
-
-def test_weights_scale_both_sides() -> None:
-    x, y = updates()
-    weights = {"a": 2.0, "b": 0.5}
-    scaled = [{k: v * weights[k] for k, v in s.items()} for s in (x, y)]
-    for distance in (cosine, squared):
-        assert distance(x, y, weights).item() == pytest.approx(distance(*scaled, ONES).item())
+    assert squared(x, *direction(y)).item() == pytest.approx(((p - q).norm() / q.norm()).item() ** 2)
 
 
 def test_structured_values_give_the_dense_figures() -> None:
     draw = stream(1, "outer")
     p, q = ([torch.randn(n, generator=draw).double() for n in (6, 4)] for _ in range(2))
-    x, y = {"a": LowRank.outer(*p)}, {"a": LowRank.outer(*q)}
-    for distance in (cosine, squared):
-        dense = distance({"a": x["a"].dense()}, {"a": y["a"].dense()}, ONES)
-        assert distance(x, y, ONES).item() == pytest.approx(dense.item())  # type: ignore[arg-type]
+    base = torch.randn(6, 4, generator=draw).double()
+    for extra in (None, LowRank.of(base) * 0.1):
+        x = {"a": LowRank.outer(p[0], p[1])}
+        y = {"a": LowRank.outer(q[0], q[1]) if extra is None else LowRank.outer(q[0], q[1]) + extra}
+        for distance in (cosine, squared):
+            dense = distance({"a": x["a"].dense()}, *direction({"a": y["a"].dense()}))
+            assert distance(x, *direction(y)).item() == pytest.approx(dense.item())  # type: ignore[arg-type]
 
 
 def test_total_variation_of_a_ramp() -> None:

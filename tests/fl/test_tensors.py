@@ -192,3 +192,14 @@ def test_structured_values_are_differentiable() -> None:
     expected = torch.autograd.grad((torch.outer(left, right) - target).square().sum(), [left, right])
     for f, e in zip(found, expected, strict=True):
         near(f, e, 1e-12)
+
+
+def test_a_tensor_times_a_base_is_dense() -> None:
+    draw = stream(0, "times")
+    base = torch.randn(4, 3, generator=draw, dtype=torch.float64)
+    x = LowRank.of(base) + LowRank.outer(torch.ones(4).double(), torch.ones(3).double())
+    factor = torch.tensor(0.3, dtype=torch.float64)
+    for found in (tensors.times(x, factor), tensors.scaled({"x": x}, factor)["x"]):
+        assert torch.allclose(tensors.dense(found), x.dense() * 0.3)
+    assert torch.allclose(tensors.dense(tensors.add(x, x, factor)), x.dense() * 1.3)
+    assert isinstance(tensors.times(x, 2.0), LowRank)
