@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,8 @@ class Headless(ViewAttack):
         layer: name of the linear layer; None takes the last one with a bias outside the classifier.
     """
 
+    plain: ClassVar[str] = "cuts off the classifier: reads from the update what the last layer below it was given."
+
     layer: str | None = None
 
     def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
@@ -128,7 +130,7 @@ class Headless(ViewAttack):
         if not bool(delta.any()):
             return NotApplicable(f"no signal flows back into {layer!r}: its bias did not move")
         features = delta @ dense(gradient[weight]) / (delta @ delta)
-        return _cut(view, layer, gradient, delta, features)
+        return _cut(view, layer, gradient, _undefended(view, bias, delta), features)
 
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the layer's input under `features`; labels were not searched for."""
@@ -181,6 +183,14 @@ def _gradient(view: ServerView) -> Tensors | NotApplicable:
     return {n: value * (1 / (groups[n].lr * factor)) for n, value in moved.items()}
 
 
+def _undefended(view: ServerView, name: str, delta: Tensor) -> Tensor:
+    """`delta` at the scale it had before a known defence: a prediction passes through the defence once more."""
+    if not view.threat.knows_defense or not overrides(view.defense, "surrogate"):
+        return delta
+    again = dense(view.defense.surrogate({name: delta}, {name: view.update[name]})[name])
+    return delta * (delta.norm() / again.norm()) if bool(again.any()) else delta
+
+
 def _heard(moved: Value, start: Value) -> Value:
     """`moved`, or zero where it is no more than the rounding of `start`."""
     if isinstance(moved, Tensor) and moved.norm() <= 4 * torch.finfo(moved.dtype).eps * dense(start).norm():
@@ -212,6 +222,7 @@ def _cut(
         order=None,
         draws=None,
         buffers={n: v for n, v in view.buffers.items() if n in buffers},
+        scaled=False,  # the signal has the update's own factor
         received={SIGNAL: {"delta": delta, "features": features}},
         history=(),
     )

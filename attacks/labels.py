@@ -19,9 +19,9 @@ def classifier(view: ServerView, update: Tensors) -> tuple[Tensor | None, Tensor
 def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     """The label of a single image (1,), or None where the view does not give it away.
 
-    Under cross entropy the logit gradient p - y is negative for the true class alone. It is the classifier's bias
-    gradient; without a bias, each row of the weight gradient is it times the features, and the row with the smallest
-    sum tells where features are not negative (iDLG, Zhao et al. 2020, Eq. 3-4).
+    Under cross entropy the logit gradient p - y is negative for the true class alone (iDLG, Zhao et al. 2020, Eq. 3).
+    It is the classifier's bias gradient; without a bias, each row of the weight gradient is it times the features, so
+    the true row alone points against all others (Eq. 4, which needs no sign of the features).
 
     Args:
         view: of one image in one or more steps.
@@ -32,4 +32,6 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     weight, bias = classifier(view, update)
     if bias is not None:
         return bias.argmin().view(1)
-    return weight.sum(1).argmin().view(1) if weight is not None else None
+    if weight is None:
+        return None
+    return ((weight @ weight.mT) < 0).sum(1).argmax().view(1)

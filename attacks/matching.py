@@ -13,7 +13,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.lbfgs import StackedLBFGS
 from attacks.problem import INPUTS, LABELS, Problem, Stack, Variables, fixed_labels, private_key
 from fl.seeds import stream
-from fl.tensors import Tensors
+from fl.tensors import LowRank, Tensors
 from fl.types import ServerView
 
 
@@ -54,7 +54,7 @@ class Matching(Attack):
     signed: bool = True
     decay_lr: bool = True
     tv: float = 0.0
-    landmarks: float = 1.0
+    landmarks: float = 0.1
     boxed: bool = True
     start: Literal["normal", "uniform", "grey"] = "normal"
     labels: Literal["auto", "joint"] = "auto"
@@ -111,10 +111,14 @@ class Matching(Attack):
         """Why this attack says nothing about `view`, or None."""
         if not view.update:
             return NotApplicable(f"{view.method.name} shares nothing: there is no update to match")
-        if view.schedule is None:
-            return NotApplicable("the local schedule is unknown, so no update can be predicted")
         if view.batch_size is None:
             return NotApplicable("the number of images is unknown")
+        if view.schedule is None:
+            return NotApplicable("the local schedule is unknown, so no update can be predicted")
+        if not all(value.isfinite().all() for value in _parts(view.update)):
+            return NotApplicable("the update has numbers that are not finite")
+        if not any(value.any() for value in _parts(Problem(view, None, self.objective).observed)):
+            return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
         return None
 
     # ---- one trial ---------------------------------------------------------------------------------------------------
@@ -145,7 +149,12 @@ class Matching(Attack):
         if LABELS in row:
             labels = row[LABELS].argmax(-1)
         private: Tensors = {name: row[private_key(name)] for name in view.private}
-        known = {"labels": view.labels is not None, "order": view.order is not None, "draws": view.draws is not None}
+        known = {
+            "labels": view.labels is not None,
+            "order": view.order is not None,
+            "draws": view.draws is not None,
+            "private_init": bool(view.private and view.private_init),
+        }
         return Reconstruction(
             inputs=(row[INPUTS] * std + mean).clamp(0, 1),
             labels=labels if view.method.uses_labels else None,
@@ -180,6 +189,15 @@ class Matching(Attack):
             if self.boxed:
                 variables[INPUTS] = torch.maximum(torch.minimum(variables[INPUTS], high), low)
         return watch.results()
+
+
+def _parts(values: Tensors) -> Iterator[Tensor]:
+    """Every tensor; of a structured one its outer products' factors, one side at least zero where all is."""
+    for value in values.values():
+        if isinstance(value, LowRank):
+            yield from (term.left * term.coef for term in value.terms)
+        else:
+            yield value
 
 
 def _stacked(rows: Iterable[Variables]) -> Variables:

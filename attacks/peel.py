@@ -264,6 +264,7 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
         method=method,
         shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},
         update=update,
+        scaled=opened.steps == 1 and opened.group.max_norm is not None,
         private=private,
         private_init=None if start is None else {n: v for n, v in start.items() if n in private},
         schedule=None if view.schedule is None else view.schedule[part],

@@ -18,7 +18,7 @@ from attacks.priors import total_variation
 from fl.client import Client, autograd_derivative, func_derivative, predict
 from fl.decay import decay_shares
 from fl.defense import overrides
-from fl.tensors import LowRank, Tensors, add, dense, times
+from fl.tensors import LowRank, Tensors, add, dense, scaled, times, total
 from fl.types import Candidate, ServerView
 
 Variables = dict[str, Tensor]
@@ -143,6 +143,9 @@ class Problem:
         derivative = func_derivative if stacked else autograd_derivative
         predicted = predict(view, Candidate(pixels, labels, private), derivative=derivative, client=client)
         predicted = _weighed(self.without_decay(predicted, shared, view.update), constants["weights"])
+        if view.scaled:  # the best factor for this guess, so that no distance depends on it
+            ratio = total(constants["observed"], predicted) / total(predicted, predicted).clamp_min(1e-38)
+            predicted = scaled(predicted, ratio.clamp_min(0) * constants["size"])
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
         if constants["marks"] is not None:
             marks, share = constants["marks"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -31,6 +31,8 @@ class Noise(Defense):
     Raises:
         ValueError: if `std` is negative.
     """
+
+    plain: ClassVar[str] = "random noise is added to the update."
 
     std: float = 0.1
     unit: Literal["relative", "absolute"] = "relative"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Prune(Defense):
     Raises:
         ValueError: if `ratio` is not in [0, 1).
     """
+
+    plain: ClassVar[str] = "only the largest numbers of the update are sent."
 
     ratio: float = 0.9
     scope: Literal["tensor", "global"] = "tensor"

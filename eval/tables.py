@@ -91,7 +91,9 @@ def markdown(content: Table) -> str:
 
 
 def summary(described: object) -> str:
-    """The first line of a docstring, without its full stop."""
+    """What a registered class does: in plain words where it has them, else its docstring's first line."""
+    if words := getattr(described, "plain", ""):
+        return str(words).rstrip(".")
     return (inspect.getdoc(described) or "").partition("\n")[0].rstrip(".")
 
 
@@ -160,6 +162,36 @@ def _lpips(rows: Sequence[Row]) -> str | None:
     return next((name for name in rows[0] if name.startswith("lpips_")), None)
 
 
+def _verdicts(rows: Sequence[Row]) -> list[str]:
+    """For every method and attack whether pictures leaked: PSNR against the best guess made without the update."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        defended = "" if row["defense"] == "none" else f" with {row['defense']}"
+        if row.get("psnr") is not None:
+            groups.setdefault(f"{row['method']}{defended} under {row['attack']}", []).append(row)
+    lines = []
+    for what, group in groups.items():
+        means = {g: fmean(row[f"floor_{g}_psnr"] for row in group) for g in FLOORS if _has(group, g)}
+        best = max(means, key=lambda guess: means[guess])
+        gains = [{**row, "gain": row["psnr"] - row[f"floor_{best}_psnr"]} for row in group]
+        gain = statistics.mean_interval(gains, "gain", image=IMAGE)
+        if gain.low is None or gain.high is None:
+            verdict = "too few pictures to tell content from chance"
+        elif gain.low > 0:
+            verdict = "the update gives picture content away"
+        elif gain.high < 0:
+            verdict = "no more than a guess without the update"
+        else:
+            verdict = "not told apart from a guess without the update"
+        floor = f"{FLOORS[best]} at {means[best]:.1f} dB"
+        lines.append(f"{what}: {verdict} ({gain.value:+.1f} dB against the best floor, {floor}).")
+    return lines
+
+
+def _has(rows: Sequence[Row], guess: str) -> bool:
+    return all(row.get(f"floor_{guess}_psnr") is not None for row in rows)
+
+
 def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The floors of all attacked images, each counted once per seed."""
     scored = {(row[IMAGE], row["seed"]): row for row in rows if row.get(IMAGE) is not None and "images" in row}
@@ -175,7 +207,7 @@ def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def _legend(rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], *, lpips: bool) -> list[str]:
-    lines = [PSNR, FLOOR, SSIM, *([LPIPS] if lpips else []), RATES, ACCURACY]
+    lines = [*_verdicts(rows), PSNR, FLOOR, SSIM, *([LPIPS] if lpips else []), RATES, ACCURACY]
     lines += [f"Method {entry.label}: {summary(type(entry.item))}." for entry in experiment.method]
     defenses = [entry for entry in experiment.defense if entry.item.name != "none"]
     lines += [f"Defence {entry.label}: {summary(type(entry.item))}." for entry in defenses]

@@ -59,6 +59,21 @@ class Defense:
         return dict.fromkeys(observed, 1.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unknown(Defense):
+    """What is left of a defence for an attacker who does not know it: the network, whose weights it sees.
+
+    Attributes:
+        wrapped: the defence.
+    """
+
+    wrapped: Defense
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """As the defence does."""
+        return self.wrapped.wrap_model(model)
+
+
 def overrides(defense: Defense, hook: str) -> bool:
     """Whether `defense` changes the hook of that name."""
     mine: Callable[..., object] = getattr(type(defense), hook)

@@ -94,7 +94,13 @@ class Federation:
         return rounds
 
     def observe(
-        self, number: int, *, threat: ThreatModel | None = None, data: Batch | None = None, client: Client | None = None
+        self,
+        number: int,
+        *,
+        threat: ThreatModel | None = None,
+        data: Batch | None = None,
+        client: Client | None = None,
+        history: tuple[ServerView, ...] = (),
     ) -> tuple[ServerView, Truth]:
         """The server's view of what client `number` would send now, and the truth; changes nothing.
 
@@ -103,6 +109,7 @@ class Federation:
             threat: what the server knows beside.
             data: images to train on instead of the client's own (a single image, say).
             client: another local rule over the same parameters (one step instead of a full round, say).
+            history: earlier views of the same client, for a threat model that keeps some.
         """
         view, truth, _ = observe(
             client or self.client,
@@ -114,6 +121,7 @@ class Federation:
             round=self.server.round,
             seed=self.seed,
             private_init=self.private_init,
+            history=history,
         )
         return view, truth
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fl.defense import overrides
 from fl.method import Download
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors
-from fl.types import Batch, Candidate, Draws, Order, Scope, ServerView, ThreatModel, Trace, Upload
+from fl.types import Batch, Candidate, Draws, Order, Scope, ServerView, Task, ThreatModel, Trace, Upload
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ def observe(
     The view shares no memory with the client: overwriting the client's tensors changes nothing in it.
     """
     threat = threat or ThreatModel()
+    if threat.rounds and not history and round:
+        raise ValueError(f"expected the earlier views as history under a threat model with rounds={threat.rounds}")
     done = train_client(client, state, download, data, number=number, round=round, seed=seed)
     trace, upload = done.trace, done.upload
     hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
@@ -182,12 +185,12 @@ def observe(
     view = ServerView(
         method=client.method,
         defense=client.defense,
-        task=client.base,
+        task=public(client),
         threat=threat,
         shared=download.shared,
         update=detached({**upload.update, **flatten(upload.extra)}),
         private={name: value.shape for name, value in hidden.items()},
-        schedule=sampling.schedule(trace.order) if threat.knows_schedule else None,
+        schedule=sampling.schedule(trace.order) if threat.knows_schedule and threat.knows_batch_size else None,
         batch_size=len(trace.inputs) if threat.knows_batch_size else None,
         labels=trace.labels.clone() if threat.knows_labels else None,
         buffers=download.buffers,
@@ -200,6 +203,16 @@ def observe(
         history=history[-threat.rounds :] if threat.rounds else (),
     )
     return view, truth, done
+
+
+def public(client: Client) -> Task:
+    """The client's task without what it keeps to itself: private initial weights and buffers are zero."""
+    model = copy.deepcopy(client.base.model)
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if client.method.scope(name, client.task) is not Scope.SHARED:
+                value.zero_()
+    return replace(client.base, model=model)
 
 
 def _generated(client: Client, params: Tensors) -> dict[str, Tensor]:

@@ -233,7 +233,7 @@ class ServerView:
     Attributes:
         method: the federated method, with its settings.
         defense: the client's defence, with its settings.
-        task: the network's architecture and the server's initial weights.
+        task: the network's architecture; weights and buffers that are not shared are zero in it.
         threat: what is known beside the update.
         shared: what the server sent (parameters by name).
         update: `shared before - shared after`, by name; further payloads under `payload/name`.
@@ -248,6 +248,7 @@ class ServerView:
         draws: the method's random numbers, if known.
         private_init: where private tensors started, if known.
         round: number of the round, from 0.
+        scaled: whether the update is known only up to a positive factor (clipping, after a rewrite).
         history: earlier views of the same client, oldest first.
     """
 
@@ -268,14 +269,17 @@ class ServerView:
     draws: Draws | None = None
     private_init: Tensors | None = None
     round: int = 0
+    scaled: bool = False
     history: tuple[ServerView, ...] = ()
 
     @cached_property
     def client(self) -> Client:
-        """The client's local rule, built once."""
+        """The client's local rule as far as the server knows it, built once."""
         from fl.client import Client
+        from fl.defense import Unknown
 
-        return Client(self.task, self.method, self.defense)
+        known = self.defense if self.threat.knows_defense else Unknown(wrapped=self.defense)
+        return Client(self.task, self.method, known)
 
     @property
     def dtype(self) -> torch.dtype:

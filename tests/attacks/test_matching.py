@@ -160,3 +160,23 @@ def test_bad_settings_are_refused() -> None:
         attacks.build("igg")
     with pytest.raises(ValueError, match="rewrites views"):
         attacks.build("ig+dlg")
+
+
+def test_an_update_without_information_is_refused() -> None:
+    view, _ = tiny_views(1)[0]
+    zero = replace(view, update={name: value * 0 for name, value in view.update.items()})
+    broken = replace(view, update={**view.update, "head.bias": torch.full((3,), torch.nan, dtype=torch.float64)})
+    for name in ("ig", "dlg", "idlg"):
+        assert "zero" in attacks.build(name)(zero).reason  # type: ignore[union-attr]
+        assert "finite" in attacks.build(name)(broken).reason  # type: ignore[union-attr]
+
+
+def test_a_distance_does_not_depend_on_an_unknown_factor() -> None:
+    view, truth = tiny_views(1)[0]
+    clipped = {name: value * 0.05 for name, value in view.update.items()}
+    row = {"inputs": (truth.inputs - torch.tensor(view.task.mean)) / torch.tensor(view.task.std)}
+    for scaled, least in ((False, 0.5), (True, 0.0)):
+        problem = Problem(replace(view, update=clipped, scaled=scaled), truth.labels, "l2")
+        value, _ = Stack([problem]).evaluate({k: v[None] for k, v in row.items()})
+        assert value.item() >= least
+    assert value.item() < 1e-12

@@ -9,6 +9,7 @@ from support import worlds
 from attacks.labels import idlg
 from attacks.objectives import cosine, direction, squared
 from attacks.priors import total_variation
+from fl.capture import from_batch
 from fl.client import Client
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
@@ -79,3 +80,19 @@ def test_the_label_rule_reads_every_class(label: int) -> None:
     assert idlg(view, weight_only) is not None
     assert idlg(view, {k: v for k, v in view.update.items() if not k.startswith("head.")}) is None
     assert math.isfinite(view.update["head.bias"].abs().sum().item())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("label", range(4))
+def test_the_label_rule_needs_no_bias_and_no_sign_of_the_features(label: int) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4, bias=False)
+    ).double()
+    for seed in range(10):
+        draw = stream(seed, "tanh")
+        for p in model.parameters():
+            torch.nn.init.normal_(p, std=0.3, generator=draw)
+        image = torch.rand(1, 1, 8, 8, generator=draw, dtype=torch.float64)
+        view, _ = from_batch(model, image, torch.tensor([label]))
+        found = idlg(view, view.update)
+        assert found is not None
+        assert found.item() == label

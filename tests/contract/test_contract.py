@@ -14,6 +14,7 @@ from torch.func import vmap
 from fl.client import func_derivative, predict
 from fl.method import methods
 from fl.tensors import dense, norm
+from fl.types import ThreatModel
 
 CELLS = pytest.mark.parametrize(("row", "column"), cells())
 REPLAYABLE = pytest.mark.parametrize(("row", "column"), cells(replayable=True))
@@ -117,3 +118,25 @@ def test_accuracies_are_shares(row: str) -> None:
         scores = run.accuracy(tuned=tuned)
         assert len(scores) == 3
         assert all(0 <= score <= 1 for score in scores)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if shares(row)])
+def test_no_tensor_of_the_view_is_one_of_the_truth(row: str) -> None:
+    for rounds in (0, 1):
+        probe = ROWS[row]
+        view, truth = worlds.federation(probe.method, probe.defense, probe.task, rounds=rounds).observe(1)
+        model = view.task.model
+        seen = [*tensors(view), *model.parameters(), *model.buffers(), *view.client.task.parameters.values()]
+        hidden = [truth.inputs, *tensors(truth.private), *truth.extractor.values()]
+        for secret in (value for value in hidden if value.is_floating_point() and value.any()):
+            assert not any(secret.shape == value.shape and torch.equal(secret, value) for value in seen)
+
+
+def test_an_unknown_defence_is_not_predicted() -> None:
+    probe = ROWS["dp-sgd"]
+    run = worlds.federation(probe.method, probe.defense, probe.task)
+    for known in (True, False):
+        view, truth = run.observe(1, threat=ThreatModel(knows_defense=known))
+        predicted = predict(view, truth.candidate())
+        same = all(torch.equal(dense(predicted[name]), dense(value)) for name, value in view.update.items())
+        assert same is known
