@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -20,8 +19,3 @@ def total_variation(inputs: Tensor, std: Tensor) -> Tensor:
     across = ((inputs[..., :, 1:] - inputs[..., :, :-1]) / scale).abs().mean()
     down = ((inputs[..., 1:, :] - inputs[..., :-1, :]) / scale).abs().mean()
     return across + down
-
-
-def box(inputs: Tensor) -> Tensor:
-    """The nearest image with pixels in [0, 1]."""
-    return torch.clamp(inputs, 0, 1)

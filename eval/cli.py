@@ -51,6 +51,7 @@ def run(
     with _errors(USER_ERROR):
         path = find_config(config)
         folder = out if out is not None else Path("results") / path.stem
+        harness.device_of(device)  # before the folder, which may hold another experiment
         experiment = configs.load(path, set_ or ())
         results.check(folder, experiment)
         prepared = harness.prepare(experiment, device=device)

@@ -138,7 +138,8 @@ class Experiment:
         for attack in self.attack:
             for label in attack.against:
                 if label not in labels:
-                    raise UnknownNameError(f"method that attack {attack.label!r} is against:", label, labels)
+                    note = f"; `against` is a setting of {attack.label!r} in the config: change the attacks first"
+                    raise UnknownNameError(f"method in `against` of attack {attack.label!r}:", label, labels, note)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: expected one or more different numbers, got {list(self.seeds)}")
         last = self.federation.rounds

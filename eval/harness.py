@@ -166,10 +166,27 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Prepared:
         perceptual = load_lpips(net, allow_download=settings.download)
     prepared = Prepared(experiment, dataset, partition, _victims(experiment, dataset, partition), perceptual, where)
     task = prepared.task(experiment.seeds[0])
-    for defense in experiment.defense:
-        for entry in experiment.method:
-            Client(task, entry.item, defense.item)
+    _check_methods(experiment, task)
     return prepared
+
+
+def _check_methods(experiment: Experiment, task: Task) -> None:
+    """Build every client that will train or be watched, so that what does not fit is said before any training.
+
+    Raises:
+        ValueError: a setting of a method or what it makes of the model; says of which method.
+    """
+    trained = {entry.label: entry.item for entry in experiment.method}
+    for place, found in (("method", trained), ("observe.method", experiment.observed_methods())):
+        for label, method in found.items():
+            try:
+                phases = method.phases(task, 0)
+                if idle := [phase for phase in phases if phase.epochs == 0]:
+                    raise ValueError(f"expected epochs >= 1, got {idle[0].epochs}")
+                for defense in experiment.defense:
+                    Client(task, method, defense.item)
+            except ValueError as error:
+                raise ValueError(f"{place} {label!r}: {error}") from error
 
 
 def run(prepared: Prepared, *, progress: Progress = silent) -> Outcome:

@@ -163,28 +163,45 @@ def _lpips(rows: Sequence[Row]) -> str | None:
 
 
 def _verdicts(rows: Sequence[Row]) -> list[str]:
-    """For every method and attack whether pictures leaked: PSNR against the best guess made without the update."""
+    """For every method and attack what leaked, pictures and private tensors, in a sentence each."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         defended = "" if row["defense"] == "none" else f" with {row['defense']}"
-        if row.get("psnr") is not None:
-            groups.setdefault(f"{row['method']}{defended} under {row['attack']}", []).append(row)
+        groups.setdefault(f"{row['method']}{defended} under {row['attack']}", []).append(row)
+    return [f"{what}: {said}." for what, group in groups.items() for said in (*_pictures(group), *_secrets(group))]
+
+
+def _pictures(rows: Sequence[Row]) -> list[str]:
+    """PSNR against the best guess made without the update."""
+    group = [row for row in rows if row.get("psnr") is not None]
+    if not group:
+        return []
+    means = {g: fmean(row[f"floor_{g}_psnr"] for row in group) for g in FLOORS if _has(group, g)}
+    best = max(means, key=lambda guess: means[guess])
+    gains = [{**row, "gain": row["psnr"] - row[f"floor_{best}_psnr"]} for row in group]
+    gain = statistics.mean_interval(gains, "gain", image=IMAGE)
+    if gain.low is None or gain.high is None:
+        verdict = "too few pictures to tell content from chance"
+    elif gain.low > 0:
+        verdict = "the update gives picture content away"
+    elif gain.high < 0:
+        verdict = "no more than a guess without the update"
+    else:
+        verdict = "not told apart from a guess without the update"
+    return [f"{verdict} ({gain.value:+.1f} dB against the best floor, {FLOORS[best]} at {means[best]:.1f} dB)"]
+
+
+def _secrets(rows: Sequence[Row]) -> list[str]:
+    """How far off the recovered embedding and generated extractor are."""
+    embedding = [row.get("private_errors", {}).get("embedding") for row in rows]
+    extractor = [row.get("extractor_error") for row in rows]
     lines = []
-    for what, group in groups.items():
-        means = {g: fmean(row[f"floor_{g}_psnr"] for row in group) for g in FLOORS if _has(group, g)}
-        best = max(means, key=lambda guess: means[guess])
-        gains = [{**row, "gain": row["psnr"] - row[f"floor_{best}_psnr"]} for row in group]
-        gain = statistics.mean_interval(gains, "gain", image=IMAGE)
-        if gain.low is None or gain.high is None:
-            verdict = "too few pictures to tell content from chance"
-        elif gain.low > 0:
-            verdict = "the update gives picture content away"
-        elif gain.high < 0:
-            verdict = "no more than a guess without the update"
-        else:
-            verdict = "not told apart from a guess without the update"
-        floor = f"{FLOORS[best]} at {means[best]:.1f} dB"
-        lines.append(f"{what}: {verdict} ({gain.value:+.1f} dB against the best floor, {floor}).")
+    for what, errors in (("embedding", embedding), ("extractor", extractor)):
+        known = sorted(error for error in errors if error is not None)
+        if known:
+            middle = known[len(known) // 2]
+            word = "recovered with" if middle < 0.1 else "not recovered:"
+            lines.append(f"the private {what} was {word} a relative error of {middle:.0e} (median)")
     return lines
 
 

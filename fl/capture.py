@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -33,12 +33,15 @@ def from_batch(
     threat: ThreatModel | None = None,
     num_classes: int | None = None,
     head: str | None = None,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
     seed: int = 0,
 ) -> tuple[ServerView, Truth]:
     """What the server sees of a client that trains `model` on one batch, and the truth to score attacks with.
 
     Args:
-        model: takes pixels in [0, 1] and returns logits (B, K); it is copied, never changed.
+        model: takes pixels in [0, 1] and returns logits (B, K); it is copied, never changed. Parameters with
+            `requires_grad=False` are not trained: they count as buffers, which the server knows.
         inputs: (B, C, H, W) in [0, 1].
         labels: (B,) int64 in [0, K).
         method: the federated method; one FedAvg step on the whole batch at step size 1 by default (FedSGD).
@@ -46,19 +49,23 @@ def from_batch(
         threat: what the server knows beside the update.
         num_classes: K; by default what the model returns.
         head: prefix of the classifier's parameters; by default the last `nn.Linear`.
+        mean: per channel (C,), of the normalisation inside `model`; 0 by default. Attacks work in normalised pixels,
+            so step sizes and total variation mean what their papers say only with `mean` and `std`.
+        std: per channel (C,), likewise; 1 by default.
         seed: of all randomness.
 
     Raises:
         ValueError: images, labels or model do not fit each other; says which.
     """
     _check_images(inputs, labels)
-    own = copy.deepcopy(model)
+    own = _frozen_as_buffers(model)
     classes = _classes(own, inputs, num_classes)
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"expected labels in [0, {classes}), got {int(labels.min())} to {int(labels.max())}")
     channels, height, width = inputs.shape[1:]
-    task = Task(own, (channels, height, width), classes, _head(own, head, classes))
+    task = _task(own, (channels, height, width), classes, head, mean, std)
     client = Client(task, method or _one_step(own), defense or Defense())
+    _check_training(client, inputs)
     batch = Batch(inputs.detach().clone(), labels.detach().clone())
     return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=threat)
 
@@ -77,12 +84,15 @@ def from_update(
     buffers: Mapping[str, Tensor] | None = None,
     threat: ThreatModel | None = None,
     head: str | None = None,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
     kind: Literal["update", "gradient"] = "update",
 ) -> ServerView:
     """The server's view that a captured update belongs to.
 
     Args:
-        model: as the client got it, before training; copied, never changed.
+        model: as the client got it, before training; copied, never changed. Parameters with `requires_grad=False`
+            are not trained: they count as buffers, and `update` has no tensor for them.
         update: `weights before - weights after` by parameter name, or the gradient (see `kind`).
         input_shape: (C, H, W) of the images.
         num_classes: K.
@@ -95,6 +105,8 @@ def from_update(
         buffers: the model's shared buffers as the server sent them; the model's own by default.
         threat: what the server knows beside; `knows_labels` follows from `labels`.
         head: prefix of the classifier's parameters; by default the last `nn.Linear`.
+        mean: per channel (C,), of the normalisation inside `model`; 0 by default (see `from_batch`).
+        std: per channel (C,), likewise; 1 by default.
         kind: "update", or "gradient" for one that was sent before a step of plain SGD was made of it.
 
     Raises:
@@ -102,20 +114,15 @@ def from_update(
     """
     if kind not in {"update", "gradient"}:
         raise ValueError(f"expected kind 'update' or 'gradient', got {kind!r}")
-    own = copy.deepcopy(model)
-    task = Task(own, input_shape, num_classes, _head(own, head, num_classes))
+    own = _frozen_as_buffers(model)
+    task = _task(own, input_shape, num_classes, head, mean, std)
     client = Client(task, method or _one_step(own), defense or Defense())
+    knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
     params = client.method.initial(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
-    expected = {name: value for name, value in params.items() if scopes[name] is Scope.SHARED}
-    if shared is None and (foreign := sorted(set(expected) - set(task.parameters))):
-        raise ValueError(f"expected what the server sent as `shared`, got none: the model itself has no {foreign[0]!r}")
-    sent = expected if shared is None else _like(shared, expected, task.buffers, "shared")
-    taken = _like(update, expected, task.buffers, kind)
-    if kind == "gradient":
-        rates = _rates(client, list(expected))
-        taken = {name: value * rates[name] for name, value in taken.items()}
-    known: Mapping[str, Value] = task.buffers if buffers is None else _like(buffers, task.buffers, {}, "buffers")
+    sent, taken, known = _captured(model, client, params, scopes, update, shared, buffers, kind)
+    like = next(iter(task.parameters.values()))
+    _check_training(client, torch.full((batch_size, *input_shape), 0.5, dtype=like.dtype, device=like.device))
     return ServerView(
         method=client.method,
         defense=client.defense,
@@ -124,8 +131,36 @@ def from_update(
         update=taken,
         private=_private(client, params, scopes),
         buffers={name: dense(value) for name, value in known.items() if scopes[name] is Scope.SHARED},
-        **_knowledge(client, threat, labels, batch_size, num_classes),  # type: ignore[arg-type]
+        **knowledge,  # type: ignore[arg-type]
     )
+
+
+def _captured(
+    model: nn.Module,
+    client: Client,
+    params: Tensors,
+    scopes: Mapping[str, Scope],
+    update: Mapping[str, Tensor],
+    shared: Mapping[str, Tensor] | None,
+    buffers: Mapping[str, Tensor] | None,
+    kind: Literal["update", "gradient"],
+) -> tuple[Tensors, Tensors, Mapping[str, Value]]:
+    """What the server sent, the update and the buffers it sent, each with every name it must have."""
+    task, real = client.base, dict(model.named_buffers())
+    expected = {name: value for name, value in params.items() if scopes[name] is Scope.SHARED}
+    if shared is None and (foreign := sorted(set(expected) - set(task.parameters))):
+        raise ValueError(f"expected what the server sent as `shared`, got none: the model itself has no {foreign[0]!r}")
+    frozen = "frozen by requires_grad=False, so not trained: leave it out"
+    why = {name: "a buffer, not a parameter: leave it out" if name in real else frozen for name in task.buffers}
+    sent = expected if shared is None else _like(shared, expected, why, "shared")
+    taken = _like(update, expected, why, kind)
+    if kind == "gradient":
+        rates = _rates(client, list(expected))
+        taken = {name: value * rates[name] for name, value in taken.items()}
+    known: dict[str, Value] = dict(task.buffers)
+    if buffers is not None:
+        known |= _like(buffers, {name: task.buffers[name] for name in real}, why, "buffers")
+    return sent, taken, known
 
 
 def _knowledge(
@@ -134,6 +169,9 @@ def _knowledge(
     """What the server knows beside the update, as `ServerView` has it."""
     if batch_size < 1:
         raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+    for key in ("knows_order", "knows_draws", "knows_private_init", "rounds"):
+        if threat is not None and getattr(threat, key):
+            raise ValueError(f"expected a threat model without {key}: a captured update does not come with it")
     if labels is None and threat is not None and threat.knows_labels:
         raise ValueError("expected labels under a threat model that knows them, got none")
     if labels is not None and (labels.shape != (batch_size,) or labels.dtype != torch.int64):
@@ -153,6 +191,67 @@ def _knowledge(
 def _one_step(model: nn.Module) -> FedAvg:
     # step size 1: before - after then rounds the gradient least, and attacks do not depend on its unit
     return FedAvg(steps=1, batch_size=None, lr=1.0, train_mode=model.training)
+
+
+def _frozen_as_buffers(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose frozen parameters are buffers: values that the server knows and no one trains."""
+    own = copy.deepcopy(model)
+    for module in own.modules():
+        for name, value in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not value.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, value.detach())
+    if not any(True for _ in own.parameters()):
+        raise ValueError("expected a model with parameters to train, got none; call model.requires_grad_(True)")
+    return own
+
+
+def _task(
+    model: nn.Module,
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+    head: str | None,
+    mean: Sequence[float],
+    std: Sequence[float],
+) -> Task:
+    if not all(value > 0 for value in std):
+        raise ValueError(f"expected std > 0 in every channel, got {tuple(std)}")
+    return Task(model, input_shape, num_classes, _head(model, head, num_classes), tuple(mean), tuple(std))
+
+
+def _check_training(client: Client, inputs: Tensor) -> None:
+    """Run copies of the network on the smallest batch of local training, in the mode it is trained in.
+
+    Raises:
+        ValueError: it does not run, or it draws random numbers, which no one could replay.
+    """
+    order = sampling.plan(client.method.phases(client.task, 0), len(inputs), stream(0, "order", 0, 0))
+    sizes = {len(index) for steps in order for step in steps for index in step} - {0}
+    batch = inputs[: min(sizes, default=len(inputs))].detach()
+    training = client.method.train_mode
+    mode = f"in {'train' if training else 'evaluation'} mode"
+    remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
+    cuda = [batch.device] if batch.is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(devices=cuda):  # the probe leaves the global generator as it was
+        before = _global_state(batch.device)
+        try:
+            first, second = (copy.deepcopy(client.task.model)(batch) for _ in range(2))
+        except (RuntimeError, ValueError) as error:
+            hint = f"; {remedy}" if training else ""
+            raise ValueError(
+                f"expected a model that runs {mode} on a batch of {len(batch)} image(s), got: {error}{hint}"
+            ) from error
+        drawn = not torch.equal(before, _global_state(batch.device))
+    if drawn or not torch.allclose(first, second, equal_nan=True):
+        remedy = remedy if training else "give functional dropout training=self.training"
+        raise ValueError(
+            f"expected a model without random numbers {mode}, got some (functional dropout, say), which can't be "
+            f"replayed; {remedy}"
+        )
+
+
+def _global_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _check_images(inputs: Tensor, labels: Tensor) -> None:
@@ -187,7 +286,7 @@ def _classes(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
 
 def _head(model: nn.Module, head: str | None, num_classes: int) -> str:
     """The prefix of the classifier's parameters, checked or guessed."""
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
     if head is not None:
         if not any(name.startswith(head) for name in names):
             raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {', '.join(names)}")
@@ -204,13 +303,13 @@ def _head(model: nn.Module, head: str | None, num_classes: int) -> str:
     return f"{name}." if name else ""
 
 
-def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], buffers: Collection[str], what: str) -> Tensors:
+def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapping[str, str], what: str) -> Tensors:
     """Copies of `given`, which must have the names and shapes of `expected`, in its type and on its device."""
     missing = [name for name in expected if name not in given]
     unknown = [name for name in given if name not in expected]
     if missing or unknown:
         parts = [f"missing {', '.join(map(repr, missing))}"] if missing else []
-        parts += [f"unexpected {_hint(name, missing or list(expected), buffers)}" for name in unknown]
+        parts += [f"unexpected {_hint(name, missing or list(expected), why)}" for name in unknown]
         raise ValueError(f"{what}: expected a tensor for each of {len(expected)} names; {'; '.join(parts)}")
     result: Tensors = {}
     for name, like in expected.items():
@@ -226,9 +325,9 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], buffers: 
     return result
 
 
-def _hint(name: str, names: Collection[str], buffers: Collection[str]) -> str:
-    if name in buffers:
-        return f"{name!r} (a buffer, not a parameter: leave it out)"
+def _hint(name: str, names: Collection[str], why: Mapping[str, str]) -> str:
+    if name in why:
+        return f"{name!r} ({why[name]})"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -109,12 +110,22 @@ class Group:
         lr: step size.
         weight_decay: L2 coefficient, added to the gradient after clipping (as torch.optim.SGD does).
         max_norm: clip the group's gradient to this norm (as `clip_grad_norm_`), or None.
+
+    Raises:
+        ValueError: if a number is out of range or not finite.
     """
 
     prefixes: tuple[str, ...] = ("",)
     lr: float
     weight_decay: float = 0.0
     max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "weight_decay"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"expected {key} >= 0, got {getattr(self, key)}")
+        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
+            raise ValueError(f"expected max_norm > 0 or None, got {self.max_norm}")
 
     def owns(self, name: str) -> bool:
         """Whether the parameter `name` is trained in this group."""
@@ -135,6 +146,9 @@ class Phase:
         batch_size: images per batch; None is all of them.
         sampler: "shuffle", "poisson" (each image independently, at rate batch_size / n) or "sequential".
         batches_per_step: batches one step looks at (two for Per-FedAvg).
+
+    Raises:
+        ValueError: if a setting is unknown or out of range.
     """
 
     groups: tuple[Group, ...]
@@ -154,6 +168,12 @@ class Phase:
             raise ValueError(f"expected optimizer 'sgd' or 'adam', got {self.optimizer!r}")
         if self.sampler not in {"shuffle", "poisson", "sequential"}:
             raise ValueError(f"expected sampler 'shuffle', 'poisson' or 'sequential', got {self.sampler!r}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"expected momentum in [0, 1), got {self.momentum}")
+        for key, least in {"epochs": 0, "steps": 1, "batch_size": 1, "batches_per_step": 1}.items():
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise ValueError(f"expected {key} >= {least}, got {value}")
 
     def assign(self, names: Mapping[str, object]) -> dict[str, Group]:
         """The group of every name that moves in this phase."""

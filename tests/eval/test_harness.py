@@ -202,6 +202,19 @@ def test_flags_are_explained(outcome):
     assert any(line.startswith("Flag labels-given: ") for line in found.legend)
 
 
+def test_the_table_says_what_leaked(outcome):
+    rows = [row for row in outcome.rows if row.get("psnr") is not None and row["method"] == "fedavg"]
+    floor = max(sum(r[f"floor_{g}_psnr"] for r in rows) / len(rows) for g in tables.FLOORS)
+    for gain, words in ((5.0, "gives picture content away (+"), (-5.0, "no more than a guess")):
+        shifted = [{**r, "psnr": max(r[f"floor_{g}_psnr"] for g in tables.FLOORS) + gain} for r in rows]
+        assert floor > 0
+        assert any(words in line for line in tables.table(shifted, tiny()).legend), words
+    peeled = [{**r, "extractor_error": 2e-7, "private_errors": {"embedding": 3e-7}} for r in rows]
+    legend = "\n".join(tables.table(peeled, tiny()).legend)
+    assert "private embedding was recovered with a relative error of 3e-07" in legend
+    assert "private extractor was recovered with a relative error of 2e-07" in legend
+
+
 def test_table_needs_rows():
     with pytest.raises(ValueError, match="expected rows"):
         tables.table([], tiny())
