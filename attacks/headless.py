@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.rank_one import without_decay
 from fl.client import Network
-from fl.decay import decay_shares
+from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.method import Method, Step
 from fl.parametrisation import Parametrisation
@@ -177,7 +177,9 @@ def _gradient(view: ServerView) -> Tensors | NotApplicable:
         return NotApplicable(f"{phase.optimizer} rescales every number apart: its step is not the gradient's direction")
     groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
     shares = decay_shares(phases, view.schedule, groups)
-    moved = {n: _heard(value, view.shared[n]) for n, value in without_decay(view, shares).items() if n in groups}
+    surrogate = partial(view.defense.surrogate, observed=view.update) if view.threat.knows_defense else None
+    change = without_decay(view.update, view.shared, shares, surrogate)
+    moved = {n: _heard(value, view.shared[n]) for n, value in change.items() if n in groups}
     # momentum is zero before the first step, but Nesterov's form adds it to the gradient at once
     factor = 1 + phase.momentum if phase.nesterov else 1.0
     return {n: value * (1 / (groups[n].lr * factor)) for n, value in moved.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.headless import Headless, Signal
-from attacks.rank_one import HypernetUpdate, without_decay
-from fl.decay import decay_shares
+from attacks.rank_one import HypernetUpdate
+from fl.decay import decay_shares, without_decay
+from fl.defense import overrides
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -22,6 +24,9 @@ from fl.types import Group, Phase, Scope, ServerView
 
 FITS = 1e-2
 """Equations that the update satisfies up to this share of itself confirm their solution."""
+
+PEELED = "peeled"
+"""The payload of a rewritten view that holds what the peel recovered: read off the update, not sent by the server."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ class Peeled:
         hidden: hidden activations (hidden,), float64.
         embedding: (embedding,) float64, or None where the update says nothing of it.
         route: which layer gave the activations: "trunk", "heads", or "biases" if no unit was active.
-        residual: what the equations of that route leave of the update, relative to it; 0 for "biases".
+        residual: what the equations of that route leave of the update, relative to it; for "biases" how far, relative
+            to them, the extractor may be off by activations too small to be told from rounding.
+        complete: whether every number of the solution shows in the update: a known defence may have cut some.
     """
 
     opened: Opened
@@ -73,6 +80,7 @@ class Peeled:
     embedding: Tensor | None
     route: str
     residual: float
+    complete: bool = True
 
     @property
     def view(self) -> ServerView:
@@ -97,7 +105,7 @@ class Peeled:
     @property
     def verified(self) -> bool:
         """Whether the peel confirms itself without the truth."""
-        return self.residual < FITS
+        return self.residual < FITS and self.complete
 
     def private(self) -> Tensors:
         """What was recovered, as in `Reconstruction.private`."""
@@ -125,6 +133,9 @@ class Peel(ViewAttack):
     - heads: db_k is the extractor's gradient, and a = sum_k dW_k^T db_k / sum_k |db_k|^2; without head biases, a is
       the leading singular vector of the dW_k, and db0 gives its length.
     - with no unit active theta_k = b_k, which the server holds; the embedding then does nothing and can't be read.
+      Whether that is so is decided by how large an activation could hide in the rounding of the update.
+
+    Of an update that a known defence has pruned, the fits take the entries that were sent.
 
     Over several steps both are weighted means over the round, and the fits' residuals say how far to trust them.
     As a rewrite, the view becomes that of the network itself: extractor shared, classifier private (`peel+ig`).
@@ -153,18 +164,19 @@ class Peel(ViewAttack):
         if isinstance(peeled, NotApplicable):
             return peeled
         plain = plain_view(peeled)
-        if self.classifier == "joint" or isinstance(plain, NotApplicable):
+        if isinstance(plain, NotApplicable):
             return plain
-        cut = Headless().rewrite(plain)
-        return plain if isinstance(cut, NotApplicable) and self.classifier == "auto" else cut
+        cut = plain if self.classifier == "joint" else Headless().rewrite(plain)
+        chosen = plain if isinstance(cut, NotApplicable) and self.classifier == "auto" else cut
+        if isinstance(chosen, NotApplicable):
+            return chosen
+        return replace(chosen, received={**chosen.received, PEELED: peeled.private()})
 
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the recovered embedding and extractor."""
         if isinstance(rewritten.method, Signal):
             result = Headless().unwrap(view, rewritten, result)
-        peeled = self.solve(view)
-        assert isinstance(peeled, Peeled)
-        return replace(result, private={**result.private, **peeled.private()})
+        return replace(result, private={**result.private, **rewritten.received[PEELED]})
 
     def solve(self, view: ServerView) -> Peeled | NotApplicable:
         """Activations, extractor and its gradient, or why they can't be had."""
@@ -173,26 +185,27 @@ class Peel(ViewAttack):
 
     def _solve(self, opened: Opened) -> Peeled | NotApplicable:
         update = opened.update
-        if update.heads_silent:
+        embedding = None if update.trunk_silent else update.embedding()
+        if update.heads_silent and embedding is None:
             if not update.bias or update.biases_silent:
                 return NotApplicable("no gradient reached the hypernetwork: its update is its decay and rounding")
             nothing = torch.zeros_like(dense(update.change[TRUNK_BIAS]))
-            return Peeled(opened, nothing, None, "biases", 0.0)
-        embedding = None if update.trunk_silent else update.embedding()
+            return Peeled(opened, nothing, None, "biases", update.unheard())
         if embedding is None and (self.route == "trunk" or not update.bias):
             return NotApplicable("the first layer did not move, and this route reads it")
         heads = update.hidden_from_heads()
         usable = bool(heads.any())
-        if embedding is not None and usable and opened.steps == 1 and self.route == "auto":
+        if embedding is not None and usable and opened.steps == 1 and self.route == "auto" and update.seen is None:
             embedding, heads = update.reconciled(embedding, heads)
-        residual = update.heads_residual(heads)
+        residual = math.hypot(update.heads_residual(heads), update.length_residual(heads))
         if embedding is not None:
             trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
             if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):
-                return Peeled(opened, trunk, embedding, "trunk", misfit)
+                return Peeled(opened, trunk, embedding, "trunk", misfit, update.complete("trunk"))
         if not usable:
             return NotApplicable("the heads' equations have no solution: what they pull back runs against db0")
-        return Peeled(opened, heads, embedding, "heads", residual)
+        complete = update.complete("heads") and (embedding is None or update.complete("trunk"))
+        return Peeled(opened, heads, embedding, "heads", residual, complete)
 
 
 def open_view(view: ServerView) -> Opened | NotApplicable:
@@ -208,13 +221,15 @@ def open_view(view: ServerView) -> Opened | NotApplicable:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
     (phase,) = _training(phases, view.schedule)
     steps = len(view.schedule[phase]) if view.schedule is not None else 1
-    change = without_decay(view, shares)
+    surrogate = partial(view.defense.surrogate, observed=view.update) if view.threat.knows_defense else None
+    change = without_decay(view.update, view.shared, shares, surrogate)
     update = HypernetUpdate.of(
         view.shared,
         change,
         tuple(generator.generates(task)),
         bias=generator.bias,
         rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
+        surrogate=surrogate if overrides(view.defense, "surrogate") else None,
     )
     return Opened(view, phase, change, update)
 

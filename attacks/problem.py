@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from attacks.labels import idlg
 from attacks.objectives import OBJECTIVES, direction, squared
 from attacks.priors import total_variation
 from fl.client import Client, autograd_derivative, func_derivative, predict
-from fl.decay import decay_shares
+from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
-from fl.tensors import LowRank, Tensors, add, dense, scaled, times, total
+from fl.tensors import Tensors, scaled, times, total
 from fl.types import Candidate, ServerView
 
 Variables = dict[str, Tensor]
@@ -58,15 +58,9 @@ class Problem:
 
     def without_decay(self, values: Tensors, shared: Tensors, update: Tensors) -> Tensors:
         """An update without the part that decay makes of `shared`, as far as the defence lets that part through."""
-        if not self.shares:
-            return values
-        made: Tensors = {
-            name: LowRank.of(dense(shared[name])) * share if isinstance(values[name], LowRank) else shared[name] * share
-            for name, share in self.shares.items()
-        }
-        if self.view.threat.knows_defense:
-            made = self.view.defense.surrogate(made, update)
-        return {name: add(value, made[name], -1.0) if name in made else value for name, value in values.items()}
+        known = self.view.threat.knows_defense
+        surrogate = partial(self.view.defense.surrogate, observed=update) if known else None
+        return without_decay(values, shared, self.shares, surrogate)
 
     @cached_property
     def observed(self) -> Tensors:

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fl.defense import overrides
 from fl.models.hypernetwork import TRUNK_BIAS, TRUNK_WEIGHT, head_bias, head_weight
-from fl.tensors import LowRank, Tensors, Value, add, dense, each, inner, matvec, norm, rmatvec
-from fl.types import ServerView
-
-
-def without_decay(view: ServerView, shares: Mapping[str, float]) -> Tensors:
-    """The view's update without the share of each parameter that weight decay alone takes off.
-
-    Args:
-        view: the server's.
-        shares: by name, as `fl.decay.decay_shares` gives them; other tensors stay as they are.
-    """
-    parts: Tensors = {}
-    for name, share in shares.items():
-        if share and name in view.update:
-            base, lowrank = view.shared[name], isinstance(view.update[name], LowRank)
-            parts[name] = (LowRank.of(dense(base)) if lowrank else base) * share  # equal bases cancel
-    if view.threat.knows_defense and overrides(view.defense, "surrogate"):
-        parts = view.defense.surrogate(parts, view.update)
-    return {name: add(value, parts[name], -1.0) if name in parts else value for name, value in view.update.items()}
+from fl.tensors import LowRank, Tensors, Value, dense, each, inner, matvec, norm, rmatvec
 
 
 @dataclass(frozen=True)
@@ -41,7 +22,8 @@ class HypernetUpdate:
 
         dW_k = g_k a^T,   db_k = g_k,   db0 = relu'(z) * sum_k W_k^T g_k,   dW0 = db0 v^T.
 
-    Several steps add up such terms. All reading goes through products with vectors.
+    Several steps add up such terms. All reading goes through products with vectors, and fits leave out what a known
+    defence has cut: that is zero in `change`, but not observed.
 
     Attributes:
         shared: parameters the server sent.
@@ -49,6 +31,7 @@ class HypernetUpdate:
         names: the generated tensors.
         bias: whether the heads have biases.
         rounding: relative size of what rounding alone can leave in the update.
+        seen: 1 where an entry was sent, 0 where a known defence cut it, by name; None if nothing is cut.
     """
 
     shared: Tensors
@@ -56,37 +39,56 @@ class HypernetUpdate:
     names: tuple[str, ...]
     bias: bool
     rounding: float
+    seen: dict[str, Tensor] | None = None
 
     @classmethod
     def of(
-        cls, shared: Tensors, change: Tensors, names: tuple[str, ...], *, bias: bool, rounding: float
+        cls,
+        shared: Tensors,
+        change: Tensors,
+        names: tuple[str, ...],
+        *,
+        bias: bool,
+        rounding: float,
+        surrogate: Callable[[Tensors], Tensors] | None = None,
     ) -> HypernetUpdate:
-        """From parameters and update of any floating-point type."""
+        """From parameters and update of any floating-point type, and what a known defence lets through."""
         keep = [TRUNK_WEIGHT, TRUNK_BIAS, *map(head_weight, names), *(map(head_bias, names) if bias else ())]
         # the published head weights stay in their own type: they are only multiplied with vectors
-        return cls(
-            {n: shared[n] for n in keep},
-            each({n: change[n] for n in keep}, torch.Tensor.double),
-            names,
-            bias,
-            rounding,
-        )
+        mine, moved = {n: shared[n] for n in keep}, each({n: change[n] for n in keep}, torch.Tensor.double)
+        return cls(mine, moved, names, bias, rounding, None if surrogate is None else _seen(moved, surrogate))
+
+    def complete(self, layer: str) -> bool:
+        """Whether the fit of the input of `layer` ("trunk" or "heads") finds each of its numbers in the update."""
+        seen = self.seen
+        if seen is None:
+            return True
+        if layer == "trunk":
+            return bool((seen[TRUNK_WEIGHT].mT @ dense(self.change[TRUNK_BIAS]).square() > 0).all())
+        counts = torch.stack([seen[head_weight(n)].sum(0) for n in self.names]).sum(0)
+        return bool((counts > 0).all())
 
     # ---- first layer -------------------------------------------------------------------------------------------------
     @property
     def trunk_silent(self) -> bool:
         """Whether the first layer's update is no more than rounding."""
-        return self._silent([TRUNK_WEIGHT, TRUNK_BIAS])
+        return self._silent([TRUNK_WEIGHT]) or self._silent([TRUNK_BIAS])
 
     def embedding(self) -> Tensor:
         """The embedding as the least-squares fit of dW0 = db0 v^T (embedding,)."""
         back = dense(self.change[TRUNK_BIAS])
-        return rmatvec(self.change[TRUNK_WEIGHT], back) / (back @ back)
+        return rmatvec(self.change[TRUNK_WEIGHT], back) / self._seen_by_columns(TRUNK_WEIGHT, back)
 
     def trunk_residual(self, embedding: Tensor) -> float:
-        """What the fit leaves of dW0, relative to it."""
+        """What the fit leaves of dW0, relative to it; 1 if it doesn't reach every number of the embedding."""
+        if not self.complete("trunk"):
+            return 1.0
         weight, back = dense(self.change[TRUNK_WEIGHT]), dense(self.change[TRUNK_BIAS])
-        return float((weight - back[:, None] * embedding).norm() / weight.norm())
+        fitted = back[:, None] * embedding
+        if self.seen is not None:
+            rows = self.seen[TRUNK_BIAS][:, None]
+            weight, fitted = weight * rows, fitted * self.seen[TRUNK_WEIGHT]
+        return float((weight - fitted).norm() / weight.norm())
 
     def hidden(self, embedding: Tensor) -> Tensor:
         """relu(W0 v + b0) (hidden,)."""
@@ -117,7 +119,7 @@ class HypernetUpdate:
     def _length_error(self, hidden: Tensor) -> float:
         """Standard error of the length of the activations, from how far head biases and head weights disagree."""
         gradient = self.gradient(hidden)
-        raised = {n: matvec(c, hidden) / (hidden @ hidden) for n, c in self._head_changes().items()}
+        raised = self._raised(hidden)
         apart = sum(float((g - raised[n]).square().sum()) for n, g in gradient.items())
         whole = sum(float(g @ g) for g in gradient.values())
         return math.sqrt(apart / whole / sum(g.numel() for g in gradient.values()))
@@ -138,6 +140,25 @@ class HypernetUpdate:
         """Whether the head biases' update is no more than rounding."""
         return self._silent([head_bias(n) for n in self.names])
 
+    def unheard(self) -> float:
+        """How large, relative to |b|, the part W a of theta = W a + b may be although the head weights seem at rest.
+
+        With |db| = |g|, an activation a moves them by |g| |a|, which can hide below what rounding leaves of W;
+        infinite where a defence may have cut it.
+        """
+        if self.seen is not None:
+            return math.inf
+        biases = [head_bias(n) for n in self.names]
+        weights = [dense(self.shared[head_weight(n)]) for n in self.names]
+        start = float(norm({n: self.shared[n] for n in biases}))
+        heard = float(norm({n: self.change[n] for n in biases})) - self.rounding * start
+        if heard <= 0 or start == 0:
+            return math.inf
+        moved = math.sqrt(sum(float(inner(w, w)) for w in self._head_changes().values()))
+        hidden = (moved + self._rounded([head_weight(n) for n in self.names])) / heard
+        gram = torch.stack([w.mT @ w for w in weights]).sum(0)
+        return math.sqrt(float(torch.linalg.matrix_norm(gram.double(), 2))) * hidden / start
+
     def gradient(self, hidden: Tensor) -> dict[str, Tensor]:
         """The generated tensors' own gradient times step size and clip factor, by name (n,).
 
@@ -145,17 +166,18 @@ class HypernetUpdate:
         """
         if self.bias:
             return {n: dense(self.change[head_bias(n)]) for n in self.names}
-        return {n: matvec(self.change[head_weight(n)], hidden) / (hidden @ hidden) for n in self.names}
+        return self._raised(hidden)
 
     def hidden_from_heads(self) -> Tensor:
         """The hidden activations from the heads (hidden,); all zero where no length fits, as several steps may do."""
         if self.bias:
             gradient = self.gradient(torch.empty(0))
-            hidden = self._pull(gradient) / sum(g @ g for g in gradient.values())
+            size = sum(self._seen_by_columns(head_weight(n), g) for n, g in gradient.items())
+            hidden = self._pull(gradient) / size
             return torch.clamp(hidden, min=0)  # activations of a ReLU: what is below 0 is rounding
         direction = self._leading()
         # |a| is what is left: G_k = dW_k a/|a| = |a| g_k, and relu'(z) * sum_k W_k^T g_k must be db0
-        raised = {n: matvec(self.change[head_weight(n)], direction) for n in self.names}
+        raised = self._raised(direction)
         shared = {n: self.shared[head_weight(n)] for n in self.names}
         pulled = sum(rmatvec(shared[n], g.to(dense(shared[n]).dtype)).double() for n, g in raised.items())
         back = dense(self.change[TRUNK_BIAS])
@@ -167,10 +189,20 @@ class HypernetUpdate:
         """What the best fit with these activations leaves of all dW_k together, relative to them; 1 if all are zero."""
         if not bool(hidden.any()):
             return 1.0
-        direction = hidden / hidden.norm()
-        whole = sum(float(inner(w, w)) for w in self._head_changes().values())
-        caught = sum(float(matvec(w, direction).square().sum()) for w in self._head_changes().values())
+        changes = self._head_changes()
+        whole = sum(float(inner(w, w)) for w in changes.values())
+        caught = sum(float(matvec(changes[n], hidden) @ g) for n, g in self._raised(hidden).items())
         return math.sqrt(max(whole - caught, 0.0) / whole)
+
+    def length_residual(self, hidden: Tensor) -> float:
+        """What of the dW_k these activations fit at another length than the head biases say, relative to all dW_k."""
+        if not self.bias or not bool(hidden.any()):
+            return 0.0
+        apart, raised = 0.0, self._raised(hidden)
+        for n, gradient in self.gradient(hidden).items():
+            squares = (gradient - raised[n]).square() * self._seen_by_rows(head_weight(n), hidden)
+            apart += float((squares if self.seen is None else squares * self.seen[head_bias(n)]).sum())
+        return math.sqrt(apart / sum(float(inner(w, w)) for w in self._head_changes().values()))
 
     def extractor(self, hidden: Tensor) -> dict[str, Tensor]:
         """W_k a + b_k by name (n,)."""
@@ -188,7 +220,29 @@ class HypernetUpdate:
 
     def _silent(self, names: list[str]) -> bool:
         change = norm({n: self.change[n] for n in names})
-        return bool(change <= self.rounding * norm({n: self.shared[n] for n in names}))
+        return float(change) <= max(self._rounded(names), torch.finfo(torch.float64).tiny ** 0.5)
+
+    def _rounded(self, names: list[str]) -> float:
+        """What rounding can leave of these tensors together; the factors of outer products are exact by themselves."""
+        whole = {n: self.shared[n] for n in names if not _bare(self.change[n])}
+        return self.rounding * float(norm(whole)) if whole else 0.0
+
+    def _seen_by_columns(self, name: str, left: Tensor) -> Tensor:
+        """The sum of squares of `left` (n,) over the rows each column of `name` was sent of, (m,) or one for all."""
+        if self.seen is None:
+            return left @ left
+        return (left.square() @ self.seen[name]).clamp_min(torch.finfo(left.dtype).tiny)
+
+    def _seen_by_rows(self, name: str, right: Tensor) -> Tensor:
+        """The same of `right` (m,) over the columns each row was sent of, (n,) or one for all."""
+        if self.seen is None:
+            return right @ right
+        return (self.seen[name] @ right.square()).clamp_min(torch.finfo(right.dtype).tiny)
+
+    def _raised(self, hidden: Tensor) -> dict[str, Tensor]:
+        """The least-squares fit of g_k in dW_k = g_k a^T, by name (n,)."""
+        changes = self._head_changes()
+        return {n: matvec(c, hidden) / self._seen_by_rows(head_weight(n), hidden) for n, c in changes.items()}
 
     def _pull(self, gradient: dict[str, Tensor]) -> Tensor:
         total = sum(rmatvec(w, gradient[n]) for n, w in self._head_changes().items())
@@ -208,3 +262,17 @@ class HypernetUpdate:
             if moved < tolerance:
                 break
         return direction if float(direction.sum()) >= 0 else -direction
+
+
+def _bare(value: Value) -> bool:
+    """Whether it is outer products alone."""
+    return isinstance(value, LowRank) and (value.base is None or value.scale == 0)
+
+
+def _seen(change: Tensors, surrogate: Callable[[Tensors], Tensors]) -> dict[str, Tensor] | None:
+    """1 where something passes a known defence, 0 elsewhere; None if it cuts nothing."""
+    passed = surrogate({n: torch.ones_like(c) for n, c in change.items() if isinstance(c, Tensor)})
+    seen = {n: (dense(value) != 0).double() for n, value in passed.items()}
+    if all(bool(mask.all()) for mask in seen.values()):
+        return None
+    return {n: seen[n] if n in seen else torch.ones(c.shape).to(dense(change[TRUNK_BIAS])) for n, c in change.items()}

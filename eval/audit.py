@@ -1,12 +1,20 @@
-"""One attack in a few lines: what it recovered of the images it was after."""
+"""One update on its own: what an attack recovered of its images, and whether its view of the training is right."""
 
 from __future__ import annotations
 
 from statistics import fmean
 
+import torch
+
 from attacks.base import NotApplicable, Result
-from eval.score import score
-from fl.simulate import Truth
+from eval.score import relative_error, score
+from fl.client import Client, gather, local_update, predict
+from fl.defense import overrides
+from fl.method import Download
+from fl.seeds import stream
+from fl.simulate import ClientState, Truth
+from fl.tensors import Tensors
+from fl.types import ServerView, Trace
 
 MARGIN = 1.0
 """How far above every guess, in dB, an image has to come before it counts as leaked."""
@@ -48,7 +56,40 @@ def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
     return "\n".join(
         [
             *lines,
-            f"{verdict}: {best:+.1f} dB at best and {fmean(gains):+.1f} dB on average against the best guess without the "
-            f"update ({names}); {above} of {len(rows)} image(s) at least {MARGIN:g} dB above it",
+            f"{verdict}: {best:+.1f} dB at best and {fmean(gains):+.1f} dB on average against the best guess "
+            f"without the update ({names}); {above} of {len(rows)} image(s) at least {MARGIN:g} dB above it",
         ]
     )
+
+
+def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientState, download: Download) -> float:
+    """How far the attacker's own model of training is from what was observed, given the truth.
+
+    No one can predict noise, so where the defence draws any, both are taken without it: training is run once more on
+    the client's side, and the defence itself says what is expected of it.
+    """
+    noise = stream(0, "probe")
+    untouched = noise.get_state()
+    with torch.no_grad():
+        predicted, observed = predict(view, truth.candidate()), view.update
+        client.defense.transform_update(observed, noise)
+        drawn = not torch.equal(noise.get_state(), untouched)
+        if drawn or overrides(client.defense, "gradient"):
+            observed = client.defense.surrogate(_noiseless(truth.trace, client, state, download, view.round), observed)
+    return relative_error(predicted, {name: observed[name] for name in predicted})
+
+
+def _noiseless(trace: Trace, client: Client, state: ClientState, download: Download, number: int) -> Tensors:
+    """What the client would have sent in round `number` without its defence's noise."""
+    return local_update(
+        client,
+        download.shared,
+        state.private,
+        gather(trace.inputs, trace.labels, trace.order),
+        buffers={**client.task.buffers, **download.buffers, **state.buffers},
+        received=download.received,
+        memory=state.memory,
+        draws=trace.draws,
+        round=number,
+        track=True,
+    ).sent()

@@ -51,10 +51,9 @@ def run(
     with _errors(USER_ERROR):
         path = find_config(config)
         folder = out if out is not None else Path("results") / path.stem
-        harness.device_of(device)  # before the folder, which may hold another experiment
         experiment = configs.load(path, set_ or ())
-        results.check(folder, experiment)
         prepared = harness.prepare(experiment, device=device)
+        results.check(folder, experiment)  # last: what is wrong in itself is said rather than that it is another
     with _errors(FAILURE):
         with _progress(console) as progress:
             outcome = harness.run(prepared, progress=progress)

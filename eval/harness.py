@@ -14,10 +14,11 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from defenses import Defense
+from eval.audit import forward_error
 from eval.experiment import Entry, Experiment
 from eval.perceptual import Perceptual, load_lpips
-from eval.score import Row, relative_error, score
-from fl.client import Client, predict
+from eval.score import Row, score
+from fl.client import Client
 from fl.data import Dataset
 from fl.data.partition import Partition
 from fl.federation import ClientData, Federation
@@ -253,7 +254,8 @@ class _Run:
         experiment, victims = self.prepared.experiment, self.prepared.victims
         observed = Client(self.task, experiment.observed_methods()[self.method.label], self.defense.item)
         seen = [self._observed(federation, observed, victim) for victim in victims]
-        errors = [_forward_error(view, truth) for view, truth in seen]
+        states = [(federation.clients[v.client], federation.download(v.client)) for v in victims]
+        errors = [forward_error(*pair, observed, *state) for pair, state in zip(seen, states, strict=True)]
         for attack in experiment.attack:
             if attack.against and self.method.label not in attack.against:
                 continue
@@ -355,13 +357,6 @@ def _in_order(inputs: Tensor, rows: Sequence[Row]) -> Tensor:
     """Reconstructions in the order of the true images, black where there is none."""
     black = torch.zeros_like(inputs[0])
     return torch.stack([black if row["matched"] is None else inputs[row["matched"]] for row in rows]).clamp(0, 1)
-
-
-def _forward_error(view: ServerView, truth: Truth) -> float:
-    """How far the attacker's own model of training is from what was observed, given the truth."""
-    with torch.no_grad():
-        predicted = predict(view, truth.candidate())
-    return relative_error(predicted, {name: view.update[name] for name in predicted})
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

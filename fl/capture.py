@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
 
@@ -65,7 +66,7 @@ def from_batch(
     channels, height, width = inputs.shape[1:]
     task = _task(own, (channels, height, width), classes, head, mean, std)
     client = Client(task, method or _one_step(own), defense or Defense())
-    _check_training(client, inputs)
+    _check_training(client, inputs, default=method is None)
     batch = Batch(inputs.detach().clone(), labels.detach().clone())
     return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=threat)
 
@@ -100,8 +101,7 @@ def from_update(
         defense: of the client, as far as known; none by default.
         batch_size: how many images the client held.
         labels: theirs (batch_size,) int64, if known.
-        shared: what the server sent; the model's own parameters by default. Methods that send something else, such
-            as a hypernetwork, need it.
+        shared: what the server sent; by default the model's own parameters, if it sent those (no hypernetwork, say).
         buffers: the model's shared buffers as the server sent them; the model's own by default.
         threat: what the server knows beside; `knows_labels` follows from `labels`.
         head: prefix of the classifier's parameters; by default the last `nn.Linear`.
@@ -112,17 +112,14 @@ def from_update(
     Raises:
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
     """
-    if kind not in {"update", "gradient"}:
-        raise ValueError(f"expected kind 'update' or 'gradient', got {kind!r}")
-    own = _frozen_as_buffers(model)
-    task = _task(own, input_shape, num_classes, head, mean, std)
-    client = Client(task, method or _one_step(own), defense or Defense())
+    task = _task(_frozen_as_buffers(model), input_shape, num_classes, head, mean, std)
+    client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
     params = client.method.initial(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, known = _captured(model, client, params, scopes, update, shared, buffers, kind)
-    like = next(iter(task.parameters.values()))
-    _check_training(client, torch.full((batch_size, *input_shape), 0.5, dtype=like.dtype, device=like.device))
+    example = torch.full((batch_size, *input_shape), 0.5).to(next(iter(task.parameters.values())))
+    _check_training(client, example, default=method is None)
     return ServerView(
         method=client.method,
         defense=client.defense,
@@ -146,6 +143,8 @@ def _captured(
     kind: Literal["update", "gradient"],
 ) -> tuple[Tensors, Tensors, Mapping[str, Value]]:
     """What the server sent, the update and the buffers it sent, each with every name it must have."""
+    if kind not in {"update", "gradient"}:
+        raise ValueError(f"expected kind 'update' or 'gradient', got {kind!r}")
     task, real = client.base, dict(model.named_buffers())
     expected = {name: value for name, value in params.items() if scopes[name] is Scope.SHARED}
     if shared is None and (foreign := sorted(set(expected) - set(task.parameters))):
@@ -219,8 +218,13 @@ def _task(
     return Task(model, input_shape, num_classes, _head(model, head, num_classes), tuple(mean), tuple(std))
 
 
-def _check_training(client: Client, inputs: Tensor) -> None:
+def _check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
     """Run copies of the network on the smallest batch of local training, in the mode it is trained in.
+
+    Args:
+        client: the local rule.
+        inputs: as many as the client holds.
+        default: whether the user gave no method, so that the model's own mode counts.
 
     Raises:
         ValueError: it does not run, or it draws random numbers, which no one could replay.
@@ -231,8 +235,9 @@ def _check_training(client: Client, inputs: Tensor) -> None:
     training = client.method.train_mode
     mode = f"in {'train' if training else 'evaluation'} mode"
     remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
-    cuda = [batch.device] if batch.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices=cuda):  # the probe leaves the global generator as it was
+    if not default:
+        remedy = "set train_mode=False in the method"
+    with torch.no_grad(), _own_randomness(batch.device):
         before = _global_state(batch.device)
         try:
             first, second = (copy.deepcopy(client.task.model)(batch) for _ in range(2))
@@ -248,6 +253,11 @@ def _check_training(client: Client, inputs: Tensor) -> None:
             f"expected a model without random numbers {mode}, got some (functional dropout, say), which can't be "
             f"replayed; {remedy}"
         )
+
+
+def _own_randomness(device: torch.device) -> AbstractContextManager[None]:
+    """Leaves the global generator as it was, whatever a user's model draws from it."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def _global_state(device: torch.device) -> Tensor:
@@ -269,7 +279,7 @@ def _check_images(inputs: Tensor, labels: Tensor) -> None:
 def _classes(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
     """How many logits `model` returns; runs a copy, so that no running statistic changes."""
     probe = copy.deepcopy(model).eval()
-    with torch.no_grad():
+    with torch.no_grad(), _own_randomness(inputs.device):
         try:
             logits = probe(inputs[:1])
         except RuntimeError as error:

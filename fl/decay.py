@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from fl.optim import OptimState, optimise
+from fl.tensors import LowRank, Tensors, add, dense
 from fl.types import Group, Phase, Schedule
 
 
@@ -37,6 +38,30 @@ def decay_shares(phases: Sequence[Phase], schedule: Schedule | None, names: Iter
         if left is not None:
             shares[name] = 1.0 - left
     return shares
+
+
+def without_decay(
+    update: Tensors,
+    shared: Tensors,
+    shares: Mapping[str, float],
+    surrogate: Callable[[Tensors], Tensors] | None = None,
+) -> Tensors:
+    """An update without the part that weight decay alone makes, in the form (structured or dense) it has.
+
+    Args:
+        update: an observed or predicted one, by name.
+        shared: the parameters it starts from.
+        shares: by name, as `decay_shares` gives them; tensors that it or the update lacks stay as they are.
+        surrogate: what a known defence lets through of the decay's part; None is all of it.
+    """
+    made: Tensors = {}
+    for name, share in shares.items():
+        if share and name in update:
+            base = dense(shared[name])  # equal bases cancel
+            made[name] = (LowRank.of(base) if isinstance(update[name], LowRank) else base) * share
+    if made and surrogate is not None:
+        made = surrogate(made)
+    return {name: add(value, made[name], -1.0) if name in made else value for name, value in update.items()}
 
 
 def _kept(phases: Sequence[Phase], counts: Sequence[int | None], owners: Sequence[int | None]) -> float | None:

@@ -9,9 +9,11 @@ from support.compare import assert_near
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
-from attacks.peel import Peel
+from attacks.peel import FITS, Peel
+from defenses.prune import Prune
 from fl.client import Client, predict
 from fl.decay import decay_shares
+from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -28,12 +30,18 @@ STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrisation=TINY)
 
 
 def victim(
-    task: Task, method: HyperFL | FedAvg, n: int = 1, *, dead: bool = False, **threat: bool
+    task: Task,
+    method: HyperFL | FedAvg,
+    n: int = 1,
+    *,
+    dead: bool = False,
+    defense: Defense | None = None,
+    **threat: bool,
 ) -> tuple[ServerView, Truth]:
     some = next(iter(task.parameters.values()))
     images = torch.rand(n, *task.input_shape, generator=stream(0, "images")).to(some)
     data = Batch(images, torch.randint(0, task.num_classes, (n,), generator=stream(0, "labels")))
-    run = Federation(Client(task, method), [ClientData(data, data)])
+    run = Federation(Client(task, method, defense or Defense()), [ClientData(data, data)])
     if dead:
         shared = run.server.shared
         run.server = replace(run.server, shared={**shared, TRUNK_BIAS: shared[TRUNK_BIAS] * 0 - 100.0})
@@ -110,12 +118,68 @@ def test_with_no_unit_active_the_extractor_is_the_head_biases(epochs: int, dense
         assert torch.equal(dense(found.private[f"extractor/{name}"]), weight)
 
 
+@pytest.mark.parametrize("dense_upload", [False, True])
+@pytest.mark.parametrize(("init", "lr"), [("scaled", 1e-5), ("scaled", 3e-6), ("published", 1e-6), ("published", 1e-7)])
+def test_a_live_layer_that_hardly_moves_is_not_certified_dead(init: str, lr: float, dense_upload: bool) -> None:
+    generator = Hypernetwork(init=init)  # type: ignore[arg-type]
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=lr, weight_decay=0.0, parametrisation=generator)
+    view, truth = victim(network("hyperfl-grey", num_classes=10), method)
+    found = Peel()(uploaded(view) if dense_upload else view)
+    if not isinstance(found, Reconstruction):
+        assert dense_upload  # rounding has drowned it
+        return
+    private = {EMBEDDING: truth.private[EMBEDDING], **found.private}
+    error, _ = off(replace(found, private=private), truth)
+    assert not found.verified or error < FITS
+    assert dense_upload or error < 0.2
+
+
+def test_an_exactly_dead_layer_is_certified_however_small_the_step() -> None:
+    generator = Hypernetwork(init="scaled")
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=1e-4, weight_decay=0.0, parametrisation=generator)
+    view, _ = victim(network("hyperfl-grey", num_classes=10), method, dead=True)
+    solved = [Peel().solve(v) for v in (view, uploaded(view))]
+    assert [(s.route, s.verified) for s in solved if not isinstance(s, NotApplicable)] == [
+        ("biases", True),
+        ("biases", False),  # the same numbers rounded could hide activations
+    ]
+
+
+def test_pruned_entries_are_missing_and_not_zero() -> None:
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrisation=Hypernetwork(init="scaled"))
+    task = network("hyperfl-grey", num_classes=10)
+    view, truth = victim(task, method, defense=Prune(ratio=0.5))
+    for route in ("auto", "trunk", "heads"):
+        found = Peel(route=route)(view)
+        assert isinstance(found, Reconstruction)
+        assert found.verified
+        assert max(off(found, truth)) < 1e-4
+    unaware, _ = victim(task, method, defense=Prune(ratio=0.5), knows_defense=False)
+    found = Peel(route="trunk")(unaware)
+    assert isinstance(found, Reconstruction)
+    assert off(found, truth)[1] > 1e-4
+
+
+def test_what_pruning_has_cut_altogether_is_not_certified() -> None:
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrisation=Hypernetwork(init="scaled"))
+    task = network("hyperfl-grey", num_classes=10)
+    view, truth = victim(task, method, defense=Prune(ratio=0.9))
+    found = Peel()(view)
+    assert isinstance(found, Reconstruction)
+    assert off(found, truth)[0] < 1e-2 < off(found, truth)[1]
+    assert not found.verified
+    dead, _ = victim(task, replace(method, weight_decay=0.0), defense=Prune(ratio=0.9), dead=True)
+    solved = Peel().solve(dead)
+    assert not isinstance(solved, NotApplicable)
+    assert (solved.route, solved.verified) == ("biases", False)
+
+
 def test_over_a_round_it_is_close_and_the_first_layer_closer() -> None:
     method = HyperFL(epochs=5, batch_size=2, parametrisation=TINY)
     view, truth = victim(worlds.task(), method, 8)
     errors = {}
     for route in ("auto", "trunk", "heads"):
-        found = Peel(route=route)(view)  # type: ignore[arg-type]
+        found = Peel(route=route)(view)
         assert isinstance(found, Reconstruction)
         errors[route] = off(found, truth)[0]
     assert errors["auto"] == errors["trunk"] < 0.02
@@ -185,6 +249,15 @@ def test_chained_it_hands_the_recovered_tensors_on() -> None:
     assert found.inputs is not None
     assert max(off(found, truth)) < 1e-12
     assert "features" in found.private
+
+
+def test_what_it_recovered_travels_with_the_rewritten_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, truth = victim(worlds.task(), STEP)
+    rewritten = Peel(classifier="joint").rewrite(view)
+    assert isinstance(rewritten, ServerView)
+    monkeypatch.setattr(Peel, "solve", lambda *_: pytest.fail("solved a second time"))
+    found = Peel(classifier="joint").unwrap(view, rewritten, Reconstruction(inputs=None))
+    assert max(off(found, truth)) < 1e-12
 
 
 def test_heads_without_a_solution_do_not_win_over_the_first_layer() -> None:

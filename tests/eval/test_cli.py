@@ -46,6 +46,8 @@ def test_run_prints_the_table_and_writes_the_results(path):
     assert {row["seed"] for row in rows} == {3}
     assert left_behind(path) == ["out"]
     assert run(path).exit_code == cli.USER_ERROR  # other settings
+    assert "expected device" in run(path, "--device", "tpu").output
+    assert "expected lr >= 0, got -1.0" in run(path, "--set", "method.lr=-1").output
 
 
 def test_no_figure_is_cut_off_on_80_columns(path, monkeypatch):
@@ -66,6 +68,11 @@ def test_no_figure_is_cut_off_on_80_columns(path, monkeypatch):
         (["--set", "task.dataset=cifar"], "did you mean 'cifar10'"),
         (["--set", "task.dataset={name: npz, train: none.npz}"], "HYPERLEAK_DATA"),
         (["--device", "gpu"], "expected device"),
+        (["--set", "method.lr=-1"], "method 'fedavg': expected lr >= 0, got -1.0"),
+        (["--set", "method.fedavg.batch_size=0"], "expected batch_size >= 1, got 0"),
+        (["--set", "method.fedavg.epochs=0"], "expected epochs >= 1, got 0"),
+        (["--set", "observe.method={steps: 0}"], "observe.method 'fedavg': expected steps >= 1, got 0"),
+        (["--set", "method=local", "--set", "attack=guess"], "`against` is a setting of 'refuse' in the config"),
         (["--set", "nothing"], "expected key=value"),
     ],
 )

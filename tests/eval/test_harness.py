@@ -1,5 +1,6 @@
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -7,7 +8,10 @@ import torch
 from support.tiny import CONFIG, Registered
 
 from eval import config, harness, results, tables, yamlfile
+from eval.experiment import Entry
 from eval.store import read_rows
+from fl.defense import Defense
+from fl.tensors import dense
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +54,33 @@ def test_rows(outcome):
     refused = [row for row in outcome.rows if row["attack"] == "refuse"]
     assert [row["not_applicable"] for row in refused] == ["not in the mood"] * 2
     json.dumps(outcome.rows, allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisySteps(Defense):
+    """Noise on every gradient."""
+
+    name: ClassVar[str] = "noisy-steps"
+
+    def gradient(self, grad, params, batch, generator):
+        found = grad(params, batch)
+        if generator is None:
+            return found
+        return {n: dense(v) + torch.randn(v.shape, generator=generator) for n, v in found.items()}
+
+
+def test_fresh_noise_is_no_fault_of_the_attackers_model():
+    base = tiny("defense=[noise, prune]", "attack=guess")
+    steps = Entry(label="noisy-steps", item=NoisySteps())
+    experiment = replace(base, defense=(*base.defense, steps))
+    rows = harness.run(harness.prepare(experiment, device="cpu")).rows
+    for defense in ("noise", "prune", "noisy-steps"):
+        assert max(row["forward_error"] for row in rows if row["defense"] == defense) < 1e-5
+
+
+def test_an_unknown_deterministic_defence_is_a_mismatch():
+    rows = harness.run(harness.prepare(tiny("defense=prune", "threat.knows_defense=false"), device="cpu")).rows
+    assert min(row["forward_error"] for row in rows if "forward_error" in row) > 0.01
 
 
 def test_pictures_are_the_images_named_in_the_rows(outcome):

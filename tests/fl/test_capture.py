@@ -88,6 +88,7 @@ def test_attack_and_leakage(model, batch):
     text = leakage(attack(view), truth)
     assert text.count("PSNR") == 2
     assert "\nimage content leaked: +" in text
+    assert "2 of 2 image(s) at least 1 dB above it" in text
     assert leakage(attacks.NotApplicable("why not"), truth) == "not applicable: why not"
     assert "no images" in leakage(attacks.Reconstruction(None), truth)
 
@@ -206,3 +207,86 @@ def test_buffers_are_no_parameters(batch):
 def test_from_update_says_which_setting(model, gradient, settings, said):
     with pytest.raises(ValueError, match=said):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, **{"batch_size": 2, **settings})
+
+
+def normed():
+    return nn.Sequential(nn.Conv2d(1, 2, 6), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, CLASSES))
+
+
+class FunctionalDropout(nn.Module):
+    def __init__(self, always=False):
+        super().__init__()
+        self.linear, self.always = nn.Linear(36, CLASSES), always
+
+    def forward(self, inputs):
+        return self.linear(nn.functional.dropout(inputs.flatten(1), 0.5, training=self.training or self.always))
+
+
+def test_batch_norm_on_one_image_says_what_to_do(batch):
+    one = batch[0][:1], batch[1][:1]
+    evaluated = FedAvg(steps=1, batch_size=None, train_mode=False)
+    with pytest.raises(
+        ValueError, match=r"in train mode on a batch of 1 .* call model\.eval\(\), or pass method=FedAvg"
+    ):
+        from_batch(normed(), *one)
+    with pytest.raises(ValueError, match="; set train_mode=False in the method"):
+        from_batch(normed(), *one, method=FedAvg(steps=1))
+    with pytest.raises(ValueError, match="on a batch of 1 image"):  # the last of three in batches of two
+        from_batch(normed(), batch[0][[0, 1, 0]], batch[1][[0, 1, 0]], method=FedAvg(batch_size=2))
+    for model, method in ((normed().eval(), None), (normed(), evaluated)):
+        view, _ = from_batch(model, *one, method=method)
+        assert all(value.isfinite().all() for value in view.update.values())
+    gradient = {name: torch.zeros_like(value) for name, value in normed().named_parameters()}
+    with pytest.raises(ValueError, match=r"call model\.eval"):
+        from_update(normed(), gradient, input_shape=SHAPE, num_classes=CLASSES)
+
+
+def test_functional_dropout_is_refused(batch):
+    usual, always = FunctionalDropout(), FunctionalDropout(always=True).eval()
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"without random numbers in train mode.* call model\.eval"):
+        from_batch(usual, *batch)
+    with pytest.raises(ValueError, match=r"in evaluation mode.*training=self\.training"):
+        from_batch(always, *batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    from_batch(usual.eval(), *batch)
+
+
+def test_mean_and_std_reach_the_task(model, batch, gradient):
+    view, _ = from_batch(model, *batch, mean=[0.4], std=[0.2])
+    captured = from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, mean=[0.4], std=[0.2])
+    for task in (view.task, captured.task):
+        assert (task.mean, task.std) == ((0.4,), (0.2,))
+    with pytest.raises(ValueError, match="one mean and std for each of 1 channels"):
+        from_batch(model, *batch, mean=[0.4, 0.4, 0.4])
+    with pytest.raises(ValueError, match="expected std > 0"):
+        from_batch(model, *batch, std=[0.0])
+
+
+def test_frozen_parameters_are_not_trained(model, batch, gradient):
+    model[0].requires_grad_(False)
+    trained = {name: value for name, value in gradient.items() if name.startswith("3.")}
+    view, truth = from_batch(model, *batch, threat=ThreatModel(knows_labels=True))
+    captured = from_update(
+        model, trained, input_shape=SHAPE, num_classes=CLASSES, batch_size=2, labels=batch[1], kind="gradient"
+    )
+    for seen in (view, captured):
+        assert seen.update.keys() == trained.keys()
+        assert torch.equal(seen.buffers["0.weight"], model[0].weight)
+        predicted = predict(seen, truth.candidate())
+        for name, value in trained.items():
+            torch.testing.assert_close(seen.update[name], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(predicted[name], seen.update[name], rtol=1e-4, atol=1e-6)
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"0.weight", "0.bias"}
+    assert not isinstance(attacks.build({"name": "ig", "iterations": 2})(view), attacks.NotApplicable)
+    from_update(model, trained, input_shape=SHAPE, num_classes=CLASSES, buffers=dict(model.named_buffers()))
+    with pytest.raises(ValueError, match=r"unexpected '0\.weight' \(frozen by requires_grad=False"):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES)
+    with pytest.raises(ValueError, match="parameters to train, got none"):
+        from_batch(model.requires_grad_(False), *batch)
+
+
+@pytest.mark.parametrize("knows", ["knows_private_init", "knows_order", "knows_draws", "rounds"])
+def test_a_captured_update_refuses_knowledge_it_lacks(model, gradient, knows):
+    with pytest.raises(ValueError, match=f"expected a threat model without {knows}"):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, threat=ThreatModel(**{knows: 1}))

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fl.decay import decay_shares
+from fl.decay import decay_shares, without_decay
+from fl.tensors import LowRank, Tensors, dense
 from fl.types import Group, Phase
 
 HEAD = Group(prefixes=("head.",), lr=0.1, weight_decay=1e-2)
@@ -46,3 +47,26 @@ def test_what_can_not_be_told_is_left_out() -> None:
     assert decay_shares([steps], None, ["head.bias"])["head.bias"] == pytest.approx(taken(0.1, 1e-2, 2), rel=1e-12)
     adam = Phase(groups=(HEAD, Group(lr=0.1)), optimizer="adam", steps=2)
     assert decay_shares([adam], None, ["head.bias", "body.bias"]) == {"body.bias": 0.0}
+
+
+@pytest.mark.parametrize("structured", [False, True])
+def test_an_update_without_decay_keeps_its_form_and_its_gradients(structured: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.rand(4, 3, generator=generator).double(), torch.rand(4, generator=generator).double()
+    outer = LowRank.outer(bias, weight[0])
+    moved = LowRank.of(weight) * 0.01 + outer if structured else weight * 0.01 + outer.dense()
+    found = without_decay({"w": moved, "b": bias}, {"w": weight, "b": bias}, {"w": 0.01, "b": 0.0, "absent": 0.5})
+    assert isinstance(found["w"], LowRank) == structured
+    assert isinstance(moved, torch.Tensor) or found["w"].base is None  # type: ignore[union-attr]
+    torch.testing.assert_close(dense(found["w"]), outer.dense(), rtol=1e-12, atol=1e-15)
+    assert found["b"] is bias
+
+
+def test_a_defence_lets_through_only_part_of_the_decay() -> None:
+    weight, kept = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])
+
+    def surrogate(made: Tensors) -> Tensors:
+        return {n: dense(v) * kept for n, v in made.items()}
+
+    found = without_decay({"w": weight * 0.5 * kept}, {"w": weight}, {"w": 0.5}, surrogate)
+    assert torch.equal(dense(found["w"]), torch.zeros(2))

@@ -29,7 +29,7 @@ def sizes(phase: Phase, n: int) -> list[int]:
         ({"steps": 3}, [10, 10, 10]),
         ({"epochs": 1, "batch_size": 4, "batches_per_step": 2}, [4, 4]),
         ({"steps": 2, "batch_size": 4, "batches_per_step": 2}, [4, 4, 2, 4]),
-        ({"steps": 0}, []),
+        ({"epochs": 0}, []),
     ],
 )
 def test_sizes(settings: dict[str, Any], expected: list[int]) -> None:
