@@ -81,7 +81,7 @@ def test_head_updates_stay_structured_and_the_classifier_phase_moves_only_it() -
         isinstance(v, LowRank) == ((".heads." in k and k.endswith(".weight.weight")) or k.endswith(".bias.weight"))
         for k, v in update.items()
     )
-    only_head = replace(method, epochs=None, epochs=0)
+    only_head = replace(method, epochs=0)
     done = train_client(Client(MODEL, only_head), run.clients[0], run.download(0), run.data[0].train)
     assert not any(dense(v).any() for v in done.upload.update.values())
     assert torch.equal(done.state.private["embedding"], run.clients[0].private["embedding"])
