@@ -105,7 +105,9 @@ def _write_pictures(folder: Path, pictures: Sequence[Picture]) -> None:
     for picture in pictures:
         both = torch.cat([picture.original, picture.reconstruction])
         if both.shape[1] in (1, 3):
+            enlarged = max(1, 96 // both.shape[-1])  # whole pixels, so that nothing is smoothed away
             shown = both.nan_to_num(0).clamp(0, 1)
+            shown = shown.repeat_interleave(enlarged, -1).repeat_interleave(enlarged, -2)
             save_image(shown, folder / f"{picture.name}.png", nrow=len(picture.original), pad_value=1.0)
         np.savez_compressed(
             folder / f"{picture.name}.npz",
