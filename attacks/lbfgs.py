@@ -16,10 +16,11 @@ class StackedLBFGS:
     Args:
         history: pairs of steps and gradient changes kept per problem.
         lr: length of a step, 1 for the quasi-Newton step itself.
+        max_step: longest step, as the root of its mean square over a problem's entries; longer ones are shortened.
     """
 
-    def __init__(self, history: int = 100, lr: float = 1.0) -> None:
-        self.history, self.lr = history, lr
+    def __init__(self, history: int = 100, lr: float = 1.0, max_step: float = float("inf")) -> None:
+        self.history, self.lr, self.max_step = history, lr, max_step
         self.count = 0
         self.last: tuple[Tensor, Tensor] | None = None
 
@@ -31,6 +32,8 @@ class StackedLBFGS:
             move = -gradient * length * self.lr
         else:
             move = -self._direction(gradient, self.last[0], gradient - self.last[1]) * self.lr
+        length = move.square().mean(1, keepdim=True).sqrt()
+        move = move * torch.clamp(self.max_step / length.clamp_min(1e-30), max=1.0)
         self.last = (move, gradient)
         return move
 

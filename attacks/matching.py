@@ -40,6 +40,7 @@ class Matching(Attack):
         labels: "auto" takes labels as known, else by the iDLG rule, else searches; "joint" searches unless known.
         private_lr: step size for private tensors and label logits (adam only; these are never signed).
         history: pairs kept by L-BFGS.
+        max_step: longest step of L-BFGS, as the root of its mean square over all unknowns.
         tolerance: a trial ends where its objective falls below this share of its start.
         patience: a trial ends when its objective has not fallen for this many iterations; 0 never.
         enough: no further restart of a view once its objective has fallen below this share of its start.
@@ -60,6 +61,7 @@ class Matching(Attack):
     labels: Literal["auto", "joint"] = "auto"
     private_lr: float = 0.01
     history: int = 100
+    max_step: float = 0.1
     tolerance: float = 0.0
     patience: int = 0
     enough: float = 0.0
@@ -69,6 +71,8 @@ class Matching(Attack):
         for name in ("iterations", "restarts", "stack", "history"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if not self.max_step > 0:
+            raise ValueError(f"expected max_step > 0, got {self.max_step}")
         for name in ("tv", "landmarks", "tolerance", "patience", "enough"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
@@ -307,7 +311,7 @@ class _Quasi:
     """L-BFGS over all variables of a trial together."""
 
     def __init__(self, settings: Matching) -> None:
-        self.solver = StackedLBFGS(settings.history, settings.lr)
+        self.solver = StackedLBFGS(settings.history, settings.lr, settings.max_step)
 
     def move(self, variables: Variables, grads: Variables, done: float) -> Variables:
         """The next iterate."""

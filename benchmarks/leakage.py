@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ import torch
 import attacks
 import fl.data
 import fl.models
-from attacks.base import Attack, NotApplicable, Result
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.matching import Matching
 from benchmarks.common import publish, table
 from eval.score import Row, score
 from eval.statistics import mean_interval, median, paired_difference, success_rate
@@ -59,25 +62,54 @@ def timed(attack: Attack, victims: Sequence[Seen], seed: int) -> tuple[list[Resu
     return results, time.process_time() - begin
 
 
+def idlg_part(part: tuple[int, int]) -> tuple[list[Row], list[Row], float, float]:
+    """One start and up to four for a seed's images `begin` to `begin + 16`: rows, rows, and the CPU seconds of each."""
+    seed, begin = part
+    torch.set_num_threads(1)
+    images = fl.data.load("cifar10").test.take(torch.arange(begin, begin + 16))
+    task = fl.models.build("lenet-zhu", num_classes=10, seed=seed)
+    victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, seed)
+    one, spent = timed(attacks.build("idlg"), victims, seed + begin)
+    attack = attacks.build({"name": "idlg", "restarts": 3})
+    assert isinstance(attack, Matching)
+    missed = [i for i, r in enumerate(one) if isinstance(r, Reconstruction) and r.objective > attack.enough]
+    three, more = timed(attack, [victims[i] for i in missed], SEEDS + seed + begin) if missed else ([], 0.0)
+    best = dict(enumerate(one))
+    for i, again in zip(missed, three, strict=True):
+        first = one[i]
+        assert isinstance(first, Reconstruction)
+        assert isinstance(again, Reconstruction)
+        best[i] = again if again.objective < first.objective else first
+    scored = [rows(list(found), victims, seed) for found in (one, [best[i] for i in range(len(one))])]
+    for data, starts in zip(scored, (1, 4), strict=True):
+        for row in data:
+            row.update(image=row["image"] + begin, starts=starts)
+    return scored[0], scored[1], spent, spent + more
+
+
 def run_idlg() -> None:
-    """Success rates of iDLG with one start and with up to four."""
-    images = fl.data.load("cifar10").test.take(torch.arange(IMAGES))
-    one, four, seconds = [], [], {"one": 0.0, "four": 0.0}
-    for seed in range(SEEDS):
-        task = fl.models.build("lenet-zhu", num_classes=10, seed=seed)
-        victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, seed)
-        single = attacks.build("idlg")
-        first, spent = timed(single, victims, seed)
-        again, more = timed(attacks.build({"name": "idlg", "restarts": 4}), victims, seed)
-        seconds["one"] += spent
-        seconds["four"] += more
-        one += rows(first, victims, seed, starts=1)
-        four += rows(again, victims, seed, starts=4)
+    """Success rates of iDLG with one start and with up to four; two processes."""
+    one: list[Row] = []
+    four: list[Row] = []
+    seconds = {"one": 0.0, "four": 0.0}
+    parts = [(seed, begin) for seed in range(SEEDS) for begin in range(0, IMAGES, 16)]
+    with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
+        for first, best, spent, whole in pool.map(idlg_part, parts):
+            one += first
+            four += best
+            seconds["one"] += spent
+            seconds["four"] += whole
+            _report_idlg(one, four, seconds, complete=len(one) == IMAGES * SEEDS)
+
+
+def _report_idlg(one: list[Row], four: list[Row], seconds: dict[str, float], *, complete: bool) -> None:
     lines = [
         "# iDLG, LeNet of Zhu et al. (sigmoid, weights U(-0.5, 0.5)), batch 1",
         "",
+        *([] if complete else [f"**Incomplete: {len(one)} runs of {IMAGES * SEEDS}.**", ""]),
         f"{IMAGES} CIFAR-10 test images x {SEEDS} seeds (network and attack). A right iDLG finds the image or "
-        "fails, so read the success rate. The best start is chosen by the attack's own objective.",
+        "fails, so read the success rate. The best start is chosen by the attack's own objective; a further start is "
+        "made only while that is above 3e-9 of where it began.",
         "",
         *table(
             ["starts", "PSNR mean [95 %]", "median", ">= 40 dB [95 %]", "labels right", "mean-colour floor", "CPU s"],

@@ -63,3 +63,16 @@ def test_a_pair_of_negative_curvature_is_skipped() -> None:
         assert move.isfinite().all()
         x = x + move
     assert solver.sy.abs().max() == 0
+
+
+def test_no_step_is_longer_than_asked() -> None:
+    a, b = quadratics(3)
+    x, solver = torch.zeros(3, SIZE, dtype=torch.float64), StackedLBFGS(40, max_step=0.01)
+    lengths = []
+    for _ in range(60):
+        move = solver.step((a @ x[..., None])[..., 0] - b)
+        lengths.append(move.square().mean(1).sqrt())
+        x = x + move
+    reached = torch.stack(lengths)
+    assert reached.max() <= 0.01 * (1 + 1e-12)
+    assert (reached > 0.0099).any()
