@@ -15,7 +15,8 @@ class DLG(Matching):
     """DLG (Zhu et al., NeurIPS 2019, Algorithm 1): L-BFGS with step 1 and no line search, no prior, no box.
 
     A right DLG on a small sigmoid network either finds the image (41-55 dB) or diverges, so restarts pay. Steps are
-    shortened to `max_step`, which the authors do not do: on the first 20 images looked at, those that diverged then went on towards the image.
+    shortened to `max_step`, which the authors do not do: of 20 images looked at, those that diverged then went on
+    towards the image.
 
     Attributes:
         iterations: evaluations of the objective (the authors' 300 x 20).
