@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fl.data import Dataset, Source, datasets, stratified
+from fl.data.files import replacing
 from fl.types import Batch
 
 VARIABLE = "HYPERLEAK_DATA"
@@ -25,12 +25,41 @@ class DatasetMissingError(FileNotFoundError):
     """A data file is not where it was looked for; the message says how to get it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stored(Source):
-    """Settings of any stored data set.
+@dataclass(frozen=True)
+class Pixels:
+    """Images as they are stored, a quarter of the memory that `batch` takes.
 
     Attributes:
-        limit: keep the first so many training images (the files' rows are in random order); None keeps all.
+        images: uint8 [N, H, W, 1 or 3].
+        labels: integers [N] in [0, K).
+        class_names: K strings.
+    """
+
+    images: NDArray[np.uint8]
+    labels: NDArray[Any]
+    class_names: tuple[str, ...]
+
+    def batch(self, index: NDArray[np.int64] | None = None, limit: int | None = None) -> Batch:
+        """The images at `index`, or all, of them the first `limit`, as float32 (N, C, H, W) in [0, 1].
+
+        Raises:
+            ValueError: there are fewer than `limit` images.
+        """
+        count = len(self.labels) if index is None else len(index)
+        if limit is not None and limit > count:
+            raise ValueError(f"expected a limit of at most {count} images, got {limit}")
+        chosen: Any = slice(limit) if index is None else index[:limit]
+        images = torch.from_numpy(self.images[chosen]).permute(0, 3, 1, 2)
+        inputs = torch.empty(images.shape, dtype=torch.float32).copy_(images).div_(255)  # no copy but this one
+        return Batch(inputs, torch.from_numpy(self.labels[chosen].astype(np.int64)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limited(Source):
+    """Settings of any data set that may be too large to load whole.
+
+    Attributes:
+        limit: keep the first so many training images (they are in random order); None keeps all.
         test_limit: likewise for the test images.
     """
 
@@ -43,18 +72,14 @@ class _Stored(Source):
             if value is not None and value < 1:
                 raise ValueError(f"expected {key} >= 1 or None, got {value}")
 
-    def _dataset(self, name: str, train: Batch, test: Batch, class_names: tuple[str, ...], source: str) -> Dataset:
-        train, test = (_first(part, n) for part, n in ((train, self.limit), (test, self.test_limit)))
-        return Dataset(train, test, name, class_names, source)
-
 
 @datasets.register("npz")
 @dataclass(frozen=True, kw_only=True)
-class Npz(_Stored):
+class Npz(Limited):
     """Your own files.
 
     Attributes:
-        train: path of the training images, or NAME for `NAME_train.npz` and `NAME_test.npz` in `$HYPERLEAK_DATA`.
+        train: path of the training images, or NAME for `NAME_train.npz` and `NAME_test.npz` in the data folder.
         test: path of the test images; None holds out a share of the training file.
         test_share: that share, of every class.
         seed: of that split.
@@ -73,16 +98,14 @@ class Npz(_Stored):
             ValueError: a file does not hold what it should; says which key.
         """
         if self.test is None and not self.train.endswith(".npz"):
-            return _pair(self, self.train)
-        path = _find(self.train)
-        train, class_names = read(path)
-        if self.test is None:
-            parts = stratified(train.labels, self.test_share, self.seed)
-            train, test = (train.take(index) for index in parts)
-        else:
-            test, others = read(_find(self.test))
-            _check_alike(train, test, class_names, others, self.test)
-        return self._dataset(path.stem, train, test, class_names, path.name)
+            return load_pair(self.train, self)
+        path = find(self.train)
+        if self.test is not None:
+            return _joined(path.stem, path, find(self.test), self)
+        pixels = read_pixels(path)
+        train, test = stratified(torch.from_numpy(pixels.labels.astype(np.int64)), self.test_share, self.seed)
+        parts = (pixels.batch(train.numpy(), self.limit), pixels.batch(test.numpy(), self.test_limit))
+        return Dataset(*parts, path.stem, pixels.class_names, path.name)
 
     @classmethod
     def example(cls) -> Npz:
@@ -90,62 +113,63 @@ class Npz(_Stored):
         return cls(train="mine.npz")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Named(_Stored):
-    stem: ClassVar[str]
-
-    def load(self) -> Dataset:
-        """Read `STEM_train.npz` and `STEM_test.npz` in `$HYPERLEAK_DATA`.
-
-        Raises:
-            DatasetMissingError: a file is not there.
-            ValueError: a file does not hold what it should; says which key.
-        """
-        return _pair(self, self.stem)
+def folder() -> Path:
+    """The data folder: `$HYPERLEAK_DATA`, or `hyperleak/data` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`)."""
+    if given := os.environ.get(VARIABLE):
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "hyperleak" / "data"
 
 
-@datasets.register("cifar10")
-@dataclass(frozen=True, kw_only=True)
-class Cifar10(_Named):
-    """CIFAR-10 (Krizhevsky, 2009): 32x32 colour, 10 classes."""
+def load_pair(stem: str, settings: Limited, remedy: str = "") -> Dataset:
+    """The data set in `STEM_train.npz` and `STEM_test.npz`.
 
-    stem: ClassVar[str] = "cifar10"
+    Args:
+        stem: of the file names.
+        settings: how much of it.
+        remedy: how to get the files, for the message if they are not there: "Run ...".
 
-
-@datasets.register("cifar100")
-@dataclass(frozen=True, kw_only=True)
-class Cifar100(_Named):
-    """CIFAR-100 (Krizhevsky, 2009): 32x32 colour, 100 classes."""
-
-    stem: ClassVar[str] = "cifar100"
-
-
-@datasets.register("mnist")
-@dataclass(frozen=True, kw_only=True)
-class Mnist(_Named):
-    """MNIST (LeCun et al., 1998): 28x28 grey, 10 digits."""
-
-    stem: ClassVar[str] = "mnist"
+    Raises:
+        DatasetMissingError: a file is not there.
+        ValueError: a file does not hold what it should, or the two do not belong together.
+    """
+    train, test = (find(f"{stem}_{part}.npz", remedy) for part in ("train", "test"))
+    return _joined(stem, train, test, settings)
 
 
-@datasets.register("fashion_mnist")
-@dataclass(frozen=True, kw_only=True)
-class FashionMnist(_Named):
-    """Fashion-MNIST (Xiao et al., 2017): 28x28 grey, 10 kinds of clothes."""
+def find(name: str, remedy: str = "") -> Path:
+    """The file at `name` as given, or in the data folder.
 
-    stem: ClassVar[str] = "fashion_mnist"
+    Raises:
+        DatasetMissingError: it is in neither; says what is there, and how to get it.
+    """
+    given, home = Path(name), folder()
+    places = [given] if given.is_absolute() else [given, home / name]
+    for path in places:
+        if path.is_file():
+            return path
+    there = ", ".join(sorted(path.name for path in home.glob("*.npz"))) or "no .npz file"
+    unset = "" if os.environ.get(VARIABLE) else f" ({VARIABLE} is not set)"
+    first = f"{remedy}, or set" if remedy else "Set"
+    raise DatasetMissingError(
+        f"no file {name}: looked for {' and '.join(map(str, places))}; that folder has {there}{unset}. "
+        f"{first} {VARIABLE} to the folder that has it, or write it from any copy of the data with "
+        "fl.data.stored.save(path, images, labels, class_names)"
+    )
 
 
-@datasets.register("handwritten62")
-@dataclass(frozen=True, kw_only=True)
-class Handwritten62(_Named):
-    """Handwritten digits and letters, 28x28 grey, in the 62 classes and the order of EMNIST ByClass (not EMNIST)."""
+def read(path: Path, limit: int | None = None) -> tuple[Batch, tuple[str, ...]]:
+    """The first `limit` images, or all, and the class names of one `.npz` file; nothing in it is executed.
 
-    stem: ClassVar[str] = "handwritten62"
+    Raises:
+        ValueError: not such a file, or a key that is missing or of another shape, type or range; says which.
+    """
+    pixels = read_pixels(path)
+    return pixels.batch(limit=limit), pixels.class_names
 
 
-def read(path: Path) -> tuple[Batch, tuple[str, ...]]:
-    """Images and class names of one `.npz` file; nothing in it is executed.
+def read_pixels(path: Path) -> Pixels:
+    """What one `.npz` file holds, checked.
 
     Raises:
         ValueError: not such a file, or a key that is missing or of another shape, type or range; says which.
@@ -158,6 +182,29 @@ def read(path: Path) -> tuple[Batch, tuple[str, ...]]:
     if absent := [key for key in KEYS if key not in arrays]:
         raise ValueError(f"expected {', '.join(KEYS)} in {path}, got no {', '.join(absent)}")
     images, labels, names = (arrays[key] for key in KEYS)
+    _check(images, labels, names, path)
+    return Pixels(images, labels, tuple(names.astype(str).tolist()))
+
+
+def save(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], class_names: Sequence[str]) -> None:
+    """Write a file that `read` takes, whole or not at all.
+
+    Args:
+        path: ends in `.npz`.
+        images: uint8 [N, H, W, 1 or 3]; may be a view or a memory map, which is written piece by piece.
+        labels: integers [N] in [0, K).
+        class_names: K strings.
+
+    Raises:
+        ValueError: an array is of another shape, type or range; says which.
+    """
+    names = np.array(class_names, dtype=str)
+    _check(images, labels, names, path)
+    with replacing(path) as part:
+        np.savez_compressed(part, images=images, labels=labels, class_names=names)
+
+
+def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path: Path) -> None:
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in {1, 3} or not len(images):
         raise ValueError(f"expected images uint8 [N, H, W, 1 or 3] in {path}, got {images.dtype} {images.shape}")
     if names.ndim != 1 or names.dtype.kind not in "US":
@@ -166,60 +213,14 @@ def read(path: Path) -> tuple[Batch, tuple[str, ...]]:
         raise ValueError(f"expected labels int [{len(images)}] in {path}, got {labels.dtype} {labels.shape}")
     if labels.min() < 0 or labels.max() >= len(names):
         raise ValueError(f"expected labels in [0, {len(names)}) in {path}, got {labels.min()} to {labels.max()}")
-    inputs = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous().float().div_(255)
-    return Batch(inputs, torch.from_numpy(labels.astype(np.int64))), tuple(names.astype(str).tolist())
 
 
-def save(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], class_names: Sequence[str]) -> None:
-    """Write a file that `read` takes, whole or not at all.
-
-    Args:
-        path: ends in `.npz`.
-        images: uint8 [N, H, W, 1 or 3].
-        labels: integers [N] in [0, K).
-        class_names: K strings.
-    """
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        part = Path(folder) / "part.npz"
-        np.savez_compressed(part, images=images, labels=labels, class_names=np.array(class_names, dtype=str))
-        read(part)
-        os.replace(part, path)
-
-
-def _pair(settings: _Stored, stem: str) -> Dataset:
-    first, second = (f"{stem}_{part}.npz" for part in ("train", "test"))
-    train, class_names = read(_find(first))
-    test, others = read(_find(second))
-    _check_alike(train, test, class_names, others, second)
-    return settings._dataset(stem, train, test, class_names, f"{first}, {second}")
-
-
-def _find(name: str) -> Path:
-    """The file at `name` as given, or in `$HYPERLEAK_DATA`."""
-    given, folder = Path(name), os.environ.get(VARIABLE)
-    places = [given] if given.is_absolute() or not folder else [given, Path(folder) / name]
-    for path in places:
-        if path.is_file():
-            return path
-    there = sorted(path.name for path in Path(folder).glob("*.npz")) if folder else []
-    content = f"that folder has {', '.join(there) or 'no .npz file'}" if folder else f"{VARIABLE} is not set"
-    raise DatasetMissingError(
-        f"no file {name}: looked for {' and '.join(map(str, places))}; {content}. Set {VARIABLE} to the folder that "
-        "has it, or write it from any copy of the data with fl.data.stored.save(path, images, labels, class_names)"
-    )
-
-
-def _check_alike(train: Batch, test: Batch, names: tuple[str, ...], others: tuple[str, ...], path: str) -> None:
-    if train.inputs.shape[1:] != test.inputs.shape[1:]:
-        shapes = tuple(train.inputs.shape[1:]), tuple(test.inputs.shape[1:])
-        raise ValueError(f"expected test images {shapes[0]} as the training images in {path}, got {shapes[1]}")
-    if names != others:
-        raise ValueError(f"expected the class_names of the training file in {path}, got {others}")
-
-
-def _first(batch: Batch, count: int | None) -> Batch:
-    if count is None:
-        return batch
-    if count > len(batch):
-        raise ValueError(f"expected a limit of at most {len(batch)} images, got {count}")
-    return Batch(batch.inputs[:count].clone(), batch.labels[:count].clone())
+def _joined(name: str, train: Path, test: Path, settings: Limited) -> Dataset:
+    first, class_names = read(train, settings.limit)
+    second, others = read(test, settings.test_limit)
+    if first.inputs.shape[1:] != second.inputs.shape[1:]:
+        shapes = tuple(first.inputs.shape[1:]), tuple(second.inputs.shape[1:])
+        raise ValueError(f"expected test images {shapes[0]} as the training images in {test}, got {shapes[1]}")
+    if class_names != others:
+        raise ValueError(f"expected the class_names of the training file in {test}, got {others}")
+    return Dataset(first, second, name, class_names, f"{train.name}, {test.name}")

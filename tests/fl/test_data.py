@@ -123,12 +123,19 @@ def test_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_file_says_where_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HYPERLEAK_DATA", raising=False)
-    with pytest.raises(DatasetMissingError, match=r"no file cifar10_train.npz.*HYPERLEAK_DATA is not set.*save"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(
+        DatasetMissingError,
+        match=r"no file cifar10_train\.npz: looked for cifar10_train\.npz and .*cache/hyperleak/data/cifar10_train\.npz"
+        r"; .* \(HYPERLEAK_DATA is not set\)\. Run `hyperleak doctor --download cifar10`, or set HYPERLEAK_DATA .*save",
+    ):
         load("cifar10")
     monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path))
     save(tmp_path / "orl.npz", _images(2), np.zeros(2, dtype=int), ["a"])
-    with pytest.raises(FileNotFoundError, match=r"looked for .*cifar10_train\.npz; that folder has orl\.npz\. Set"):
+    with pytest.raises(FileNotFoundError, match=r"looked for .*cifar10_train\.npz; that folder has orl\.npz\. Run"):
         load("cifar10")
+    with pytest.raises(FileNotFoundError, match=r"that folder has orl\.npz\. Set HYPERLEAK_DATA"):  # not published
+        load("handwritten62")
     with pytest.raises(UnknownNameError, match=r"unknown dataset 'cifar'; did you mean 'cifar10'\?"):
         load("cifar")
 

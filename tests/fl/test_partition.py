@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 
@@ -6,18 +7,8 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset, load
-from fl.data.partition import (
-    CHARACTERS,
-    TRIPLES,
-    DominantGroups,
-    Iid,
-    Partition,
-    class_counts,
-    dominant_groups,
-    iid,
-    partitions,
-    published_groups,
-)
+from fl.data.dominant import CHARACTERS, TRIPLES, class_counts, dominant_groups, published_groups
+from fl.data.partition import DominantGroups, Iid, Partition, iid, partitions
 from fl.registry import UnknownNameError
 from fl.seeds import stream
 from fl.types import Batch
@@ -141,6 +132,82 @@ def test_a_partition_is_hashed() -> None:
     assert moved.digest != partition.digest
     with pytest.raises(ValueError, match="expected train and test for every client, got 2 and 1"):
         Partition(partition.train, partition.test[:1])
+
+
+def test_a_saved_partition_comes_back(tmp_path: Path) -> None:
+    dataset = _dataset(10, 152, 50)
+    partition = DominantGroups(train_size=60, test_size=15)(dataset)
+    path = tmp_path / "partition.json"
+    partition.save(path, dataset)
+    again = Partition.load(path, dataset)
+    assert again.digest == partition.digest
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.train + again.test, partition.train + partition.test, strict=True)
+    )
+    Iid(clients=3)(dataset).save(path, dataset)  # replaces the first one
+    assert len(Partition.load(path, dataset)) == 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["partition.json"]
+
+
+def test_a_partition_that_can_not_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = _dataset(10, 20, 20)
+    path = tmp_path / "partition.json"
+    Iid(clients=3)(dataset).save(path, dataset)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="disk full"):
+            Iid(clients=4)(dataset).save(path, dataset)
+    assert len(Partition.load(path, dataset)) == 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["partition.json"]
+
+
+def test_a_damaged_partition_is_refused(tmp_path: Path) -> None:
+    dataset = _dataset(10, 20, 20)
+    path = tmp_path / "partition.json"
+    Iid(clients=3)(dataset).save(path, dataset)
+    text = path.read_text()
+    good = json.loads(text)
+    moved = json.loads(text)
+    moved["train"][0][0], moved["train"][1][0] = moved["train"][1][0], moved["train"][0][0]
+    for content, message in [
+        (text[: len(text) // 2], "expected a partition as Partition.save writes it"),
+        ("", "expected a partition as"),
+        ("[1, 2]", "expected a partition as"),
+        (json.dumps(good | {"train": 3}), "expected a partition as"),
+        (json.dumps(good | {"train": [[0.5], [1], [2]]}), "expected lists of image numbers"),
+        (json.dumps(good | {"train": [[True], [1], [2]]}), "expected lists of image numbers"),
+        (json.dumps(good | {"train": [[-1], [1], [2]]}), "expected lists of image numbers"),
+        (json.dumps(good | {"train": [[2**80], [1], [2]]}), "expected lists of image numbers"),
+        (json.dumps({key: value for key, value in good.items() if key != "digest"}), "KeyError"),
+        (json.dumps(good | {"train": good["train"][:2]}), "train and test for every client, got 2 and 3"),
+        (json.dumps(moved), "expected a partition with digest .* is damaged"),
+        (json.dumps(good | {"digest": "0"}), "expected a partition with digest 0, got"),
+    ]:
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            Partition.load(path, dataset)
+    with pytest.raises(FileNotFoundError):
+        Partition.load(tmp_path / "other.json", dataset)
+
+
+def test_a_partition_of_another_data_set_is_refused(tmp_path: Path) -> None:
+    dataset = _dataset(10, 20, 20)
+    Iid(clients=3)(dataset).save(tmp_path / "partition.json", dataset)
+    with pytest.raises(ValueError, match=r"expected a partition of train_size 300 in .*, got one of 200"):
+        Partition.load(tmp_path / "partition.json", _dataset(10, 30, 20))
+    with pytest.raises(ValueError, match=r"expected a partition of test_size 100 in .*, got one of 200"):
+        Partition.load(tmp_path / "partition.json", _dataset(10, 20, 10))
+    other = Dataset(
+        Batch(dataset.train.inputs, dataset.train.labels.flip(0)), dataset.test, "x", dataset.class_names, ""
+    )
+    with pytest.raises(ValueError, match="expected a partition of labels"):
+        Partition.load(tmp_path / "partition.json", other)
 
 
 def test_partitions_never_change() -> None:
