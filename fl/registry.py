@@ -26,9 +26,31 @@ class UnknownNameError(ValueError):
     """A name nothing is known by; the message says what is close and what there is."""
 
     def __init__(self, kind: str, name: object, known: Collection[str], note: str = "") -> None:
-        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        likely = close(str(name), known)
+        hint = f"did you mean {likely!r}? " if likely is not None else ""
         super().__init__(f"unknown {kind} {name!r}; {hint}known: {', '.join(known) or 'none'}{note}")
+
+
+def close(name: str, known: Collection[str]) -> str | None:
+    """Which of `known` was probably meant by `name`, or None: few slips of the finger apart, or else alike."""
+    slips = {candidate: _slips(name.lower(), candidate.lower()) for candidate in known}
+    nearest = sorted(known, key=lambda candidate: (slips[candidate], abs(len(candidate) - len(name))))
+    if nearest and slips[nearest[0]] <= max(1, len(name) // 4):
+        return nearest[0]
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
+
+
+def _slips(a: str, b: str) -> int:
+    """How many characters to insert, delete, replace or swap with a neighbour until `a` is `b`."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        earlier, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y)))
+            if i > 1 and j > 1 and a[i - 2] == y and b[j - 2] == x:
+                row[j] = min(row[j], earlier[j - 2] + 1)
+    return row[-1]
 
 
 class Registry(Generic[T]):
