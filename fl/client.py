@@ -114,7 +114,7 @@ class Gradient:
         """By the names of the parameters that move."""
         if not len(batch):  # Poisson sampling may draw no image; the mean loss of none is no number
             return zeros(params, self.live)
-        return self._pull(params, self._of_network(params, batch, self.derivative))
+        return self._pull(params, self.of_weights(self.weights(params), batch, self.derivative))
 
     def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
         """One gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
@@ -128,7 +128,7 @@ class Gradient:
 
         def one(image: Tensor, label: Tensor) -> Tensors:
             single = Batch(image[None], label[None])
-            return self._pull(params, self._of_network(params, single, func_derivative))
+            return self._pull(params, self.of_weights(self.weights(params), single, func_derivative))
 
         return vmap(one)(batch.inputs, batch.labels)
 
@@ -147,12 +147,17 @@ class Gradient:
                 "train_mode=False"
             )
 
-    def _of_network(self, params: Tensors, batch: Batch, derivative: Derivative) -> dict[str, Tensor]:
-        client = self.client
+    def weights(self, params: Tensors) -> dict[str, Tensor]:
+        """The network's weights that `params` stand for; generated once per phase where they do not move."""
         if self.fixed is None:
-            weights = client.method.parametrisation.network(params, client.task)
-        else:
-            weights = {**self.fixed, **{name: dense(params[name]) for name in self.live}}
+            return self.client.method.parametrisation.network(params, self.client.task)
+        return {**self.fixed, **{name: dense(params[name]) for name in self.live}}
+
+    def of_weights(
+        self, weights: dict[str, Tensor], batch: Batch, derivative: Derivative = autograd_derivative
+    ) -> dict[str, Tensor]:
+        """Gradients of the loss with respect to those of the network's weights that the moving parameters need."""
+        client = self.client
         wanted = client.method.parametrisation.sources(client.task, self.live)
 
         def loss(chosen: dict[str, Tensor]) -> Tensor:

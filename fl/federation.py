@@ -1,26 +1,73 @@
-"""The plain federation loop: sample clients, train them, aggregate, evaluate."""
+"""The federation loop: sample clients, train them with an engine, aggregate, evaluate."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from fl.client import Client
+from fl.engines import EngineName, choose
+from fl.engines.base import Engine
 from fl.method import Download, ServerState
 from fl.seeds import stream
-from fl.simulate import ClientState, Round, Truth, observe, train_client
+from fl.simulate import ClientState, Round, Start, Truth, observe, prepare, settled, train
 from fl.tensors import Tensors
 from fl.types import Batch, Scope, ServerView, ThreatModel
+
+if TYPE_CHECKING:
+    from fl.data.augment import Augmentation
 
 
 @dataclass(frozen=True)
 class ClientData:
-    """One client's images."""
+    """One client's images.
+
+    Attributes:
+        train: what it trains on.
+        test: what it is scored on.
+        augment: how training images are changed before they are fed; None leaves them.
+    """
 
     train: Batch
     test: Batch
+    augment: Augmentation | None = None
+
+    def laid_out(self) -> ClientData:
+        """The same images with channels innermost in memory, which convolutions on a CPU are fastest with."""
+        first, second = (
+            Batch(part.inputs.to(memory_format=torch.channels_last), part.labels) for part in (self.train, self.test)
+        )
+        return replace(self, train=first, test=second)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A federation after some rounds, in figures.
+
+    Attributes:
+        round: how many rounds are behind; 0 is before training.
+        clients: who took part in the last of them.
+        accuracy: for every client, the share of its test images that what the server sends now, with the client's own
+            private tensors, classifies right; None where it was not asked for.
+        accuracy_local: likewise for those that took part, right after their training.
+        diagnostics: the parametrisation's own figures, means over clients ("active_units", say).
+        numbers_up: how many numbers one client sent; 0 before training.
+        numbers_down: how many a client received.
+        seconds: of training, aggregation and evaluation.
+    """
+
+    round: int
+    clients: tuple[int, ...]
+    accuracy: tuple[float, ...] | None
+    accuracy_local: tuple[float, ...] | None
+    diagnostics: dict[str, float]
+    numbers_up: int
+    numbers_down: int
+    seconds: float
 
 
 @dataclass
@@ -35,6 +82,8 @@ class Federation:
         data: images of every client.
         seed: of the experiment.
         rate: share of clients that take part in a round, in (0, 1].
+        engine: how clients are trained: "auto", "loop" or "factored" (see `fl.engines`).
+        workers: processes to spread them over.
         server: the server's state.
         clients: what every client keeps.
     """
@@ -43,6 +92,8 @@ class Federation:
     data: Sequence[ClientData]
     seed: int = 0
     rate: float = 1.0
+    engine: EngineName = "auto"
+    workers: int = 1
     server: ServerState = field(init=False)
     clients: list[ClientState] = field(init=False)
     private_init: Tensors = field(init=False)
@@ -52,6 +103,8 @@ class Federation:
             raise ValueError(f"expected rate in (0, 1], got {self.rate}")
         if not self.data:
             raise ValueError("expected at least 1 client, got none")
+        self.data = [own.laid_out() for own in self.data]
+        self._engine: Engine = choose(self.engine, self.client, self.workers)
         method, task = self.client.method, self.client.task
         params = method.initial(task, stream(self.seed, "init"))
         scopes = self.client.scopes({**params, **task.buffers})
@@ -72,26 +125,83 @@ class Federation:
         """What client `number` receives now."""
         return self.client.method.broadcast(self.server, number, self.client.task)
 
-    def train(self, number: int) -> Round:
-        """One client's round, without any effect on the federation."""
-        return train_client(
+    def start(self, number: int) -> Start:
+        """All that enters one client's round."""
+        own = self.data[number]
+        return prepare(
             self.client,
             self.clients[number],
             self.download(number),
-            self.data[number].train,
+            own.train,
+            augment=own.augment,
             number=number,
             round=self.server.round,
             seed=self.seed,
         )
 
-    def run_round(self, numbers: Iterable[int] | None = None) -> list[Round]:
-        """One round of the sampled clients, or of those given; returns what each of them did."""
+    def train(self, number: int) -> Round:
+        """One client's round by the local rule itself, without any effect on the federation."""
+        return train(self.start(number))
+
+    def run_round(self, numbers: Iterable[int] | None = None, *, evaluate: bool = False) -> list[Round]:
+        """One round of the sampled clients, or of those given; returns what each of them did.
+
+        Args:
+            numbers: of the clients.
+            evaluate: whether each client's model is scored right after training.
+        """
         chosen = self.sampled(self.server.round) if numbers is None else list(numbers)
-        rounds = [self.train(number) for number in chosen]
+        rounds = self._engine.train(self, chosen, evaluate=evaluate)
         for number, done in zip(chosen, rounds, strict=True):
-            self.clients[number] = done.state
-        self.server = self.client.method.aggregate(self.server, [r.upload for r in rounds], self.client.task)
+            self.clients[number] = done.state.settled()
+        after = self.client.method.aggregate(self.server, [r.upload for r in rounds], self.client.task)
+        self.server = replace(after, shared=settled(after.shared))
         return rounds
+
+    def step(self, *, everyone: bool = False, evaluate: bool = True) -> Record:
+        """One round, in figures.
+
+        Args:
+            everyone: all clients take part, whatever the rate.
+            evaluate: take accuracies, too.
+        """
+        began = time.perf_counter()
+        rounds = self.run_round(range(len(self.data)) if everyone else None, evaluate=evaluate)
+        return self.record(rounds, evaluate=evaluate, since=began)
+
+    def record(self, rounds: Sequence[Round] = (), *, evaluate: bool = True, since: float | None = None) -> Record:
+        """The federation as it stands, in figures.
+
+        Args:
+            rounds: what the clients did in the round just over.
+            evaluate: take accuracies.
+            since: when the clock started (`time.perf_counter`).
+        """
+        began = time.perf_counter() if since is None else since
+        local = tuple(done.accuracy for done in rounds if done.accuracy is not None)
+        downs = [self.download(number) for number in range(len(self.data))]
+        every = self.accuracy() if evaluate else None
+        return Record(
+            round=self.server.round,
+            clients=tuple(done.upload.client for done in rounds),
+            accuracy=None if every is None else tuple(every),
+            accuracy_local=local or None,
+            diagnostics=self._diagnostics(downs),
+            numbers_up=max((done.upload.numbers() for done in rounds), default=0),
+            numbers_down=max(down.numbers() for down in downs),
+            seconds=time.perf_counter() - began,
+        )
+
+    def _diagnostics(self, downs: Sequence[Download]) -> dict[str, float]:
+        made = self.client.method.parametrisation
+        found = [
+            made.diagnostics({**down.shared, **state.private}) for down, state in zip(downs, self.clients, strict=True)
+        ]
+        return {key: sum(one[key] for one in found) / len(found) for key in found[0]}
+
+    def close(self) -> None:
+        """End worker processes, if there are any."""
+        self._engine.close()
 
     def observe(
         self,
@@ -100,6 +210,7 @@ class Federation:
         threat: ThreatModel | None = None,
         data: Batch | None = None,
         client: Client | None = None,
+        augment: bool = True,
         history: tuple[ServerView, ...] = (),
     ) -> tuple[ServerView, Truth]:
         """The server's view of what client `number` would send now, and the truth; changes nothing.
@@ -109,6 +220,7 @@ class Federation:
             threat: what the server knows beside.
             data: images to train on instead of the client's own (a single image, say).
             client: another local rule over the same parameters (one step instead of a full round, say).
+            augment: whether images are augmented as in training.
             history: earlier views of the same client, for a threat model that keeps some.
         """
         view, truth, _ = observe(
@@ -116,6 +228,7 @@ class Federation:
             self.clients[number],
             self.download(number),
             self.data[number].train if data is None else data,
+            augment=self.data[number].augment if augment else None,
             threat=threat,
             number=number,
             round=self.server.round,
@@ -133,20 +246,26 @@ class Federation:
             tuned: score the model after one more round of local training, not what the server sends now (with the
                 client's own private tensors).
         """
-        chosen = range(len(self.data)) if numbers is None else numbers
-        return [self._accuracy(number, tuned) for number in chosen]
+        chosen = list(range(len(self.data)) if numbers is None else numbers)
+        if not tuned:
+            return self._engine.accuracy(self, chosen)
+        return [done.accuracy or 0.0 for done in self._engine.train(self, chosen, evaluate=True)]
 
-    def _accuracy(self, number: int, tuned: bool) -> float:
-        state, download = self.clients[number], self.download(number)
-        shared, buffers = download.shared, download.buffers
-        if tuned:
-            done = self.train(number)
-            state = done.state
-            shared = done.result.trained(shared)
-            buffers = done.result.buffers
-        params = self.client.method.parametrisation.lift({**shared, **state.private})
-        every = {**self.client.task.buffers, **buffers, **state.buffers}
-        return accuracy(self.client, params, every, self.data[number].test)
+    def score(self, number: int) -> float:
+        """Accuracy of what client `number` would get now, with its own private tensors."""
+        state, down = self.clients[number], self.download(number)
+        return self._score(number, {**down.shared, **state.private}, {**down.buffers, **state.buffers})
+
+    def scored(self, done: Round) -> Round:
+        """A client's round with the accuracy of the model it ended with."""
+        number = done.upload.client
+        shared = done.result.trained(self.download(number).shared)
+        accuracy = self._score(number, {**shared, **done.state.private}, done.result.buffers)
+        return replace(done, accuracy=accuracy)
+
+    def _score(self, number: int, params: Tensors, buffers: dict[str, torch.Tensor]) -> float:
+        params = self.client.method.parametrisation.lift(params)
+        return accuracy(self.client, params, {**self.client.task.buffers, **buffers}, self.data[number].test)
 
 
 def accuracy(client: Client, params: Tensors, buffers: dict[str, torch.Tensor], data: Batch, size: int = 256) -> float:

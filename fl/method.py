@@ -69,6 +69,11 @@ class Download:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     received: Payloads = field(default_factory=dict)
 
+    def numbers(self) -> int:
+        """How many numbers travel down."""
+        parameters = sum(v.numel() for values in (self.shared, *self.received.values()) for v in values.values())
+        return parameters + sum(v.numel() for v in self.buffers.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:

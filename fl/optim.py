@@ -23,7 +23,7 @@ def optimise(
     phase: Phase, groups: dict[str, Group], params: Tensors, grads: Tensors, state: OptimState
 ) -> tuple[Tensors, OptimState]:
     """One step of `phase.optimizer`: clip each group, add the decay, move."""
-    grads = _clipped(grads, groups)
+    grads = clipped(grads, groups)
     directions = {
         name: add(g, params[name], groups[name].weight_decay) if groups[name].weight_decay else g
         for name, g in grads.items()
@@ -32,7 +32,7 @@ def optimise(
     return {**params, **{name: add(params[name], u, -groups[name].lr) for name, u in update.items()}}, state
 
 
-def _clipped(grads: Tensors, groups: dict[str, Group]) -> Tensors:
+def clipped(grads: Tensors, groups: dict[str, Group]) -> Tensors:
     """As `clip_grad_norm_`, group by group."""
     result = dict(grads)
     for group in {id(g): g for g in groups.values()}.values():

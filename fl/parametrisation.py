@@ -52,6 +52,10 @@ class Parametrisation:
         """Gradients of the parameters `live` from those of the network's weights."""
         return {name: grads[name] for name in live}
 
+    def diagnostics(self, params: Tensors) -> dict[str, float]:
+        """Figures worth watching in training, of one client's parameters; always the same names."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generated(Parametrisation):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from fl.seeds import stream
 from fl.tensors import Payloads, Tensors
 from fl.types import Batch, Candidate, Draws, Order, Scope, ServerView, Task, ThreatModel, Trace, Upload
 
+if TYPE_CHECKING:
+    from fl.data.augment import Augmentation
+
 
 @dataclass(frozen=True)
 class ClientState:
@@ -24,6 +28,15 @@ class ClientState:
     private: Tensors = field(default_factory=dict)
     memory: Payloads = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def settled(self) -> ClientState:
+        """The same with private tensors contiguous in memory (see `settled`)."""
+        return replace(self, private=settled(self.private))
+
+
+def settled(values: Tensors) -> Tensors:
+    """Contiguous tensors: layout steers rounding, and a state read back from a file has that of none but these."""
+    return {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True)
@@ -58,12 +71,44 @@ class Truth:
 
 @dataclass(frozen=True)
 class Round:
-    """One client's round: what it sends, keeps and fed, and its result before the defence touched the update."""
+    """One client's round: what it sends, keeps and fed, and its result before the defence touched the update.
+
+    Attributes:
+        accuracy: share of the client's test images classified right after training, where it was asked for.
+    """
 
     upload: Upload
     state: ClientState
     trace: Trace
     result: LocalResult
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """One client's round before training: all that enters it.
+
+    Attributes:
+        client: the rule.
+        state: what the client kept.
+        download: what the server sent.
+        trace: what the client feeds.
+        buffers: of the model, all of them.
+        weight: the client's number of images.
+        number: of the client.
+        round: number of the round.
+        noise: for the defence.
+    """
+
+    client: Client
+    state: ClientState
+    download: Download
+    trace: Trace
+    buffers: dict[str, Tensor]
+    weight: float
+    number: int
+    round: int
+    noise: torch.Generator
 
 
 def train_client(
@@ -72,6 +117,7 @@ def train_client(
     download: Download,
     data: Batch,
     *,
+    augment: Augmentation | None = None,
     number: int = 0,
     round: int = 0,
     seed: int = 0,
@@ -83,45 +129,73 @@ def train_client(
         state: what the client kept.
         download: what the server sent.
         data: the client's training images.
+        augment: how these are changed, batch by batch, before they are fed.
         number: of the client.
         round: number of the round.
         seed: of the experiment.
     """
-    phases = client.method.phases(client.task, round)
-    order = sampling.plan(phases, len(data), stream(seed, "order", number, round))
-    trace = _feed(client, data, order, stream(seed, "draws", number, round))
-    buffers = {**client.task.buffers, **download.buffers, **state.buffers}
-    noise = stream(seed, "defense", number, round)
+    return train(prepare(client, state, download, data, augment=augment, number=number, round=round, seed=seed))
+
+
+def train(start: Start) -> Round:
+    """Run a prepared round by the local rule."""
+    trace = start.trace
     with torch.no_grad():
         result = local_update(
-            client,
-            download.shared,
-            state.private,
+            start.client,
+            start.download.shared,
+            start.state.private,
             gather(trace.inputs, trace.labels, trace.order),
-            buffers=buffers,
-            received=download.received,
-            memory=state.memory,
+            buffers=start.buffers,
+            received=start.download.received,
+            memory=start.state.memory,
             draws=trace.draws,
-            round=round,
-            generator=noise,
+            round=start.round,
+            generator=start.noise,
             track=True,
         )
-        sent = client.defense.transform_update(result.sent(), noise)
+    return finish(start, result)
+
+
+def prepare(
+    client: Client,
+    state: ClientState,
+    download: Download,
+    data: Batch,
+    *,
+    augment: Augmentation | None = None,
+    number: int = 0,
+    round: int = 0,
+    seed: int = 0,
+) -> Start:
+    """All that enters a client's round; arguments as of `train_client`."""
+    order = sampling.plan(client.method.phases(client.task, round), len(data), stream(seed, "order", number, round))
+    trace = _feed(client, data, order, stream(seed, "draws", number, round), augment)
+    buffers = {**client.task.buffers, **download.buffers, **state.buffers}
+    noise = stream(seed, "defense", number, round)
+    return Start(client, state, download, trace, buffers, float(len(data)), number, round, noise)
+
+
+def finish(start: Start, result: LocalResult) -> Round:
+    """What a client sends and keeps, from the result of its training."""
+    client, buffers = start.client, start.buffers
+    with torch.no_grad():
+        sent = client.defense.transform_update(result.sent(), start.noise)
     shared = {name for name, scope in client.scopes(buffers).items() if scope is Scope.SHARED}
     upload = Upload(
-        client=number,
-        weight=float(len(data)),
+        client=start.number,
+        weight=start.weight,
         update={name: sent[name] for name in result.update},
         extra={p: {name: sent[f"{p}/{name}"] for name in part} for p, part in result.extra.items()},
         buffers={name: buffers[name] - result.buffers[name] for name in sorted(shared)},
     )
     kept = ClientState(result.private, result.memory, {k: v for k, v in result.buffers.items() if k not in shared})
-    return Round(upload, kept, trace, result)
+    return Round(upload, kept, start.trace, result)
 
 
-def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator) -> Trace:
-    """The images a client feeds; as they are, or batch by batch where the defence changes them."""
-    if overrides(client.defense, "transform_batch"):
+def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator, augment: Augmentation | None) -> Trace:
+    """The images a client feeds; as they are, or batch by batch where augmentation or the defence change them."""
+    if augment is not None or overrides(client.defense, "transform_batch"):
         fed, index, changed = [], [], []
         position = 0
         for steps in order:
@@ -129,7 +203,8 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator)
             for step in steps:
                 batches = []
                 for chosen in step:
-                    batch = client.defense.transform_batch(data.take(chosen), generator)
+                    batch = data.take(chosen) if augment is None else augment(data.take(chosen), generator)
+                    batch = client.defense.transform_batch(batch, generator)
                     fed.append(batch)
                     index.append(chosen)
                     batches.append(position + torch.arange(len(batch)))
@@ -158,6 +233,7 @@ def observe(
     download: Download,
     data: Batch,
     *,
+    augment: Augmentation | None = None,
     threat: ThreatModel | None = None,
     number: int = 0,
     round: int = 0,
@@ -172,7 +248,7 @@ def observe(
     threat = threat or ThreatModel()
     if threat.rounds and not history and round:
         raise ValueError(f"expected the earlier views as history under a threat model with rounds={threat.rounds}")
-    done = train_client(client, state, download, data, number=number, round=round, seed=seed)
+    done = train_client(client, state, download, data, augment=augment, number=number, round=round, seed=seed)
     trace, upload = done.trace, done.upload
     hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
     if not client.method.train_mode:  # running statistics only matter where batch statistics are not used

@@ -107,6 +107,10 @@ class Hypernetwork(Generated):
             made[name] = flat.view(task.parameters[name].shape)
         return made
 
+    def diagnostics(self, params: Tensors) -> dict[str, float]:
+        """How many hidden units are active (with none, every client gets the heads' biases)."""
+        return {"active_units": float((self.preactivation(params) > 0).sum())}
+
     def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
         """Outer products for the heads, plain tensors for the rest."""
         result: Tensors = {name: grads[name] for name in live if name in task.parameters}

@@ -1,0 +1,34 @@
+"""How the clients of a round are trained: every engine gives the numbers of `local_update`, client by client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fl.simulate import Round
+
+if TYPE_CHECKING:
+    from fl.federation import Federation
+
+
+class Engine:
+    """One client after the other, by the local rule itself: the reference, and what works for every method."""
+
+    name = "loop"
+
+    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> list[Round]:
+        """What the clients `numbers` do in the present round, in this order; changes nothing in `run`.
+
+        Args:
+            run: server, clients and data.
+            numbers: of the clients.
+            evaluate: whether to score each client's model right after training, too.
+        """
+        return [run.scored(run.train(number)) if evaluate else run.train(number) for number in numbers]
+
+    def accuracy(self, run: Federation, numbers: Sequence[int]) -> list[float]:
+        """Share of each client's test images classified right by what the server sends now."""
+        return [run.score(number) for number in numbers]
+
+    def close(self) -> None:
+        """Give back what the engine holds."""

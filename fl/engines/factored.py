@@ -1,0 +1,295 @@
+"""HyperFL's local training without its matrices: exact, and many times faster than multiplying them out.
+
+All clients of a round start from the server's head matrices W0 (P x H, all heads on top of each other), and every
+gradient of them is an outer product g h^T. SGD is linear in gradients and weights, so after j steps
+
+    W = a_0 W0 + sum_i a_i g_i h_i^T,
+
+and the coefficients a follow from SGD itself, run on a vector: the gradient of step i is a multiple of the i-th unit
+vector, and momentum and decay act on a as they do on W. A step then needs h W0^T and g W0, for all clients in one
+matrix product each, and thin products with the factors; no client holds a matrix, a momentum or a gradient of P x H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fl.client import Client, Gradient, LocalResult, gather
+from fl.defense import overrides
+from fl.engines.base import Engine
+from fl.method import Method, Step
+from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias, head_weight
+from fl.optim import OptimState, clipped, optimise
+from fl.simulate import Round, Start, finish
+from fl.tensors import LowRank, Tensors, Term, combine, dense
+from fl.types import Group, Phase, Task
+
+if TYPE_CHECKING:
+    from fl.federation import Federation
+
+MATRIX, COEFFICIENTS, BIAS = "hypernet.heads", "hypernet.heads.coefficients", "hypernet.heads.bias"
+LONGEST = 256
+"""Local steps after which the factors outgrow the matrices they stand for."""
+
+
+def obstacle(client: Client) -> str | None:
+    """Why the clients of a federation can't be trained by factors, or None."""
+    method, made = client.method, client.method.parametrisation
+    if not isinstance(made, Hypernetwork):
+        return "its weights are not made by a hypernetwork with linear heads"
+    if type(method).gradient is not Method.gradient or type(method).finish is not Method.finish:
+        return "it has a gradient or payloads of its own"
+    if overrides(client.defense, "gradient"):
+        return f"the defence {client.defense.name} changes single gradients"
+    return None
+
+
+class Factored(Engine):
+    """All clients of a round in step with each other; falls back to the loop where a round does not allow it."""
+
+    name = "factored"
+
+    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> list[Round]:
+        """As `Engine.train`, equal to it up to rounding."""
+        starts = [run.start(number) for number in numbers]
+        if not starts or not _fits(run.client, starts):
+            return super().train(run, numbers, evaluate=evaluate)
+        heads = _Heads.of(run.client, starts[0].download.shared)
+        trainees = [_Trainee(start, heads) for start in starts]
+        with torch.no_grad():
+            for p, phase in enumerate(run.client.method.phases(run.client.task, run.server.round)):
+                _run_phase(heads, trainees, p, phase)
+        rounds = []
+        for trainee in trainees:
+            done = finish(trainee.start, trainee.result())
+            rounds.append(run.scored(done) if evaluate else done)
+        return rounds
+
+
+def _fits(client: Client, starts: Sequence[Start]) -> bool:
+    """Whether this round's phases and downloads are of the kind that factors can express."""
+    first = starts[0].download.shared
+    if any(s.download.received or any(s.download.shared[k] is not v for k, v in first.items()) for s in starts):
+        return False
+    names = [name for name in first if name.startswith("hypernet.")] + [COEFFICIENTS, BIAS]
+    for phase in client.method.phases(client.task, starts[0].round):
+        groups = {id(group) for group in phase.assign(dict.fromkeys(names)).values()}
+        together = len(groups) == 1 and len(phase.assign(dict.fromkeys(names))) == len(names)
+        if phase.optimizer != "sgd" or phase.batches_per_step != 1 or (groups and not together):
+            return False
+    return max(sum(len(steps) for steps in start.trace.order) for start in starts) <= LONGEST
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The server's heads on top of each other.
+
+    Attributes:
+        made: the parametrisation.
+        task: the client's.
+        weight: (P, H).
+        bias: (P,) or None.
+        slices: where each generated tensor lies.
+    """
+
+    made: Hypernetwork
+    task: Task
+    weight: Tensor
+    bias: Tensor | None
+    slices: dict[str, slice]
+
+    @classmethod
+    def of(cls, client: Client, shared: Tensors) -> _Heads:
+        made, task = client.method.parametrisation, client.task
+        assert isinstance(made, Hypernetwork)
+        slices, end = {}, 0
+        for name in made.generates(task):
+            slices[name] = slice(end, end + task.parameters[name].numel())
+            end = slices[name].stop
+        weight = torch.cat([dense(shared[head_weight(name)]) for name in slices])
+        bias = torch.cat([dense(shared[head_bias(name)]) for name in slices]) if made.bias else None
+        return cls(made, task, weight, bias, slices)
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Generated tensors by name from all their numbers (P,)."""
+        return {name: flat[part].view(self.task.parameters[name].shape) for name, part in self.slices.items()}
+
+    def join(self, tensors: dict[str, Tensor]) -> Tensor:
+        """All numbers (P,) of the generated tensors."""
+        return torch.cat([tensors[name].reshape(-1) for name in self.slices])
+
+
+@dataclass
+class _Trainee:
+    """One client in training.
+
+    Attributes:
+        start: what entered.
+        heads: the server's.
+        params: all that moves and stays, the heads' matrices as coefficients (1 + J,).
+        left: g of every step (J, P).
+        right: h of every step (J, H).
+        count: steps of the heads so far.
+    """
+
+    start: Start
+    heads: _Heads
+    params: Tensors = field(init=False)
+    left: Tensor = field(init=False)
+    right: Tensor = field(init=False)
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        start, heads = self.start, self.heads
+        trace = start.trace
+        self.batches = gather(trace.inputs, trace.labels, trace.order)
+        self.buffers = {k: v.clone() for k, v in start.buffers.items()}
+        steps = sum(len(phase) for phase in trace.order)
+        self.left, self.right = (heads.weight.new_empty(0, n) for n in heads.weight.shape)
+        coefficients = torch.zeros(1 + steps, dtype=torch.float64, device=heads.weight.device)
+        coefficients[0] = 1.0
+        given = {**start.download.shared, **start.state.private}
+        self.params = {k: v for k, v in given.items() if not k.startswith("hypernet.heads.")}
+        self.params[COEFFICIENTS] = coefficients
+        if heads.bias is not None:
+            self.params[BIAS] = heads.bias
+        task, method = start.client.task, start.client.method
+        lifted = method.parametrisation.lift(given)
+        self.step = Step(task, lifted, start.download.received, start.state.memory, {}, start.round)
+
+    def begin(self, phase: Phase) -> bool:
+        """Start a phase; returns whether the generated weights move in it."""
+        groups = phase.assign(self.params)
+        plain = {id(g): replace(g, max_norm=None) for g in groups.values()}  # clipped before, by the true norms
+        self.phase, self.groups, self.optim = phase, groups, OptimState()
+        self.unclipped: dict[str, Group] = {name: plain[id(g)] for name, g in groups.items()}
+        if COEFFICIENTS in groups and not len(self.left):
+            room = sum(len(steps) for steps in self.batches)
+            self.left, self.right = (x.new_empty(room, x.shape[1]) for x in (self.left, self.right))
+        return any(name not in self.heads.task.parameters for name in groups)
+
+    def hidden(self) -> tuple[Tensor, Tensor]:
+        """Pre-activations and activations of the hidden layer (H,)."""
+        z = self.heads.made.preactivation(self.params)
+        return z, torch.relu(z)
+
+    def weights(self, product: Tensor, h: Tensor) -> dict[str, Tensor]:
+        """The network's weights, from `W0 h` (P,)."""
+        a = self._coefficients(product)
+        flat = product * a[0] + (a[1:] * (self.right[: self.count] @ h)) @ self.left[: self.count]
+        if BIAS in self.params:
+            flat = flat + dense(self.params[BIAS])
+        made = self.heads.split(flat)
+        own = {name: dense(self.params[name]) for name in self.heads.task.parameters if name not in made}
+        return {**made, **own}
+
+    def gradient(self, p: int, s: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the loss at step `s` of phase `p`, with respect to the network's weights."""
+        client, batch = self.start.client, self.batches[p][s][0]
+        step = replace(self.step, draws=self.start.trace.draws[p][s])
+        model = client.task.model
+        raw = Gradient(client, step, tuple(self.groups), self.buffers, model, None, lambda *_: {})
+        if not len(batch):  # Poisson sampling may draw no image
+            wanted = client.method.parametrisation.sources(client.task, raw.live)
+            return {name: torch.zeros_like(weights[name]) for name in wanted}
+        return raw.of_weights(weights, batch)
+
+    def move(self, grads: Tensors) -> None:
+        """One step of the optimiser; `grads` holds the heads' as an outer product under `MATRIX`."""
+        groups = {**self.groups, **({MATRIX: self.groups[COEFFICIENTS]} if MATRIX in grads else {})}
+        grads = clipped(grads, groups)
+        if MATRIX in grads:
+            product = grads.pop(MATRIX)
+            assert isinstance(product, LowRank)
+            (term,) = product.terms
+            self.left[self.count], self.right[self.count] = term.left[0], term.right[0]
+            self.count += 1
+            unit = torch.zeros_like(dense(self.params[COEFFICIENTS]))
+            unit[self.count] = term.coef
+            grads[COEFFICIENTS] = unit
+        self.params, self.optim = optimise(self.phase, self.unclipped, self.params, grads, self.optim)
+
+    def pulled(self, grads: dict[str, Tensor], g: Tensor, product: Tensor, z: Tensor, h: Tensor) -> Tensors:
+        """Gradients of what moves, from those of the weights, all generated ones `g` (P,) and `W0^T g` (H,)."""
+        a = self._coefficients(product)
+        back = product * a[0] + ((self.left[: self.count] @ g) * a[1:]) @ self.right[: self.count]
+        back = back * (z > 0)
+        found: Tensors = {
+            TRUNK_WEIGHT: back[:, None] * dense(self.params[EMBEDDING]),
+            TRUNK_BIAS: back,
+            EMBEDDING: dense(self.params[TRUNK_WEIGHT]).mT @ back,
+            BIAS: g,
+        }
+        result = {name: found[name] if name in found else grads[name] for name in self.groups if name != COEFFICIENTS}
+        if COEFFICIENTS in self.groups:
+            result[MATRIX] = LowRank.outer(g, h)
+        return result
+
+    def result(self) -> LocalResult:
+        """Differences and private tensors, as `local_update` returns them."""
+        shared, private = self.start.download.shared, self.start.state.private
+        a = dense(self.params[COEFFICIENTS])
+        scale, right = 1.0 - float(a[0]), self.right[: self.count] * -self._coefficients(self.right)[1:, None]
+        update: Tensors = {}
+        for name, part in self.heads.slices.items():
+            base, terms = dense(shared[head_weight(name)]), (Term(1.0, self.left[: self.count, part], right),)
+            kept = scale if abs(scale) > 1e-13 else 0.0
+            size = (base.shape[0], base.shape[1])
+            update[head_weight(name)] = LowRank(base if kept else None, kept, terms, size)
+            if BIAS in self.params:
+                update[head_bias(name)] = dense(shared[head_bias(name)]) - dense(self.params[BIAS])[part]
+        rest = {name: value for name, value in shared.items() if name not in update}
+        update.update(combine(rest, self.params, -1.0))
+        return LocalResult(
+            update={name: update[name] for name in shared},
+            extra={},
+            private={name: self.params[name] for name in private},
+            memory=self.start.state.memory,
+            buffers=self.buffers,
+        )
+
+    def _coefficients(self, like: Tensor) -> Tensor:
+        """Those in use (1 + count,), in the type of `like`."""
+        return dense(self.params[COEFFICIENTS])[: self.count + 1].to(like.dtype)
+
+
+def _run_phase(heads: _Heads, trainees: Sequence[_Trainee], p: int, phase: Phase) -> None:
+    moving = {trainee.begin(phase) for trainee in trainees}
+    if moving == {False}:  # only the network's own weights: generate the others once
+        for trainee, made in zip(trainees, _generate(heads, trainees), strict=True):
+            for s in range(len(trainee.batches[p])):
+                own = {name: dense(trainee.params[name]) for name in trainee.groups}
+                trainee.move(dict(trainee.gradient(p, s, {**made.weights, **own})))
+        return
+    for s in range(max(len(trainee.batches[p]) for trainee in trainees)):
+        active = [trainee for trainee in trainees if s < len(trainee.batches[p])]
+        all_made = _generate(heads, active)
+        grads = [trainee.gradient(p, s, made.weights) for trainee, made in zip(active, all_made, strict=True)]
+        joined = torch.stack([heads.join(grad) for grad in grads])
+        products = joined @ heads.weight
+        for trainee, made, grad, g, product in zip(active, all_made, grads, joined, products, strict=True):
+            trainee.move(trainee.pulled(grad, g, product, made.z, made.h))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A client's hidden layer and the weights that follow from it."""
+
+    z: Tensor
+    h: Tensor
+    weights: dict[str, Tensor]
+
+
+def _generate(heads: _Heads, trainees: Sequence[_Trainee]) -> list[_Made]:
+    """Every client's weights, with the product with the common matrix taken once for all."""
+    hidden = [trainee.hidden() for trainee in trainees]
+    products = torch.stack([h for _, h in hidden]) @ heads.weight.mT
+    return [
+        _Made(z, h, trainee.weights(product, h))
+        for trainee, product, (z, h) in zip(trainees, products, hidden, strict=True)
+    ]
