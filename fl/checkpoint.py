@@ -1,0 +1,146 @@
+"""A federation's state in one file: written whole or not at all, and refused if a bit of it has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl.federation import Federation
+from fl.simulate import ClientState
+from fl.tensors import Payloads, Tensors, dense
+
+_DIGEST, _ROUND, _SEED = "sha256", "round", "seed"
+
+
+def save(path: Path, run: Federation) -> None:
+    """Write server and clients to `path` (.npz): to a temporary file first, which then takes its place."""
+    arrays: dict[str, Any] = {_ROUND: np.array(run.server.round), _SEED: np.array(run.seed)}
+    arrays |= {name: dense(value).detach().cpu().numpy() for name, value in _named(run)}
+    arrays[_DIGEST] = np.array(_digest(arrays))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load(path: Path, run: Federation) -> None:
+    """Bring a federation of the same settings to the state in `path`; it goes on as if it had never stopped.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or of a federation with another seed, model or clients; `run` stays as it is.
+    """
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, KeyError, AttributeError) as error:
+        raise ValueError(f"expected a whole checkpoint, got {path}: {error}; remove it to start anew") from error
+    digest = arrays.pop(_DIGEST, None)
+    if digest is None or str(digest) != _digest(arrays):
+        raise ValueError(f"expected a whole checkpoint, but {path} has changed since it was written; remove it")
+    number, seed = int(arrays.pop(_ROUND)), int(arrays.pop(_SEED))
+    if seed != run.seed:
+        raise ValueError(f"expected a checkpoint of seed {run.seed}, got one of seed {seed}: {path}")
+    _check(path, arrays, run)
+    like = {name: dense(value) for name, value in _named(run)}
+
+    def tensor(name: str) -> Tensor:
+        return torch.from_numpy(arrays[name]).to(like[name] if name in like else next(iter(like.values())).device)
+
+    parts = _parts({name: tensor(name) for name in arrays})
+    server = parts.get("server", {})
+    run.server = replace(
+        run.server,
+        shared=_in_order(server.get("shared", {}), run.server.shared),
+        buffers=_in_order(server.get("buffers", {}), run.server.buffers),
+        own=server.get("own", {}),
+        round=number,
+    )
+    clients = parts.get("clients", {})
+    run.clients = [_client(clients.get(str(i), {}), state) for i, state in enumerate(run.clients)]
+
+
+def _client(parts: Mapping[str, Any], like: ClientState) -> ClientState:
+    return ClientState(
+        private=_in_order(parts.get("private", {}), like.private),
+        memory=parts.get("memory", {}),
+        buffers=_in_order(parts.get("buffers", {}), like.buffers),
+    )
+
+
+def _in_order(values: Mapping[str, Any], like: Mapping[str, Any]) -> Any:
+    return {name: values[name] for name in like}
+
+
+def _named(run: Federation) -> Iterator[tuple[str, Any]]:
+    """Every tensor of server and clients, under a path of names."""
+    yield from _flat("server/shared", run.server.shared)
+    yield from _flat("server/buffers", run.server.buffers)
+    yield from _flat("server/own", run.server.own)
+    for i, state in enumerate(run.clients):
+        yield from _flat(f"clients/{i}/private", state.private)
+        yield from _flat(f"clients/{i}/memory", state.memory)
+        yield from _flat(f"clients/{i}/buffers", state.buffers)
+
+
+def _flat(prefix: str, values: Tensors | Payloads | dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}/{name}", value)
+        else:
+            yield f"{prefix}/{name}", value
+
+
+def _parts(flat: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Nested names again; parameter names hold dots, never slashes."""
+    result: dict[str, Any] = {}
+    for path, value in flat.items():
+        *folders, name = path.split("/")
+        place = result
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = value
+    return result
+
+
+def _check(path: Path, arrays: Mapping[str, Any], run: Federation) -> None:
+    """Parameters and buffers must be those of this federation; what server and clients remember may have grown."""
+    expected = {n: tuple(dense(v).shape) for n, v in _named(run) if "/memory/" not in n and "/own/" not in n}
+    found = {n: tuple(v.shape) for n, v in arrays.items() if "/memory/" not in n and "/own/" not in n}
+    for name in sorted({*expected, *found}):
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"expected {name} of shape {expected.get(name, 'absent')} in {path}, got {found.get(name, 'none')}: "
+                "it is of another model, method or number of clients"
+            )
+
+
+def _digest(arrays: Mapping[str, Any]) -> str:
+    total = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        total.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()
