@@ -68,13 +68,14 @@ class LowRank:
 
     def dense(self) -> Tensor:
         """The matrix itself (n, m)."""
-        total = None if self.base is None else self.base * self.scale
-        for term in self.terms:
-            product = (term.left * term.coef).mT @ term.right
-            total = product if total is None else total + product
-        if total is None:
-            raise ValueError("expected a matrix with a base or a term, got an empty one")
-        return total
+        base = None if self.base is None else self.base * self.scale
+        if not self.terms:
+            if base is None:
+                raise ValueError("expected a matrix with a base or a term, got an empty one")
+            return base
+        left = torch.cat([term.left * term.coef for term in self.terms])
+        product = left.mT @ torch.cat([term.right for term in self.terms])  # one product, however many terms
+        return product if base is None else base + product
 
     def matvec(self, x: Tensor) -> Tensor:
         """`A x` (n,) for x (m,)."""

@@ -18,8 +18,10 @@ def _extractor(convolutions: list[nn.Conv2d], input_shape: tuple[int, int, int])
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, convolution in enumerate(convolutions, start=1):
         layers[f"conv{i}"] = convolution
+        layers[f"pool{i}"] = nn.MaxPool2d(
+            2
+        )  # before the activation, which rises: the same maximum, a quarter of the work
         layers[f"act{i}"] = nn.LeakyReLU(SLOPE)
-        layers[f"pool{i}"] = nn.MaxPool2d(2)
     layers["flatten"] = nn.Flatten()
     layers["fc1"] = nn.Linear(features(nn.Sequential(layers), input_shape), 128)
     layers["act"] = nn.LeakyReLU(SLOPE)
