@@ -23,6 +23,8 @@ Data = Rows | ArrayLike
 
 THRESHOLDS = (20, 25, 30)
 """dB from which a reconstruction counts as a success, from recognisable to near exact."""
+_BLOCK = 1 << 18
+"""Figures resampled at once: enough to keep numpy busy, few enough for the cache."""
 
 
 @dataclass(frozen=True)
@@ -189,14 +191,17 @@ def _bootstrap(table: Mapping[Any, Mapping[Any, float]], seed: int, resamples: i
 def _resampled_means(padded: Floats, sizes: NDArray[np.int64], seed: int, resamples: int) -> Floats:
     """Means of `resamples` two-level samples from rows of `sizes` figures."""
     rng = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    for i in range(resamples):
-        images = rng.integers(len(sizes), size=len(sizes))
-        size = sizes[images, None]
-        runs = (rng.random((len(images), padded.shape[1])) * size).astype(np.int64)
-        drawn = padded[images[:, None], runs] * (np.arange(padded.shape[1]) < size)
-        means[i] = (drawn.sum(1) / size[:, 0]).mean()
-    return means
+    count, width = padded.shape
+    block = max(1, _BLOCK // padded.size)
+    means = []
+    for start in range(0, resamples, block):
+        some = min(block, resamples - start)
+        images = rng.integers(count, size=(some, count))
+        size = sizes[images][..., None]
+        runs = (rng.random((some, count, width)) * size).astype(np.int64)
+        drawn = padded[images[..., None], runs] * (np.arange(width) < size)
+        means.append((drawn.sum(2) / size[..., 0]).mean(1))
+    return np.concatenate(means)
 
 
 def _check_level(level: float) -> None:
