@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from attacks.base import Chain
-from eval import checks, statistics
+from eval import checks, config
 from eval.experiment import Experiment
+from eval.report.describe import summary
+from eval.report.findings import subject
+from eval.report.setting import Setting
+from eval.report.summary import (
+    CLEAR,
+    FEWEST,
+    FLOORS,
+    IMAGE,
+    NEAR_EXACT,
+    RECOVERED,
+    Group,
+    floors,
+    groups,
+    lpips,
+    pictures,
+    reaching,
+    shown,
+)
 from eval.score import Row
+from eval.statistics import Interval
+
+__all__ = ["COLUMNS", "FIGURES", "FLOORS", "IMAGE", "Table", "markdown", "summary", "table"]
 
 PSNR = (
     "PSNR (dB): how close a reconstruction is to the true image, [95 % interval over images and seeds]. From about 20 "
@@ -26,14 +44,6 @@ SSIM = "SSIM: similarity of structures, 1 for equal images."
 LPIPS = "LPIPS: perceptual distance, 0 for equal images."
 RATES = "≥20, ≥30: share of images whose PSNR reaches that. Labels: share of images whose class was recovered."
 ACCURACY = "Accuracy: what the method learnt: share of each client's test images it gets right, mean over clients."
-IMAGE = "picture"
-"""Column that tells images apart across an experiment."""
-FLOORS = {
-    "mean": "mean colour",
-    "grey": "mid grey",
-    "noise": "noise",
-    "nearest": "nearest image",
-}
 FIGURES = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels")
 COLUMNS = ("method", "defence", "attack", *FIGURES, "flags")
 
@@ -65,20 +75,18 @@ def table(rows: Sequence[Row], experiment: Experiment) -> Table:
     """
     if not rows:
         raise ValueError("expected rows of at least one attack, got none; see `against` of the attacks")
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["method"], row["defense"], row["attack"], row["round"]), []).append(row)
-    several = len({key[3] for key in groups}) > 1
+    found, setting = groups(rows), Setting.of(config.plain(experiment))
+    several = len({group.round for group in found}) > 1
     raised: dict[str, None] = {}
-    lines = [_line(key, group, experiment, several, raised) for key, group in groups.items()]
-    floors = _floor_lines(rows)
+    lines = [_line(group, setting, several, raised) for group in found]
+    below = _floor_lines(rows)
     idle = {"defence": "none", "LPIPS": "-"}  # a column that says only this is left out
     filled = [i for i, name in enumerate(COLUMNS) if any(line[i] != idle.get(name) for line in lines)]
     return Table(
         title=experiment.title or "What leaked",
         columns=tuple(COLUMNS[i] for i in filled),
         rows=[tuple(line[i] for i in filled) for line in lines],
-        floors=[tuple(line[i] for i in filled) for line in floors],
+        floors=[tuple(line[i] for i in filled) for line in below],
         legend=_legend(rows, experiment, raised, lpips=COLUMNS.index("LPIPS") in filled),
     )
 
@@ -90,62 +98,38 @@ def markdown(content: Table) -> str:
     return "\n".join([*lines, "", *(f"- {sentence}" for sentence in content.legend)]) + "\n"
 
 
-def summary(described: object) -> str:
-    """What a registered class does: in plain words where it has them, else its docstring's first line."""
-    if words := getattr(described, "plain", ""):
-        return str(words).rstrip(".")
-    return (inspect.getdoc(described) or "").partition("\n")[0].rstrip(".")
-
-
 def _cells(words: Sequence[str]) -> str:
     return f"| {' | '.join(word.replace('|', '/') for word in words)} |"
 
 
-def _line(
-    key: tuple[Any, ...], group: Sequence[Row], experiment: Experiment, several: bool, raised: dict[str, None]
-) -> tuple[str, ...]:
+def _line(group: Group, setting: Setting, several: bool, raised: dict[str, None]) -> tuple[str, ...]:
     """One setting: figures, or why there are none."""
-    method, defense, attack, number = key
-    name = f"{attack} (round {number})" if several else attack
-    # each seed trains a model of its own, whatever the number of images attacked on it
-    accuracy = fmean({row["seed"]: row["accuracy"] for row in group}.values())
-    head = (method, defense, name, f"{accuracy:.1%}")
-    scored = [row for row in group if "not_applicable" not in row]
-    if not scored:
-        return (*head, "not applicable", "-", "-", "-", "-", "-", group[0]["not_applicable"])
-    found = _flags(scored, defense, experiment)
+    name = f"{group.attack} (round {group.round})" if several else group.attack
+    accuracy = "-" if group.accuracy is None else f"{group.accuracy:.1%}"
+    head = (group.method, group.defense, name, accuracy)
+    if not group.scored:
+        return (*head, "not applicable", "-", "-", "-", "-", "-", next(iter(group.refusals)))
+    found = group.flags(setting)
     raised.update(dict.fromkeys(found))
-    words = [*found, *([f"not applicable to {len(group) - len(scored)}"] if len(scored) < len(group) else [])]
-    return (*head, *_figures(scored, "", _lpips(scored)), _labels(scored), ", ".join(words) or "-")
+    refused = sum(group.refusals.values())
+    words = [*found, *([f"not applicable to {refused}"] if refused else [])]
+    labels = "-" if group.labels is None else f"{group.labels.value:.0%}"
+    return (*head, *_figures(group.scored, "", group.psnr), labels, ", ".join(words) or "-")
 
 
-def _flags(rows: Sequence[Row], defense: str, experiment: Experiment) -> list[str]:
-    errors = [row["forward_error"] for row in rows]
-    worst = max((math.inf if error is None else error) for error in errors)
-    kinds = {entry.label: entry.item.name for entry in experiment.defense}
-    found = checks.flags(
-        rows,
-        histories=[[math.nan if value is None else value for value in row["history"]] for row in rows],
-        labels_given=experiment.threat.knows_labels,
-        defence_known=kinds[defense] != "none" and experiment.threat.knows_defense,
-        forward_error=worst,
-        image=IMAGE,
-    )
-    asked = experiment.score.lpips != "auto"  # only where LPIPS was really asked for is its absence worth a flag
-    return [name for name in found if name != "lpips-missing" or asked]
-
-
-def _figures(rows: Sequence[Row], prefix: str, lpips: str | None) -> tuple[str, ...]:
+def _figures(rows: Sequence[Row], prefix: str, psnr: Interval | None) -> tuple[str, ...]:
     """PSNR, SSIM, LPIPS and success rates of the columns that begin with `prefix`."""
-    psnr = prefix + "psnr"
-    known = [row for row in rows if row[psnr] is not None]
-    if not known:
+    if psnr is None:
         return ("-", "-", "-", "-", "-")
-    mean = statistics.mean_interval(known, psnr, image=IMAGE)
-    interval = "" if mean.low is None or mean.high is None else f" [{mean.low:.1f}, {mean.high:.1f}]"
-    rates = (f"{statistics.success_rate(known, level, psnr, image=IMAGE).value:.0%}" for level in (20, 30))
-    closeness = (_mean(rows, prefix + name) if name else "-" for name in ("ssim", lpips))
-    return (f"{mean.value:.1f}{interval}", *closeness, *rates)
+    interval = "" if psnr.low is None or psnr.high is None else f" [{psnr.low:.1f}, {psnr.high:.1f}]"
+    rates = (reaching(rows, level, f"{prefix}psnr") for level in (20, 30))
+    perceptual = lpips(rows)
+    closeness = (_mean(rows, prefix + name) if name else "-" for name in ("ssim", perceptual))
+    return (
+        f"{psnr.value:.1f}{interval}",
+        *closeness,
+        *("-" if rate is None else f"{rate.value:.0%}" for rate in rates),
+    )
 
 
 def _mean(rows: Sequence[Row], column: str) -> str:
@@ -153,34 +137,22 @@ def _mean(rows: Sequence[Row], column: str) -> str:
     return f"{fmean(values):.2f}" if values else "-"
 
 
-def _labels(rows: Sequence[Row]) -> str:
-    known = [row["label_correct"] for row in rows if row["label_correct"] is not None]
-    return f"{fmean(known):.0%}" if known else "-"
-
-
-def _lpips(rows: Sequence[Row]) -> str | None:
-    return next((name for name in rows[0] if name.startswith("lpips_")), None)
-
-
-def _verdicts(rows: Sequence[Row]) -> list[str]:
+def _verdicts(found: Sequence[Group], several: bool) -> list[str]:
     """For every method and attack what leaked, pictures and private tensors, in a sentence each."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        defended = "" if row["defense"] == "none" else f" with {row['defense']}"
-        groups.setdefault(f"{row['method']}{defended} under {row['attack']}", []).append(row)
-    return [f"{what}: {said}." for what, group in groups.items() for said in (*_pictures(group), *_secrets(group))]
+    lines = []
+    for group in found:
+        what = f"{subject(group)} under {group.attack}" + (f" (round {group.round})" if several else "")
+        lines += [f"{what}: {said}." for said in (*_pictures(group), *_secrets(group))]
+    return lines
 
 
-def _pictures(rows: Sequence[Row]) -> list[str]:
+def _pictures(group: Group) -> list[str]:
     """PSNR against the best guess made without the update."""
-    group = [row for row in rows if row.get("psnr") is not None]
-    if not group:
+    gain, floor = group.gain, group.best_floor
+    if gain is None or floor is None:
         return []
-    means = {g: fmean(row[f"floor_{g}_psnr"] for row in group) for g in FLOORS if _has(group, g)}
-    best = max(means, key=lambda guess: means[guess])
-    gains = [{**row, "gain": row["psnr"] - row[f"floor_{best}_psnr"]} for row in group]
-    gain = statistics.mean_interval(gains, "gain", image=IMAGE)
-    if gain.low is None or gain.high is None:
+    guess, score = floor
+    if gain.low is None or gain.high is None or gain.images < FEWEST:
         verdict = "too few pictures to tell content from chance"
     elif gain.low > 0:
         verdict = "the update gives picture content away"
@@ -188,43 +160,38 @@ def _pictures(rows: Sequence[Row]) -> list[str]:
         verdict = "no more than a guess without the update"
     else:
         verdict = "not told apart from a guess without the update"
-    return [f"{verdict} ({gain.value:+.1f} dB against the best floor, {FLOORS[best]} at {means[best]:.1f} dB)"]
-
-
-def _secrets(rows: Sequence[Row]) -> list[str]:
-    """How far off the recovered embedding and generated extractor are."""
-    embedding = [row.get("private_errors", {}).get("embedding") for row in rows]
-    extractor = [row.get("extractor_error") for row in rows]
-    lines = []
-    for what, errors in (("embedding", embedding), ("extractor", extractor)):
-        known = sorted(error for error in errors if error is not None)
-        if known:
-            middle = known[len(known) // 2]
-            word = "recovered with" if middle < 0.1 else "not recovered:"
-            lines.append(f"the private {what} was {word} a relative error of {middle:.0e} (median)")
+    lines = [f"{verdict} ({gain.value:+.1f} dB against the best floor, {FLOORS[guess]} at {score:.1f} dB)"]
+    if group.leaked and not shown(gain):
+        lines.append(
+            f"but {len(group.leaked)} of {len(group.pictured)} pictures came back nearly exact ({NEAR_EXACT:g} dB or "
+            f"more, {CLEAR:g} above every guess)"
+        )
     return lines
 
 
-def _has(rows: Sequence[Row], guess: str) -> bool:
-    return all(row.get(f"floor_{guess}_psnr") is not None for row in rows)
+def _secrets(group: Group) -> list[str]:
+    """How far off the recovered embedding and generated extractor are."""
+    lines = []
+    for what in ("embedding", "extractor"):
+        if (error := group.secrets.get(what)) is not None:
+            word = "recovered with" if error < RECOVERED else "not recovered:"
+            lines.append(f"the private {what} was {word} a relative error of {error:.0e} (median)")
+    return lines
 
 
 def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The floors of all attacked images, each counted once per seed."""
-    scored = {(row[IMAGE], row["seed"]): row for row in rows if row.get(IMAGE) is not None and "images" in row}
-    chosen = list(scored.values())
-    if not chosen:
-        return []
-    lpips = _lpips(chosen)
+    chosen, found = pictures(rows), floors(rows)
     return [
-        ("floor", "", text, "", *_figures(chosen, f"floor_{guess}_", lpips), "-", "-")
-        for guess, text in FLOORS.items()
-        if f"floor_{guess}_psnr" in chosen[0]
+        ("floor", "", FLOORS[guess], "", *_figures(chosen, f"floor_{guess}_", psnr), "-", "-")
+        for guess, psnr in found.items()
     ]
 
 
 def _legend(rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], *, lpips: bool) -> list[str]:
-    lines = [*_verdicts(rows), PSNR, FLOOR, SSIM, *([LPIPS] if lpips else []), RATES, ACCURACY]
+    found = groups(rows)
+    several = len({group.round for group in found}) > 1
+    lines = [*_verdicts(found, several), PSNR, FLOOR, SSIM, *([LPIPS] if lpips else []), RATES, ACCURACY]
     lines += [f"Method {entry.label}: {summary(type(entry.item))}." for entry in experiment.method]
     defenses = [entry for entry in experiment.defense if entry.item.name != "none"]
     lines += [f"Defence {entry.label}: {summary(type(entry.item))}." for entry in defenses]

@@ -1,0 +1,210 @@
+"""The parts a report is put together from; both renderings, HTML and Markdown, draw from these alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list of sentences, each with an optional term in front."""
+
+    entries: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A box that must not be missed.
+
+    Attributes:
+        title: of the box.
+        entries: term and explanation.
+    """
+
+    title: str
+    entries: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is said of one method under one defence.
+
+    Attributes:
+        subject: the method and its defence.
+        verdict: in a few words.
+        leaks: True if shown to leak, False if not shown, None if nothing can be said.
+        lines: why.
+        what: what leaked.
+    """
+
+    subject: str
+    verdict: str
+    leaks: bool | None
+    lines: list[str]
+    what: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a series looks like in a figure.
+
+    Attributes:
+        series: number of its shape, colour and dash.
+        hollow: drawn as an outline.
+        line: drawn as a line with marks on it.
+    """
+
+    series: int
+    hollow: bool = False
+    line: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table.
+
+    Attributes:
+        caption: what it shows.
+        columns: names; those that begin with ">" hold figures and are aligned to the right.
+        rows: of cells.
+        lesser: rows below them that serve for comparison (floors).
+        marks: one for every row of `rows`, in a column of their own in front; or none at all.
+    """
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
+    lesser: list[list[str]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The columns without their marks."""
+        return [column.removeprefix(">") for column in self.columns]
+
+    @property
+    def right(self) -> list[bool]:
+        """Which columns hold figures."""
+        return [column.startswith(">") for column in self.columns]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing.
+
+    Attributes:
+        name: of its file, without ending.
+        title: above it.
+        wide, narrow: SVG elements for a page and for a phone.
+        alt: what it shows, for those who can't see it.
+        caption: how to read it.
+        legend: what its marks stand for.
+    """
+
+    name: str
+    title: str
+    wide: str
+    narrow: str
+    alt: str
+    caption: str
+    legend: Grid | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One image beside what an attack made of it.
+
+    Attributes:
+        rule: why this one: "best".
+        words: its score.
+        original, reconstruction: PNG files.
+        about: which image it is.
+        size: (width, height) in pixels.
+    """
+
+    rule: str
+    words: str
+    original: bytes
+    reconstruction: bytes
+    about: str
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Cases of one attack.
+
+    Attributes:
+        name: of its files.
+        title: which attack on which method.
+        cases: chosen by rule.
+    """
+
+    name: str
+    title: str
+    cases: list[Case]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text to be copied as it is.
+
+    Attributes:
+        title: what it is.
+        text: the lines.
+        folded: whether it is long, and folded away.
+    """
+
+    title: str
+    text: str
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Absent:
+    """What could not be made, and why."""
+
+    what: str
+    why: str
+
+
+Block = Text | Items | Note | Finding | Grid | Figure | Gallery | Code | Absent
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report under a heading of its own.
+
+    Attributes:
+        name: for links.
+        title: the heading.
+        blocks: its content.
+    """
+
+    name: str
+    title: str
+    blocks: list[Block]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it, decided before it is drawn.
+
+    Attributes:
+        title: what was asked.
+        lead: the answer in a sentence or two.
+        facts: term and value, at a glance.
+        sections: in the order of reading.
+    """
+
+    title: str
+    lead: str
+    facts: list[tuple[str, str]]
+    sections: list[Section]

@@ -1,0 +1,67 @@
+"""A report put together from a run directory; how it looks is decided elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eval.report import method, overview, pictures, tables, tradeoff
+from eval.report.blocks import Absent, Block, Report, Section, Text
+from eval.report.findings import lead
+from eval.report.load import load
+from eval.report.overview import Numbered
+
+MOST = 24
+"""Attacks of which pictures are shown."""
+
+
+def build(folder: str | Path, *, show: bool = True) -> Report:
+    """The report of a run directory, as data.
+
+    Args:
+        folder: that `hyperleak run` has written.
+        show: whether private pictures are shown.
+
+    Raises:
+        FileNotFoundError: it is no run directory.
+        ValueError: a file in it is damaged; says which.
+    """
+    run = load(folder)
+    numbered = Numbered.of(run)
+    first, found = overview.leaked(numbered)
+    sections = [
+        first,
+        overview.attacker(numbered),
+        tradeoff.section(numbered),
+        _pictures(numbered, show),
+        tables.section(numbered),
+        method.section(run),
+        method.again(run),
+    ]
+    return Report(run.title, lead(found), overview.facts(run), sections)
+
+
+def _pictures(numbered: Numbered, show: bool) -> Section:
+    title = "Originals and reconstructions"
+    if not show:
+        return Section(
+            "pictures", title, [Absent("pictures", "they were left out on request, as they are private data")]
+        )
+    blocks: list[Block] = []
+    for key, group in list(numbered.shown.items())[:MOST]:
+        try:
+            blocks.append(pictures.gallery(numbered.run, group, f"picture-{key}", f"{key}  {numbered.name(group)}"))
+        except ValueError as error:
+            blocks.append(Absent(f"pictures of {numbered.name(group)}", str(error)))
+    if not blocks:
+        return Section("pictures", title, [Absent("pictures", "no attack applied")])
+    words = (
+        "Originals above, reconstructions below, with their PSNR. Which are shown is a rule, not a choice: of all "
+        "images and seeds of an attack the one with the highest PSNR, the median (the lower of two) and the lowest."
+    )
+    if (left := len(numbered.shown) - MOST) > 0:
+        words += f" The first {MOST} attacks are shown; {left} more are in images/."
+    private = (
+        "These are training images of the watched clients: private data, unless the data set is public. Whoever "
+        "gets this report gets them."
+    )
+    return Section("pictures", title, [Text(words), Text(private), *blocks])

@@ -1,0 +1,100 @@
+"""What a configuration's names stand for, and whom to cite for them: from the classes they are registered for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from eval.report.setting import Setting, Spec, section
+from fl.registry import Registry, UnknownNameError
+
+_CITED = re.compile(r"\(([^()]*\b(?:19|20)\d\d\b[^()]*)\)")
+_PLACE = re.compile(
+    r",\s+(?:\"[^\"]*\"|Eq\.|Eqs\.|Algorithms?|Alg\.|Tables?|Figures?|sections?|appendix)[^;]*", flags=re.IGNORECASE
+)
+
+
+def summary(described: object) -> str:
+    """What a registered class does: in plain words where it has them, else its docstring's first line."""
+    if words := getattr(described, "plain", ""):
+        return str(words).rstrip(".")
+    return (inspect.getdoc(described) or "").partition("\n")[0].rstrip(".")
+
+
+def citations(described: type) -> list[str]:
+    """The papers named in a class's docstring, in parentheses with a year; else those of the class it builds on."""
+    for kind in described.__mro__:
+        found = _CITED.findall(" ".join((kind.__doc__ or "").split()))
+        papers = [paper.strip() for group in found for paper in _PLACE.sub("", group).split(";")]
+        if papers := [paper for paper in papers if re.search(r"\b(?:19|20)\d\d\b", paper)]:
+            return list(dict.fromkeys(papers))
+    return []
+
+
+def papers(setting: Setting) -> list[tuple[str, str]]:
+    """What to cite: (name, papers) of everything in the configuration that names a paper."""
+    found: dict[str, str] = {}
+    for registry, name in _names(setting):
+        entry = _entry(registry, name)
+        if isinstance(entry, type) and (cited := citations(entry)):
+            found.setdefault(name, "; ".join(cited))
+    return list(found.items())
+
+
+def glossary(setting: Setting) -> list[tuple[str, str]]:
+    """What every method, defence and attack does, in a sentence, by label."""
+    from attacks.base import attacks
+    from defenses import defenses
+    from fl.method import methods
+
+    entries = []
+    for kind, registry, specs in (
+        ("method", methods, setting.methods),
+        ("defence", defenses, setting.defenses),
+        ("attack", attacks, setting.attacks),
+    ):
+        for name, spec in specs.items():
+            if kind == "defence" and spec.get("name") == "none":
+                continue
+            parts = [summary(entry) for part in _parts(spec) if (entry := _entry(registry, part)) is not None]
+            entries.append((f"{kind} {name}", "; then ".join(filter(None, parts)) or "not known to this version"))
+    return entries
+
+
+def _names(setting: Setting) -> Iterator[tuple[Registry[Any], str]]:
+    """Every name in the configuration with the registry it belongs to."""
+    from attacks.base import attacks
+    from defenses import defenses
+    from fl.data import datasets
+    from fl.data.partition import partitions
+    from fl.method import methods
+    from fl.models import models
+    from fl.parametrisation import parametrisations
+
+    for key, registry in (("dataset", datasets), ("model", models)):
+        yield registry, str(setting.section("task", key).get("name", ""))
+    yield partitions, str(setting.section("federation", "partition").get("name", ""))
+    for spec in setting.methods.values():
+        yield methods, str(spec.get("name", ""))
+        yield parametrisations, str(section(spec, "parametrisation").get("name", ""))
+    for spec in setting.defenses.values():
+        yield defenses, str(spec.get("name", ""))
+    for spec in setting.attacks.values():
+        for part in _parts(spec):
+            yield attacks, part
+
+
+def _parts(spec: Spec) -> list[str]:
+    """The registered names in an entry; a chain has two or more."""
+    if spec.get("name") == "chain":
+        return [name for part in ("first", "then") for name in _parts(section(spec, part))]
+    return str(spec.get("name", "")).split("+")
+
+
+def _entry(registry: Registry[Any], name: str) -> Any:
+    try:
+        return registry.get(name)
+    except UnknownNameError:
+        return None

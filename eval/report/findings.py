@@ -1,0 +1,161 @@
+"""What leaked, in plain words: a verdict for every method under every defence, and what it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from eval.report.blocks import Finding
+from eval.report.summary import CLEAR, FEWEST, FLOORS, NEAR_EXACT, RECOGNISED, RECOVERED, Group, shown
+from eval.report.words import count, error, interval, join, number, percent, percent_interval
+from eval.statistics import Interval
+
+GUESSES = {
+    "mean": "every image's own mean colour",
+    "grey": "mid grey",
+    "noise": "noise",
+    "nearest": "the most similar image of other clients",
+}
+LEAKS, OPEN = "shown to leak", "not shown to leak beyond what was known before"
+
+
+def subject(group: Group) -> str:
+    """The method and its defence."""
+    return group.method if group.defense == "none" else f"{group.method} with {group.defense}"
+
+
+def by_subject(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """Groups by method and defence, in order."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(subject(group), []).append(group)
+    return found
+
+
+def strongest(groups: Sequence[Group]) -> Group | None:
+    """The group whose gain over its best floor is largest at the lower end of its interval; None without pictures."""
+
+    def certain(group: Group) -> tuple[float, float]:
+        assert group.gain is not None
+        return (-math.inf if group.gain.low is None else group.gain.low, group.gain.value)
+
+    judged = [group for group in groups if group.gain is not None]
+    return max(judged, key=certain) if judged else None
+
+
+def findings(groups: Sequence[Group], *, labels_given: bool = False) -> list[Finding]:
+    """One finding for every method under every defence."""
+    several = len({group.round for group in groups}) > 1
+    return [_finding(name, own, several, labels_given) for name, own in by_subject(groups).items()]
+
+
+def _finding(name: str, groups: Sequence[Group], several: bool, labels_given: bool) -> Finding:
+    if not any(group.scored for group in groups):
+        reasons = list(dict.fromkeys(reason for group in groups for reason in group.refusals))
+        return Finding(name, "not examined", None, [f"No attack says anything about it: {join(reasons)}."])
+    pictures, pictures_leak = _pictures(groups, several)
+    labels, labels_leak = _labels(groups, labels_given)
+    secrets, secrets_leak = _secrets(groups)
+    leaks = [
+        what
+        for what, leaked in (("pictures", pictures_leak), ("labels", labels_leak), ("private values", secrets_leak))
+        if leaked
+    ]
+    lines = [*pictures, *labels, *secrets]
+    if leaks:
+        return Finding(name, f"{LEAKS}: {join(leaks)}", True, lines, leaks)
+    lines.append("That is no proof of safety: it says what these attacks with these settings did on these images.")
+    return Finding(name, OPEN, False, lines)
+
+
+def _pictures(groups: Sequence[Group], several: bool) -> tuple[list[str], bool]:
+    """What is said of the pictures, and whether they leaked."""
+    best = strongest(groups)
+    if best is None or best.psnr is None or best.gain is None or best.best_floor is None:
+        return ["No attack recovered pictures that could be judged."], False
+    guess, floor = best.best_floor
+    where = f" (round {best.round})" if several else ""
+    size, told = _against(best.gain)
+    lines = [
+        f"Strongest attack on the pictures: {best.attack}{where}, with a mean PSNR of {number(best.psnr.value)} dB "
+        f"over {count(best.images, 'image')}: {size} the best guess without the update ({GUESSES[guess]}, "
+        f"{number(floor)} dB){told}."
+    ]
+    reached, guessed = (sum(row[c] >= RECOGNISED for row in best.pictured) for c in ("psnr", f"floor_{guess}_psnr"))
+    lines.append(
+        f"{reached} of its {count(len(best.pictured), 'reconstruction')} reach {RECOGNISED:g} dB, from which on a "
+        f"person recognises the content (that guess: {guessed})."
+    )
+    alone = max(groups, key=lambda group: len(group.leaked))
+    if alone.leaked:
+        exact = sum(bool(row.get("exact8")) for row in alone.leaked)
+        lines.append(
+            f"{alone.attack} brought {len(alone.leaked)} of {count(len(alone.pictured), 'reconstruction')} to "
+            f"{number(NEAR_EXACT, 0)} dB or more, at least {number(CLEAR, 0)} dB above every guess of that same image"
+            f"{f'; {exact} of them exact to the 8-bit pixel' if exact else ''}."
+        )
+    return lines, bool(alone.leaked) or shown(best.gain)
+
+
+def _against(gain: Interval) -> tuple[str, str]:
+    """How a mean compares with a floor, and how far that can be trusted."""
+    if gain.low is None or gain.high is None:
+        return f"{number(gain.value, sign=True)} dB against", "; one image has no interval and tells nothing in general"
+    if gain.low > 0:
+        few = f"; fewer than {FEWEST} images are too few to count" if gain.images < FEWEST else ""
+        return f"{interval(gain)} dB above", few
+    told = "below it" if gain.high < 0 else "not told apart from it"
+    return f"{interval(gain, sign=True)} dB against", f": {told}"
+
+
+def _labels(groups: Sequence[Group], given: bool) -> tuple[list[str], bool]:
+    """What is said of the labels, and whether they leaked."""
+    known = [group for group in groups if group.labels is not None]
+    if given:
+        return (["The labels were given to the attacker."] if known else []), False
+    if not known:
+        return [], False
+    best = max(known, key=lambda group: group.labels.value if group.labels else 0.0)
+    gain = best.label_gain
+    leaked = shown(gain)
+    told = "" if leaked else ": not shown to leak"
+    return [
+        f"Labels: {best.attack} names the right class for {percent_interval(best.labels)} of the images; naming their "
+        f"commonest class every time gets {percent(best.common_label)}{told}."
+    ], leaked
+
+
+def _secrets(groups: Sequence[Group]) -> tuple[list[str], bool]:
+    """What is said of private tensors, and whether any was recovered."""
+    best: dict[str, tuple[float, str]] = {}
+    for group in groups:
+        for name, value in group.secrets.items():
+            best[name] = min(best.get(name, (value, group.attack)), (value, group.attack))
+    recovered = {name: found for name, found in best.items() if found[0] < RECOVERED}
+    lines = []
+    for attack in dict.fromkeys(found[1] for found in recovered.values()):
+        own = [f"{name} ({error(found[0])})" for name, found in recovered.items() if found[1] == attack]
+        lines.append(f"Private values: {attack} recovered the {join(own)}; in brackets the median relative error.")
+    if rest := [name for name in best if name not in recovered]:
+        errors = join([f"{name} ({error(best[name][0])})" for name in rest])
+        lines.append(f"Private values not recovered: {errors}, with the smallest median relative error of any attack.")
+    return lines, bool(recovered)
+
+
+def lead(found: Sequence[Finding]) -> str:
+    """The answer in a sentence or two."""
+    leaking = [f"{finding.subject} ({join(finding.what)})" for finding in found if finding.leaks]
+    open_ = [finding.subject for finding in found if finding.leaks is False]
+    parts = []
+    if leaking:
+        parts.append(f"{LEAKS[:1].upper()}{LEAKS[1:]}: {join(leaking)}.")
+    if open_:
+        parts.append(f"{OPEN[:1].upper()}{OPEN[1:]}: {join(open_)}.")
+    if not parts:
+        parts.append("Nothing can be said: no attack applied to any method.")
+    return " ".join(parts)
+
+
+def floor_names(groups: Sequence[Group]) -> list[str]:
+    """The guesses that the images were compared with."""
+    return [GUESSES[guess] for guess in FLOORS if any(f"floor_{guess}_psnr" in r for g in groups for r in g.pictured)]

@@ -1,0 +1,52 @@
+"""A report as one HTML file that needs nothing else: styles, drawings and pictures inside, no script."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from itertools import groupby
+
+from jinja2 import Environment, StrictUndefined
+
+from eval.report import svg
+from eval.report.blocks import Block, Mark, Report
+
+
+def render(report: Report) -> str:
+    """The page; all words are escaped."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["groupby_kind"] = _by_kind
+    environment.globals |= {"kind_of": _kind, "png": _png, "swatch": _swatch}
+    template = environment.from_string(_file("report.html.j2"))
+    return template.render(report=report, css=_css())
+
+
+def _file(name: str) -> str:
+    return (resources.files("eval.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _css() -> str:
+    colours = {"/*light*/": svg.variables(), "/*dark*/": svg.variables(svg.DARK)}
+    css = _file("report.css") + svg.style()
+    for place, words in colours.items():
+        css = css.replace(place, words)
+    return css
+
+
+def _by_kind(blocks: Iterable[Block]) -> Iterator[tuple[str, list[Block]]]:
+    """Runs of blocks of one kind, so that galleries can stand side by side."""
+    for kind, run in groupby(blocks, _kind):
+        yield kind, list(run)
+
+
+def _kind(block: Block) -> str:
+    return type(block).__name__
+
+
+def _png(picture: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture).decode("ascii")
+
+
+def _swatch(mark: Mark) -> str:
+    return svg.swatch(mark.series, hollow=mark.hollow, dashed=mark.line)

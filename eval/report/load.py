@@ -1,0 +1,114 @@
+"""A run directory, read: nothing in a report comes from anywhere else."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval import store, yamlfile
+from eval.report.setting import Setting
+from eval.report.summary import Group, groups
+from eval.score import Row
+
+CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
+KEYS = ("method", "defense", "attack", "round", "seed")
+Pixels = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind.
+
+    Attributes:
+        folder: where it is.
+        config: `config.yaml` as it stands.
+        setting: the same, read.
+        rows: of `images.jsonl`.
+        rounds: of `rounds.jsonl`; empty without one.
+        about: `run.json`; empty without one.
+        environment: `env.json`; empty without one.
+    """
+
+    folder: Path
+    config: str
+    setting: Setting
+    rows: list[Row]
+    rounds: list[Row]
+    about: Mapping[str, Any]
+    environment: Mapping[str, Any]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The rows by setting."""
+        return groups(self.rows)
+
+    @property
+    def title(self) -> str:
+        """What the run calls itself."""
+        return self.setting.title or str(self.about.get("title") or self.about.get("name") or "What leaked")
+
+    def pictures(self, group: Group, seed: int) -> tuple[Pixels, Pixels]:
+        """Originals and reconstructions (N, C, H, W) in [0, 1], in the order of the group's pictured rows of a seed.
+
+        Raises:
+            ValueError: there is no such file, or it is none of ours; says which.
+        """
+        name = f"{group.method}-{group.defense}-{group.attack}-round{group.round}-seed{seed}.npz"
+        path = self.folder / "images" / name
+        if not path.is_file():
+            raise ValueError(f"there is no images/{name}")
+        try:
+            # opened here: of a damaged file np.load would leave it open
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                original, found = (file[key] for key in ("original", "reconstruction"))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(f"images/{name} can't be read") from error
+        if original.ndim != 4 or original.shape != found.shape:
+            raise ValueError(f"images/{name} holds shapes {original.shape} and {found.shape}")
+        return original, found
+
+
+def load(folder: str | Path) -> Run:
+    """Read a run directory.
+
+    Raises:
+        FileNotFoundError: it is no run directory; says what is missing.
+        ValueError: a file is damaged; says which.
+    """
+    folder = Path(folder)
+    for name in (CONFIG, ROWS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"no {name} in {folder}; expected a folder that `hyperleak run` has written")
+    config = (folder / CONFIG).read_text(encoding="utf-8")
+    try:
+        setting = Setting.of(yamlfile.parse(config))
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    rows = store.read_rows(folder / ROWS)
+    if not rows:
+        raise ValueError(f"{folder / ROWS}: expected at least one row, got none")
+    for number, row in enumerate(rows, 1):
+        if absent := [key for key in KEYS if key not in row]:
+            raise ValueError(f"{folder / ROWS}, line {number}: expected a value for {', '.join(absent)}, got none")
+    rounds = store.read_rows(folder / ROUNDS) if (folder / ROUNDS).is_file() else []
+    return Run(folder, config, setting, rows, rounds, _json(folder / RUN), _json(folder / ENVIRONMENT))
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found

@@ -1,0 +1,121 @@
+"""How the figures are made, on what machine, and how to make them again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from eval.report.blocks import Absent, Block, Code, Grid, Items, Note, Section, Text
+from eval.report.describe import glossary, papers
+from eval.report.load import Run
+from eval.report.summary import CLEAR, NEAR_EXACT, RECOVERED
+from eval.report.words import sentence
+
+MEASURES = [
+    (
+        "PSNR",
+        "Peak signal-to-noise ratio of a reconstruction in dB, on pixels in [0, 1]: 10 dB more is a tenth of the "
+        "squared error. From about 20 dB a person recognises the content, from 30 there is hardly a difference, "
+        "100 is equality. Images of a batch are matched with their reconstructions once, so that the total squared "
+        "error is least.",
+    ),
+    ("SSIM", "Similarity of structures, 1 for equal images (Wang et al., 2004: Gaussian window, sigma 1.5)."),
+    (
+        "LPIPS",
+        "Perceptual distance, 0 for equal images (Zhang et al., CVPR 2018); only where its weights were at hand.",
+    ),
+    (
+        "≥ 20, 25, 30 dB",
+        "Share of images whose PSNR reaches that. Exact: every pixel is right after rounding to 8 bits.",
+    ),
+    (
+        "Labels",
+        "Share of images whose class was recovered, beside the share of the commonest class among them: what "
+        "naming that class every time gets.",
+    ),
+    (
+        "Private values",
+        f"Relative error of what a method keeps from the server; below {RECOVERED:g} it counts as recovered.",
+    ),
+    (
+        "Accuracy",
+        "What the method is for: share of its own test images that each client's model gets right, mean over "
+        "clients and seeds.",
+    ),
+]
+JUDGED = [
+    (
+        "Floors",
+        "What a guess without any knowledge of the update scores on the same images: one colour (the image's own "
+        "mean, or mid grey), noise, and the most similar training image that no watched client holds. Two of them "
+        "are chosen with the truth at hand, so they are upper bounds of what such a guess can do. What lies above "
+        "all floors has leaked.",
+    ),
+    (
+        "Intervals",
+        "95 %, by bootstrap over images and, within each, over seeds; of shares with one seed Wilson's. "
+        "Differences from floors are taken image by image. Where one image, or images that are all alike, can tell "
+        "nothing there is none. Intervals speak of images like these, for this model and these settings.",
+    ),
+    (
+        "Single images",
+        f"An image counts as leaked by itself from {NEAR_EXACT:g} dB on, if it is at least {CLEAR:g} dB above every "
+        "guess of that same image. A mean over many can hide it.",
+    ),
+    ("Failures", "An image that no reconstruction stands for counts with PSNR 0, not as a gap."),
+    ("Choice", "Attacks pick their result by their own objective. The truth is used for scoring only."),
+]
+
+
+def section(run: Run) -> Section:
+    """Measures, judgement, glossary, papers."""
+    blocks: list[Block] = [Items(MEASURES), Items(JUDGED)]
+    if words := glossary(run.setting):
+        blocks += [Text("What was trained, and what was tried on it:"), Items([(n, sentence(w)) for n, w in words])]
+    if cited := papers(run.setting):
+        blocks += [Text("Papers to cite:"), Items([(name, sentence(words)) for name, words in cited])]
+    return Section("method", "How the figures are made", blocks)
+
+
+def again(run: Run) -> Section:
+    """Commands, machine, configuration."""
+    blocks: list[Block] = []
+    commands = "hyperleak run config.yaml --out ../again\nhyperleak report ."
+    if command := _command(run.about):
+        blocks.append(Code("The command of this run", command))
+    else:
+        blocks.append(Absent("the command this run was started with", "there is no run.json that holds it"))
+    blocks.append(Code("In this folder: run it again from its settings; write this report again", commands))
+    blocks += _machine(run.environment)
+    blocks.append(Code("All settings (config.yaml)", run.config.rstrip("\n"), folded=True))
+    return Section("again", "To do it again", blocks)
+
+
+def _command(about: Mapping[str, Any]) -> str:
+    command = about.get("command")
+    if isinstance(command, list):
+        return shlex.join(str(word) for word in command)
+    return str(command) if command else ""
+
+
+def _machine(environment: Mapping[str, Any]) -> list[Block]:
+    """Versions and device, as far as they are on file."""
+    if not environment:
+        return [Absent("versions and machine", "there is no env.json")]
+    blocks: list[Block] = []
+    if str(environment.get("commit") or "").endswith("+changes"):
+        words = "The program was run from a checkout with uncommitted changes: its commit alone does not give it back."
+        blocks.append(Note("Not exactly reproducible", [("uncommitted changes", words)]))
+    rows = []
+    for key, value in environment.items():
+        if key == "seconds":
+            continue
+        pairs = value.items() if isinstance(value, Mapping) else [(key, value)]
+        rows += [[str(name), "not installed" if entry is None else str(entry)] for name, entry in pairs]
+    blocks.append(Grid("Versions and machine", ["what", "value"], rows))
+    seconds = environment.get("seconds")
+    if isinstance(seconds, Mapping) and seconds:
+        times = [[str(stage), f"{value:,.1f}"] for stage, value in seconds.items() if isinstance(value, int | float)]
+        blocks.append(Grid("How long it took", ["stage", ">seconds"], times))
+    return blocks

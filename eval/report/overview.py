@@ -1,0 +1,236 @@
+"""The first page: what was examined, what leaked, what the attacker knew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval import checks
+from eval.report.blocks import Block, Finding, Items, Mark, Note, Section, Text
+from eval.report.findings import findings, floor_names, strongest, subject
+from eval.report.load import Run
+from eval.report.summary import FEWEST, Group
+from eval.report.words import count, join, sentence
+
+FEW = 3
+"""Attacks that a flag names; more go by their numbers."""
+KNOWLEDGE = {
+    "knows_labels": "the labels of the images",
+    "knows_batch_size": "how many images an update is computed from",
+    "knows_schedule": "number and size of the local steps",
+    "knows_order": "which image was in which step",
+    "knows_draws": "the method's own random numbers",
+    "knows_defense": "the defence and its settings",
+    "knows_private_init": "the values that private tensors started from",
+    "sees_buffers": "shared buffers such as batch-norm statistics",
+}
+"""Settings of the threat model in words."""
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """The settings that were attacked, under the numbers they have all through the report.
+
+    Attributes:
+        run: read from its folder.
+        numbers: of the groups that an attack applied to, counted from 1.
+        shown: of every method, defence and attack the round in which it leaked most.
+        rounds: whether several rounds were watched.
+    """
+
+    run: Run
+    numbers: dict[int, Group]
+    shown: dict[int, Group]
+    rounds: bool
+
+    @property
+    def defended(self) -> bool:
+        """Whether there is any defence."""
+        return any(self.run.setting.kind(group.defense) != "none" for group in self.run.groups)
+
+    @classmethod
+    def of(cls, run: Run) -> Numbered:
+        """Number the groups of a run in the order of its file."""
+        numbers = dict(enumerate((group for group in run.groups if group.scored), 1))
+        lots: dict[tuple[str, str, str], dict[int, Group]] = {}
+        for number, group in numbers.items():
+            lots.setdefault((*group.subject, group.attack), {})[number] = group
+        shown: dict[int, Group] = {}
+        for lot in lots.values():
+            best = strongest(list(lot.values())) or next(reversed(lot.values()))
+            shown |= {number: group for number, group in lot.items() if group is best}
+        return cls(run, numbers, shown, len({group.round for group in numbers.values()}) > 1)
+
+    def columns(self) -> list[str]:
+        """Of a table by attack; none for defences or rounds where there is nothing to tell apart."""
+        return self.cells(">no.", "method", "defence", "attack", ">round")
+
+    def row(self, key: int, group: Group) -> list[str]:
+        """A group's first cells, under `columns`."""
+        return self.cells(str(key), group.method, group.defense, group.attack, str(group.round))
+
+    def cells(self, key: str, method: str, defense: str, attack: str, at: str) -> list[str]:
+        """The cells that there are columns for."""
+        return [key, method, *([defense] if self.defended else []), attack, *([at] if self.rounds else [])]
+
+    def mark(self, group: Group) -> Mark:
+        """Shape and colour of the group's method; hollow under a defence."""
+        methods = list(dict.fromkeys(other.method for other in self.run.groups))
+        defended = self.run.setting.kind(group.defense) != "none"
+        return Mark(methods.index(group.method), hollow=defended)
+
+    def name(self, group: Group) -> str:
+        """`hyperfl under peel+ig`, with the round where several were watched."""
+        return f"{subject(group)} under {group.attack}" + (f", round {group.round}" if self.rounds else "")
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """What was examined, at a glance."""
+    setting = run.setting
+    federation, observe = setting.section("federation"), setting.section("observe")
+    clients = setting.section("federation", "partition").get("clients")
+    attacked = {row.get("picture") for row in run.rows} - {None}
+    watched = observe.get("clients")
+    batch = observe.get("batch_size")
+    entries = {
+        "Data": _name(setting.section("task", "dataset")),
+        "Network": _name(setting.section("task", "model")),
+        "Clients": f"{clients} ({_name(setting.section('federation', 'partition'))})" if clients is not None else "",
+        "Rounds": _rounds(federation.get("rounds"), run),
+        "Methods": ", ".join(dict.fromkeys(group.method for group in run.groups)),
+        "Defences": ", ".join(dict.fromkeys(g.defense for g in run.groups if setting.kind(g.defense) != "none")),
+        "Attacks": ", ".join(dict.fromkeys(group.attack for group in run.groups if group.attack != "-")),
+        "Watched": f"client {join([str(c) for c in watched])}" if isinstance(watched, list) and watched else "",
+        "Images": f"{len(attacked)}, " + (f"{batch} per update" if batch else "all of a client at once")
+        if attacked
+        else "",
+        "Seeds": join([str(seed) for seed in dict.fromkeys(row["seed"] for row in run.rows)]),
+    }
+    return [(term, words) for term, words in entries.items() if words]
+
+
+def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:
+    """The verdicts, under the flags that qualify them."""
+    run = numbered.run
+    given = bool(run.setting.threat.get("knows_labels", False))
+    found = findings(run.groups, labels_given=given)
+    blocks: list[Block] = [*unfinished(run), *flagged(numbered), *found]
+    guesses = floor_names([group for group in run.groups if group.scored])
+    if guesses:
+        blocks.append(
+            Text(
+                "“Shown to leak” means: over the attacked images, the strongest attack comes closer to the true "
+                f"picture than the best guess made without the update ({join(guesses, 'or')}), and the 95 % interval "
+                f"of that difference, image by image, lies above zero, over at least {FEWEST} images; or single "
+                "images come back nearly exact. Labels and private values are judged likewise. The attack is picked "
+                "after the fact as the one that leaks most, and intervals are not widened for that. “Not shown” is "
+                "never “safe”: another attack may do better."
+            )
+        )
+    return Section("leaked", "What leaked", blocks), found
+
+
+def unfinished(run: Run) -> list[Block]:
+    """The parts of the run that are not there, and why."""
+    cells = [cell for cell in run.about.get("cells") or [] if isinstance(cell, Mapping)]
+    left = [cell for cell in cells if cell.get("status", "finished") != "finished"]
+    if not left:
+        return []
+    entries = [(str(cell.get("name", "?")), sentence(str(cell.get("reason") or cell.get("status")))) for cell in left]
+    return [Note(f"Incomplete: {len(left)} of {count(len(cells), 'part')} of this run are not finished", entries)]
+
+
+def flagged(numbered: Numbered) -> list[Block]:
+    """The validity flags, each with what it means and what it was raised for."""
+    raised: dict[str, list[int]] = {}
+    for key, group in numbered.numbers.items():
+        for flag in group.flags(numbered.run.setting):
+            raised.setdefault(flag, []).append(key)
+    if not raised:
+        return []
+    entries = [
+        (flag, f"{words} {_raised(numbered, raised[flag])}") for flag, words in checks.FLAGS.items() if flag in raised
+    ]
+    return [Note("To know before trusting a figure", entries)]
+
+
+def _raised(numbered: Numbered, keys: list[int]) -> str:
+    """What a flag was raised for: names if there are few, else the numbers of the tables."""
+    if len(keys) == len(numbered.numbers):
+        return (
+            "Raised for every attack." if len(keys) > 1 else f"Raised for {numbered.name(numbered.numbers[keys[0]])}."
+        )
+    if len(keys) <= FEW:
+        return f"Raised for {join([numbered.name(numbered.numbers[key]) for key in keys])}."
+    runs: list[list[int]] = []
+    for key in keys:
+        if runs and key == runs[-1][-1] + 1:
+            runs[-1].append(key)
+        else:
+            runs.append([key])
+    spans = [f"{run[0]} to {run[-1]}" if len(run) > 2 else join([str(key) for key in run]) for run in runs]
+    return f"Raised for {len(keys)} of {len(numbered.numbers)} attacks; their numbers in the tables: {join(spans)}."
+
+
+def attacker(numbered: Numbered) -> Section:
+    """What the attacker was assumed to see and know."""
+    run = numbered.run
+    known, unknown = knowledge(run.setting.threat, defended=numbered.defended)
+    used = dict.fromkeys(item for row in run.rows for item in row.get("knowledge") or [])
+    entries = [
+        (
+            "Who",
+            "An honest-but-curious server (or whoever reads its traffic): it follows the protocol and keeps what "
+            "it gets.",
+        ),
+        (
+            "Sees",
+            "The parameters it sends to a client, the update that comes back, the network's architecture, and the "
+            "method with its settings. Never the images.",
+        ),
+        ("Knows", sentence(join(known)) if known else "Nothing beyond that."),
+        ("Does not know", sentence(join(unknown)) if unknown else "Nothing on this list was withheld."),
+    ]
+    if used:
+        entries.append(("Made use of", sentence(join(list(used)))))
+    if observed := run.setting.section("observe", "method"):
+        changes = join([f"{key} = {value}" for key, value in observed.items()])
+        entries.append(
+            (
+                "Observed round",
+                f"Differs from those of training in {changes}, where a method has it; its update does not "
+                "enter training.",
+            )
+        )
+    return Section("attacker", "What the attacker was assumed to know", [Items(entries)])
+
+
+def knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> tuple[list[str], list[str]]:
+    """What the attacker knows and what it does not, in words."""
+    known: list[str] = []
+    unknown: list[str] = []
+    for key, value in threat.items():
+        if key == "knows_defense" and not defended:
+            continue
+        if key == "rounds":
+            if value:
+                known.append(f"{count(int(value), 'earlier round')} of the same client")
+            continue
+        (known if value else unknown).append(KNOWLEDGE.get(key, key.replace("_", " ")))
+    return known, unknown
+
+
+def _name(spec: Mapping[str, Any]) -> str:
+    """A name with its numbers of pixels, if it has any."""
+    name, size = str(spec.get("name", "")), spec.get("input_shape")
+    if isinstance(size, Sequence) and not isinstance(size, str):
+        return f"{name}, " + "\N{MULTIPLICATION SIGN}".join(map(str, size))
+    return name
+
+
+def _rounds(total: object, run: Run) -> str:
+    if total is None:
+        return ""
+    watched = sorted({group.round for group in run.groups if group.scored})
+    return f"{total}" + (f"; attacked after {join([str(number) for number in watched])}" if watched else "")

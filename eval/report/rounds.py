@@ -1,0 +1,132 @@
+"""What changes while a method trains: values by round and seed, from `rounds.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from eval import statistics
+from eval.report.load import Run
+from eval.report.summary import Group
+from eval.report.words import percent, percent_interval
+from eval.score import Row
+from eval.statistics import Interval
+
+Value = Callable[[Row], float | None]
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a value runs over rounds.
+
+    Attributes:
+        method, defense: of whom.
+        values: by round, then by seed.
+    """
+
+    method: str
+    defense: str
+    values: dict[int, dict[int, float]]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """(round, mean over seeds), ascending."""
+        return [(float(number), fmean(seeds.values())) for number, seeds in sorted(self.values.items())]
+
+    @property
+    def band(self) -> list[tuple[float, float, float]]:
+        """(round, lowest seed, highest seed), where there are several seeds."""
+        several = [(number, seeds.values()) for number, seeds in sorted(self.values.items()) if len(seeds) > 1]
+        return [(float(number), min(values), max(values)) for number, values in several]
+
+
+def courses(rows: Sequence[Row], value: Value) -> list[Course]:
+    """A value over rounds for every method under every defence that has it."""
+    found: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
+    for row in rows:
+        if (figure := value(row)) is not None:
+            own = found.setdefault((row["method"], row["defense"]), {})
+            own.setdefault(int(row["round"]), {})[row["seed"]] = float(figure)
+    return [Course(*key, values) for key, values in found.items()]
+
+
+def diagnostics(rows: Sequence[Row]) -> list[str]:
+    """Names of the diagnostics there are, in order."""
+    return list(dict.fromkeys(name for row in rows for name in row.get("diagnostics") or {}))
+
+
+def accuracy_interval(run: Run, group: Group) -> Interval | None:
+    """The group's accuracy with an interval over clients and seeds; None where the clients' own are not on file.
+
+    Of every seed the last round counts that gives the accuracy the group has; any other would be of another model.
+    """
+    clients: list[Row] = []
+    for seed, accuracy in group.accuracies.items():
+        rows = [
+            row
+            for row in run.rounds
+            if (row["method"], row["defense"], row["seed"]) == (*group.subject, seed)
+            and row.get("accuracy") is not None
+            and abs(row["accuracy"] - accuracy) < 1e-9
+        ]
+        if not rows:
+            return None
+        last = max(rows, key=lambda row: row["round"])
+        clients += [{"client": i, "seed": seed, "accuracy": a} for i, a in enumerate(last.get("accuracies") or [])]
+    known = [row for row in clients if row["accuracy"] is not None]
+    found = statistics.mean_interval(known, "accuracy", image="client") if known else None
+    return found if found is not None and abs(found.value - (group.accuracy or 0.0)) < 1e-6 else None
+
+
+def accuracy(run: Run, group: Group) -> str:
+    """The group's accuracy in words, with its interval where there is one."""
+    clients = accuracy_interval(run, group)
+    return percent_interval(clients, 1) if clients else percent(group.accuracy, 1)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method under a defence sends and takes, per client and round where not said otherwise.
+
+    Attributes:
+        method, defense: of whom.
+        up, down: numbers sent by and to one client.
+        clients: that took part, on average.
+        rounds: trained, of the seed with most.
+        seconds: per round; None where it is not on file.
+    """
+
+    method: str
+    defense: str
+    up: float
+    down: float
+    clients: float
+    rounds: int
+    seconds: float | None
+
+
+def costs(rows: Sequence[Row]) -> list[Cost]:
+    """The costs of every method under every defence that trained for at least one round."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["round"] > 0 and row.get("numbers_up") is not None and row.get("numbers_down") is not None:
+            found.setdefault((row["method"], row["defense"]), []).append(row)
+    return [
+        Cost(
+            *key,
+            up=fmean(row["numbers_up"] for row in own),
+            down=fmean(row["numbers_down"] for row in own),
+            clients=fmean(_amount(row.get("clients")) for row in own),
+            rounds=max(row["round"] for row in own),
+            seconds=fmean(times)
+            if (times := [row["seconds"] for row in own if row.get("seconds") is not None])
+            else None,
+        )
+        for key, own in found.items()
+    ]
+
+
+def _amount(clients: object) -> int:
+    """How many clients: `clients` holds their numbers, or how many there were."""
+    return clients if isinstance(clients, int) else len(clients) if isinstance(clients, list) else 0

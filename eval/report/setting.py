@@ -1,0 +1,81 @@
+"""What a report needs of a configuration, read from plain data so that an old or a foreign one will do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Spec = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The configuration of a run.
+
+    Attributes:
+        plain: all of it.
+        methods: settings of the methods, by label.
+        defenses: likewise.
+        attacks: likewise.
+        threat: what the attacker was assumed to know.
+    """
+
+    plain: Spec
+    methods: dict[str, Spec] = field(default_factory=dict)
+    defenses: dict[str, Spec] = field(default_factory=dict)
+    attacks: dict[str, Spec] = field(default_factory=dict)
+    threat: Spec = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plain: Any) -> Setting:
+        """The setting in plain data (a parsed `config.yaml`).
+
+        Raises:
+            ValueError: it is no mapping.
+        """
+        if not isinstance(plain, Mapping):
+            raise ValueError(f"expected settings (key: value), got {type(plain).__name__}")
+        methods, defenses, attacks = (_entries(plain.get(key)) for key in ("method", "defense", "attack"))
+        return cls(plain, methods, defenses, attacks, section(plain, "threat"))
+
+    @property
+    def title(self) -> str:
+        """What the run calls itself, or nothing."""
+        return str(self.plain.get("title") or "")
+
+    def section(self, *keys: str) -> Spec:
+        """The settings under nested keys; empty where there are none."""
+        return section(self.plain, *keys)
+
+    def kind(self, defense: str) -> str:
+        """The registered name of the defence with this label."""
+        return str(self.defenses.get(defense, {}).get("name", defense))
+
+    @property
+    def lpips_asked(self) -> bool:
+        """Whether LPIPS was asked for by name, so that its absence is worth a flag."""
+        return self.section("score").get("lpips", "auto") not in {"auto", "off"}
+
+
+def section(plain: Spec, *keys: str) -> Spec:
+    """The mapping under nested keys; empty where there is none."""
+    for key in keys:
+        inner = plain.get(key)
+        plain = inner if isinstance(inner, Mapping) else {"name": inner} if isinstance(inner, str) else {}
+    return plain
+
+
+def label(spec: Spec) -> str:
+    """What an entry is called in results."""
+    if "as" in spec:
+        return str(spec["as"])
+    if spec.get("name") == "chain":
+        return "+".join(label(section(spec, part)) for part in ("first", "then"))
+    return str(spec.get("name", ""))
+
+
+def _entries(value: Any) -> dict[str, Spec]:
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    specs = [item if isinstance(item, Mapping) else {"name": str(item)} for item in listed]
+    return {label(spec): spec for spec in specs}

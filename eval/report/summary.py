@@ -1,0 +1,262 @@
+"""From rows to figures: everything that is said of one method under one defence, one attack and one round."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from statistics import median as middle
+from typing import Any
+
+from eval import checks, statistics
+from eval.report.setting import Setting
+from eval.score import NO_RECONSTRUCTION, Row
+from eval.statistics import Interval
+
+IMAGE = "picture"
+"""Column that tells images apart across an experiment."""
+FLOORS = {"mean": "mean colour", "grey": "mid grey", "noise": "noise", "nearest": "nearest image"}
+"""What can be guessed without the update (see `eval.floors`)."""
+RECOGNISED = 20.0
+"""PSNR in dB from which on a person recognises the content, about."""
+NEAR_EXACT, CLEAR = 30.0, 10.0
+"""An image counts as leaked on its own from this PSNR on, in dB, if it is this far above every guess of that image."""
+FEWEST = 6
+"""Images from which on a mean can be shown to lie above a floor: of five, all may do so by chance (1 in 32)."""
+RECOVERED = 0.1
+"""Relative error below which a private tensor counts as recovered."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one setting.
+
+    Attributes:
+        method, defense, attack: labels.
+        round: rounds of training before the observed one.
+        rows: one per attacked image and seed, in the order of the file.
+    """
+
+    method: str
+    defense: str
+    attack: str
+    round: int
+    rows: tuple[Row, ...]
+
+    @property
+    def subject(self) -> tuple[str, str]:
+        """Method and defence."""
+        return self.method, self.defense
+
+    @cached_property
+    def scored(self) -> list[Row]:
+        """Rows of updates that the attack applied to."""
+        return [row for row in self.rows if "not_applicable" not in row]
+
+    @cached_property
+    def pictured(self) -> list[Row]:
+        """Rows with an image to judge; failures count, attacks that are not after images don't."""
+        return [row for row in self.scored if row.get("psnr") is not None]
+
+    @cached_property
+    def refusals(self) -> dict[str, int]:
+        """Why the attack said nothing, and of how many updates."""
+        return dict(Counter(str(row["not_applicable"]) for row in self.rows if "not_applicable" in row))
+
+    @cached_property
+    def accuracies(self) -> dict[int, float]:
+        """Accuracy by seed: each seed trains a model of its own, whatever the number of images attacked on it."""
+        return {row["seed"]: row["accuracy"] for row in self.rows if row.get("accuracy") is not None}
+
+    @property
+    def accuracy(self) -> float | None:
+        """Mean over seeds."""
+        return fmean(self.accuracies.values()) if self.accuracies else None
+
+    @cached_property
+    def psnr(self) -> Interval | None:
+        """Mean PSNR in dB."""
+        return self.interval("psnr")
+
+    @cached_property
+    def images(self) -> int:
+        """How many different images were attacked."""
+        return len({row[IMAGE] for row in self.pictured})
+
+    @cached_property
+    def best_floor(self) -> tuple[str, float] | None:
+        """The guess that scores best on these images, and its mean PSNR in dB."""
+        means = {g: fmean(row[_floor(g)] for row in self.pictured) for g in FLOORS if _all(self.pictured, _floor(g))}
+        return max(means.items(), key=lambda item: item[1]) if means else None
+
+    @cached_property
+    def gain(self) -> Interval | None:
+        """PSNR above the best floor in dB, image by image."""
+        if self.best_floor is None:
+            return None
+        column = _floor(self.best_floor[0])
+        return _mean([{**row, "gain": row["psnr"] - row[column]} for row in self.pictured], "gain")
+
+    @cached_property
+    def leaked(self) -> list[Row]:
+        """Images that leaked whatever the others did: `NEAR_EXACT`, and `CLEAR` of every guess of the same image."""
+        return [
+            row
+            for row in self.pictured
+            if row["psnr"] >= NEAR_EXACT
+            and any(row.get(_floor(g)) is not None for g in FLOORS)
+            and all(row["psnr"] - row[_floor(g)] >= CLEAR for g in FLOORS if row.get(_floor(g)) is not None)
+        ]
+
+    @cached_property
+    def labels(self) -> Interval | None:
+        """Share of images whose class was recovered."""
+        known = [row for row in self.pictured if row.get("label_correct") is not None]
+        return share([{**row, "hit": float(row["label_correct"])} for row in known], "hit")
+
+    @cached_property
+    def label_gain(self) -> Interval | None:
+        """Share of labels recovered above what the commonest class of these images gets by itself."""
+        known = [row for row in self.pictured if row.get("label_correct") is not None]
+        if not known:
+            return None
+        common = Counter(str(row["label"]) for row in known).most_common(1)[0][0]
+        gains = [{**row, "gain": float(row["label_correct"]) - float(str(row["label"]) == common)} for row in known]
+        return _mean(gains, "gain")
+
+    @cached_property
+    def common_label(self) -> float | None:
+        """Share of the commonest class among these images: what naming it every time gets."""
+        known = [str(row["label"]) for row in self.pictured if row.get("label_correct") is not None]
+        return Counter(known).most_common(1)[0][1] / len(known) if known else None
+
+    @cached_property
+    def secrets(self) -> dict[str, float]:
+        """Median relative error of what else was private, by name; "extractor" is the generated part."""
+        errors: dict[str, list[float]] = {}
+        for row in self.scored:
+            extractor = row.get("extractor_error")
+            for name, error in {**row.get("private_errors", {}), "extractor": extractor}.items():
+                if error is not None and not name.startswith("extractor/"):  # "extractor" has them together
+                    errors.setdefault(name, []).append(error)
+        return {name: middle(values) for name, values in errors.items()}
+
+    def interval(self, column: str) -> Interval | None:
+        """Mean of a column with its interval; None where no row has it."""
+        return _mean([row for row in self.pictured if column in row], column)
+
+    def reaching(self, level: float, prefix: str = "") -> Interval | None:
+        """Share of images with a PSNR of at least `level` dB."""
+        return reaching(self.pictured, level, f"{prefix}psnr")
+
+    def flags(self, setting: Setting) -> list[str]:
+        """The validity flags that apply (see `eval.checks`)."""
+        if not self.scored:
+            return []
+        errors = [row.get("forward_error", 0.0) for row in self.scored]
+        histories = [row.get("history") or [] for row in self.scored]
+        knows = setting.threat.get("knows_defense", False)
+        found = checks.flags(
+            self.scored,
+            histories=[[math.nan if value is None else value for value in history] for history in histories],
+            labels_given=bool(setting.threat.get("knows_labels", False)),
+            defence_known=setting.kind(self.defense) != "none" and bool(knows),
+            forward_error=max(math.inf if error is None else error for error in errors),
+            image=IMAGE,
+        )
+        return [name for name in found if name != "lpips-missing" or setting.lpips_asked]
+
+
+def groups(rows: Sequence[Row]) -> list[Group]:
+    """The rows by setting, in the order in which settings first appear."""
+    found: dict[tuple[str, str, str, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["method"], row["defense"], row["attack"], row["round"]), []).append(row)
+    return [Group(*key, tuple(group)) for key, group in found.items()]
+
+
+def identity(row: Row) -> tuple[Any, ...]:
+    """What tells an attacked image from those of other settings: its name, and two figures of its pixels."""
+    return (row[IMAGE], row.get("floor_mean_mse"), row.get("floor_grey_mse"))
+
+
+def pictures(rows: Sequence[Row]) -> list[Row]:
+    """One row per attacked image and seed, for what does not depend on the attack: the floors."""
+    named = [{**row, IMAGE: identity(row)} for row in rows if row.get(IMAGE) is not None and "images" in row]
+    return list({(row[IMAGE], row["seed"]): row for row in named}.values())
+
+
+def floor_means(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean PSNR of every guess on the attacked images, in dB."""
+    named: dict[tuple[Any, ...], list[Row]] = {}
+    for row in pictures(rows):
+        named.setdefault(row[IMAGE], []).append(row)
+    return {
+        guess: fmean(fmean(row[_floor(guess)] for row in own) for own in named.values())
+        for guess in FLOORS
+        if _all([row for own in named.values() for row in own], _floor(guess))
+    }
+
+
+def floors(rows: Sequence[Row], metric: str = "psnr") -> dict[str, Interval]:
+    """What every guess scores on the attacked images, each counted once per seed."""
+    chosen = pictures(rows)
+    found = {guess: _mean(chosen, f"floor_{guess}_{metric}") for guess in FLOORS if _has(chosen, guess, metric)}
+    return {guess: value for guess, value in found.items() if value is not None}
+
+
+def reaching(rows: Sequence[Row], level: float, column: str = "psnr") -> Interval | None:
+    """Share of rows of at least `level` dB in a column."""
+    known = [row for row in rows if row.get(column) is not None]
+    return share([{**row, "hit": float(row[column] >= level)} for row in known], "hit")
+
+
+def share(rows: Sequence[Row], column: str) -> Interval | None:
+    """Share of ones in a column of zeros and ones, with an interval that has images as its units.
+
+    Wilson's where every image has one seed; otherwise the bootstrap over images and seeds, and no interval where it
+    has none (all images alike).
+    """
+    if not rows:
+        return None
+    if len({row["seed"] for row in rows}) == 1:
+        return statistics.success_rate(rows, 0.5, column, image=IMAGE)
+    found = statistics.mean_interval(rows, column, image=IMAGE)
+    if found.low == found.high:
+        return Interval(found.value, None, None, found.images, found.count, found.missing)
+    return found
+
+
+def lpips(rows: Sequence[Row]) -> str | None:
+    """The column that holds LPIPS, where any row has a figure in it."""
+    return next((name for row in rows for name in row if name.startswith("lpips_") and row[name] is not None), None)
+
+
+def shown(gain: Interval | None) -> bool:
+    """Whether a gain is told from zero: its interval lies above, and it rests on enough images for that to count."""
+    return gain is not None and gain.low is not None and gain.low > 0 and gain.images >= FEWEST
+
+
+def failed(row: Row) -> bool:
+    """Whether no reconstruction stands for the image, so that its figures are the worst there are."""
+    return bool(row.get("failure")) or NO_RECONSTRUCTION in row.get("missing", {}).values()
+
+
+def _mean(rows: Sequence[Row], column: str) -> Interval | None:
+    known = [row for row in rows if row.get(column) is not None]
+    return statistics.mean_interval(known, column, image=IMAGE) if known else None
+
+
+def _floor(guess: str) -> str:
+    return f"floor_{guess}_psnr"
+
+
+def _all(rows: Sequence[Mapping[str, object]], column: str) -> bool:
+    return bool(rows) and all(row.get(column) is not None for row in rows)
+
+
+def _has(rows: Sequence[Row], guess: str, metric: str) -> bool:
+    return any(row.get(f"floor_{guess}_{metric}") is not None for row in rows)

@@ -1,0 +1,220 @@
+"""The tables of a report: every figure with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from eval import checks, statistics
+from eval.report.blocks import Absent, Block, Grid, Items, Section
+from eval.report.overview import Numbered
+from eval.report.rounds import accuracy, costs
+from eval.report.summary import FLOORS, RECOVERED, Group, floors, lpips, pictures, reaching
+from eval.report.words import NONE, error, interval, join, number, percent, percent_interval, sentence
+from eval.score import Row
+
+BYTES, MEBI = 4, 2**20
+
+
+def section(numbered: Numbered) -> Section:
+    """All tables, with the flags explained."""
+    blocks: list[Block] = []
+    if numbered.numbers:
+        blocks += [_closeness(numbered), _successes(numbered)]
+    blocks += [
+        *_accuracies(numbered),
+        *_secrets(numbered),
+        *_refusals(numbered),
+        *_costs(numbered),
+        *_explained(numbered),
+    ]
+    return Section("tables", "All figures", blocks)
+
+
+def _floor(numbered: Numbered, guess: str) -> list[str]:
+    return numbered.cells("", "floor", "", FLOORS[guess], "")
+
+
+def _closeness(numbered: Numbered) -> Grid:
+    """How close reconstructions are to the true images."""
+    rows = [row for group in numbered.numbers.values() for row in group.pictured]
+    perceptual = lpips(rows)
+    extra = [f">{perceptual.replace('lpips_', 'LPIPS ')}"] if perceptual else []
+    columns = [
+        *numbered.columns(),
+        ">accuracy",
+        ">PSNR (dB)",
+        ">above best floor (dB)",
+        ">median (dB)",
+        ">SSIM",
+        *extra,
+        ">images",
+    ]
+    lines = []
+    for key, group in numbered.numbers.items():
+        found = [group.interval("ssim"), *([group.interval(perceptual)] if perceptual else [])]
+        lines.append(
+            [
+                *numbered.row(key, group),
+                accuracy(numbered.run, group),
+                interval(group.psnr),
+                interval(group.gain, sign=True),
+                _median(group.pictured),
+                *(interval(value, 2) for value in found),
+                f"{group.images}",
+            ]
+        )
+    lesser = []
+    chosen = pictures(rows)
+    measured = {metric: floors(rows, metric) for metric in ("psnr", "ssim", *([perceptual] if perceptual else []))}
+    for guess, psnr in measured["psnr"].items():
+        middle = _median(chosen, f"floor_{guess}_psnr")
+        rest = [interval(measured[metric].get(guess), 2) for metric in measured if metric != "psnr"]
+        lesser.append([*_floor(numbered, guess), "", interval(psnr), "", middle, *rest, f"{psnr.images}"])
+    return Grid("How close the pictures are", columns, lines, lesser)
+
+
+def _median(rows: Sequence[Row], column: str = "psnr") -> str:
+    known = [row[column] for row in rows if row.get(column) is not None]
+    return number(statistics.median(known)) if known else NONE
+
+
+def _successes(numbered: Numbered) -> Grid:
+    """Shares of images."""
+    columns = [*numbered.columns(), ">≥ 20 dB", ">≥ 25 dB", ">≥ 30 dB", ">exact", ">labels", ">commonest label"]
+    lines = []
+    for key, group in numbered.numbers.items():
+        rates = [percent_interval(group.reaching(level)) for level in statistics.THRESHOLDS]
+        exact = [float(row["exact8"]) for row in group.pictured if row.get("exact8") is not None]
+        labels = [percent_interval(group.labels), percent(group.common_label)]
+        lines.append([*numbered.row(key, group), *rates, percent(fmean(exact)) if exact else NONE, *labels])
+    chosen = pictures([row for group in numbered.numbers.values() for row in group.pictured])
+    lesser = []
+    for guess in FLOORS:
+        rates = [percent_interval(reaching(chosen, level, f"floor_{guess}_psnr")) for level in statistics.THRESHOLDS]
+        if any(rate != NONE for rate in rates):
+            lesser.append([*_floor(numbered, guess), *rates, "", "", ""])
+    return Grid("How many pictures and labels came back", columns, lines, lesser)
+
+
+def _accuracies(numbered: Numbered) -> list[Block]:
+    """What every method under every defence learnt, with its other readings where they are on file."""
+    first: dict[tuple[str, str], Group] = {}
+    for group in numbered.run.groups:
+        if group.accuracies:
+            first.setdefault(group.subject, group)
+    lines = []
+    for (method, defense), group in first.items():
+        ends = [percent(_over_seeds(group, column), 1) for column in ("accuracy_local", "accuracy_best")]
+        best = dict.fromkeys(row.get("accuracy_best_round") for row in group.rows)
+        rounds = join([str(number) for number in best if number is not None]) if any(best) else NONE
+        lines.append([method, defense, accuracy(numbered.run, group), *ends, rounds])
+    columns = [
+        "method",
+        "defence",
+        ">after the last round",
+        ">after local training",
+        ">in the best round",
+        ">best round",
+    ]
+    filled = [i for i in range(len(columns)) if i < 3 or any(line[i] != NONE for line in lines)]
+    cells = [[line[i] for i in filled] for line in lines]
+    return [Grid("Accuracy", [columns[i] for i in filled], cells)] if lines else []
+
+
+def _over_seeds(group: Group, column: str) -> float | None:
+    """Mean over seeds of a column that is the same for all images."""
+    values = {row["seed"]: row[column] for row in group.rows if row.get(column) is not None}
+    return fmean(values.values()) if values else None
+
+
+def _secrets(numbered: Numbered) -> list[Block]:
+    """Private tensors that attacks recovered, or tried to."""
+    lines = [
+        [*numbered.row(key, group), name, error(value), "yes" if value < RECOVERED else "no", _verified(group)]
+        for key, group in numbered.numbers.items()
+        for name, value in group.secrets.items()
+    ]
+    if not lines:
+        return []
+    columns = [*numbered.columns(), "private value", ">median relative error", "recovered", "attack's own check"]
+    return [Grid("What else was private", columns, lines)]
+
+
+def _verified(group: Group) -> str:
+    """Of how many images the attack could tell its own success."""
+    known = [row["verified"] for row in group.scored if row.get("verified") is not None]
+    return f"passed {sum(known)} of {len(known)}" if known else "none"
+
+
+def _refusals(numbered: Numbered) -> list[Block]:
+    """Attacks that said nothing, and why."""
+    lines = [
+        [group.method, group.defense, group.attack, str(group.round), str(amount), percent(group.accuracy, 1), reason]
+        for group in numbered.run.groups
+        for reason, amount in group.refusals.items()
+    ]
+    columns = ["method", "defence", "attack", ">round", ">updates", ">accuracy", "why"]
+    return [Grid("Where no attack applied", columns, lines)] if lines else []
+
+
+def _costs(numbered: Numbered) -> list[Block]:
+    """What a method sends."""
+    if not numbered.run.rounds:
+        return [Absent("communication cost", "there is no rounds.jsonl")]
+    found = costs(numbered.run.rounds)
+    if not found:
+        return [Absent("communication cost", "rounds.jsonl holds none of a trained round")]
+    lines = [
+        [
+            cost.method,
+            cost.defense,
+            f"{cost.up:,.0f}",
+            f"{cost.down:,.0f}",
+            number(BYTES * (cost.up + cost.down) / MEBI, 2),
+            number(cost.clients, 1).removesuffix(".0"),
+            str(cost.rounds),
+            number(cost.seconds, 2),
+        ]
+        for cost in found
+    ]
+    columns = ["method", "defence", ">numbers up", ">numbers down", ">MiB", ">clients", ">rounds", ">seconds"]
+    return [
+        Grid("Communication", columns, lines),
+        Items(
+            [
+                ("Up, down", "numbers one client sends and receives in a round, mean over rounds and seeds."),
+                ("MiB", f"both together at {BYTES} bytes each."),
+                ("Clients", "that take part in a round, on average."),
+                ("Seconds", "per round, on the machine below, beside whatever else ran there."),
+            ]
+        ),
+    ]
+
+
+def _explained(numbered: Numbered) -> list[Block]:
+    """The flags of every attack, in words."""
+    lines = [
+        [*numbered.row(key, group), flag, checks.FLAGS[flag]]
+        for key, group in numbered.numbers.items()
+        for flag in group.flags(numbered.run.setting)
+    ]
+    missing = _missing(numbered)
+    notes: list[Block] = [Items([("Missing", sentence(reason)) for reason in missing])] if missing else []
+    if not lines:
+        return notes
+    return [Grid("Flags", [*numbered.columns(), "flag", "what it means"], lines), *notes]
+
+
+def _missing(numbered: Numbered) -> list[str]:
+    """Why figures could not be taken."""
+    reasons = [
+        reason
+        if reason.startswith("LPIPS")
+        else f"{name.replace('lpips_', 'LPIPS ').replace('ssim', 'SSIM')}: {reason}"
+        for group in numbered.numbers.values()
+        for row in group.scored
+        for name, reason in row.get("missing", {}).items()
+        if name == "ssim" or name.startswith("lpips_")
+    ]
+    return list(dict.fromkeys(reasons))

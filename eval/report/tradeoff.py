@@ -1,0 +1,246 @@
+"""The figures of a report, each with its legend, caption and description; or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import TypeVar
+
+from eval.report import figures
+from eval.report.blocks import Absent, Block, Figure, Grid, Mark, Section
+from eval.report.figures import NARROW, WIDE, Curve, Floor, Point, Strip
+from eval.report.overview import Numbered
+from eval.report.rounds import Course, Value, accuracy, accuracy_interval, courses, diagnostics
+from eval.report.summary import FLOORS, Group, floor_means
+from eval.report.words import interval, join, number
+from eval.statistics import Interval
+
+T = TypeVar("T")
+MOST = 8
+"""Lines in one figure; more are spread over a figure for every defence."""
+LINES = ("mean", "nearest")
+"""Floors drawn as lines: the best constant picture, and the best picture that could be had before."""
+
+
+def section(numbered: Numbered) -> Section:
+    """Accuracy against leakage, and what changes over rounds."""
+    blocks = [*_scatter(numbered), *_strips(numbered), *_training(numbered), *_leakage(numbered)]
+    return Section("tradeoff", "Accuracy against leakage", blocks)
+
+
+def _figure(name: str, title: str, draw: Callable[[int], str], alt: str, caption: str, legend: Grid) -> Figure:
+    return Figure(name, title, draw(WIDE), draw(NARROW), alt, caption, legend)
+
+
+def _scatter(numbered: Numbered) -> list[Block]:
+    """One point for every method, defence and attack."""
+    points, rows, marks, spoken = [], [], [], []
+    absent: list[Block] = []
+    for key, group in numbered.shown.items():
+        if group.psnr is None or group.accuracy is None:
+            missing = "it recovers no pictures" if group.psnr is None else "its accuracy is not on file"
+            absent.append(Absent(f"{numbered.name(group)} in the figure", missing))
+            continue
+        mark, clients = numbered.mark(group), accuracy_interval(numbered.run, group)
+        x, y = _ends(group.psnr), _ends(clients, 100)
+        points.append(Point(key, mark.series, mark.hollow, group.psnr.value, 100 * group.accuracy, x, y))
+        reached = accuracy(numbered.run, group)
+        rows.append([*numbered.row(key, group), reached, interval(group.psnr)])
+        marks.append(mark)
+        spoken.append(f"{key}: {numbered.name(group)}, accuracy {reached}, PSNR {interval(group.psnr)} dB.")
+    if not points:
+        return absent or [Absent("accuracy against leakage", "no attack applied")]
+    lines = _floors([numbered.shown[point.number] for point in points])
+    alt = f"Accuracy in percent against mean PSNR in dB. {' '.join(spoken)}"
+    caption = (
+        "Further right, pictures closer to the truth: more leaked. Further up, a better model. Shapes stand for "
+        "methods, hollow ones under a defence; numbers for the rows of the legend. Whiskers are 95 % intervals, of "
+        f"PSNR over images and seeds, {_accuracy_words(points)}{_floor_words(lines)}"
+    )
+    if numbered.rounds:
+        caption += " Of the rounds that were watched, each attack is shown at the one in which it leaked most."
+    columns = [*numbered.columns(), ">accuracy", ">PSNR (dB)"]
+    legend = Grid("What the marks stand for", columns, rows, marks=marks)
+
+    def draw(width: int) -> str:
+        return figures.scatter(points, lines, alt=alt, width=width)
+
+    return [_figure("tradeoff", "Each attack on each method", draw, alt, caption, legend), *absent]
+
+
+def _accuracy_words(points: Sequence[Point]) -> str:
+    if all(point.y_range for point in points):
+        return "of accuracy over clients and seeds."
+    if any(point.y_range for point in points):
+        return "of accuracy over clients and seeds where the accuracy of every client is on file."
+    return "of accuracy none, as that of every single client is not on file."
+
+
+def _strips(numbered: Numbered) -> list[Block]:
+    """Every attacked image of every attack."""
+    shown = {key: group for key, group in numbered.shown.items() if group.psnr is not None}
+    if not shown:
+        return []
+    rows = [
+        Strip(
+            key,
+            numbered.name(group),
+            numbered.mark(group).series,
+            numbered.mark(group).hollow,
+            [row["psnr"] for row in group.pictured],
+            group.psnr.value,
+            _ends(group.psnr),
+        )
+        for key, group in shown.items()
+        if group.psnr is not None
+    ]
+    lines = _floors(list(shown.values()))
+    alt = "PSNR of every attacked image. " + " ".join(
+        f"{row.number}, {row.name}: from {min(row.values):.1f} to {max(row.values):.1f} dB, mean {row.mean:.1f} dB."
+        for row in rows
+    )
+    caption = (
+        "Each dot is one reconstruction, the larger mark their mean with its 95 % interval: a mean can hide single "
+        "images that came back exact, and single failures. From about 20 dB a person recognises the "
+        f"content.{_floor_words(lines)}"
+    )
+
+    def draw(width: int) -> str:
+        return figures.strips(rows, lines, alt=alt, width=width)
+
+    return [Figure("images", "Every image on its own", draw(WIDE), draw(NARROW), alt, caption)]
+
+
+def _training(numbered: Numbered) -> list[Block]:
+    """Accuracy and diagnostics over rounds."""
+    rows = numbered.run.rounds
+    if not rows:
+        return [Absent("accuracy over rounds", "there is no rounds.jsonl")]
+    blocks = _courses(numbered, "accuracy", "Accuracy over rounds", "accuracy (%)", partial(_times, column="accuracy"))
+    if not blocks:
+        blocks = [Absent("accuracy over rounds", "rounds.jsonl holds no second round with an accuracy")]
+    blocks += _courses(
+        numbered,
+        "accuracy-local",
+        "Accuracy right after local training",
+        "accuracy (%)",
+        partial(_times, column="accuracy_local"),
+    )
+    for i, name in enumerate(diagnostics(rows), 1):
+        words = name.replace("_", " ")
+        value = partial(_diagnostic, name=name)
+        blocks += _courses(numbered, f"diagnostic-{i}", f"{words.capitalize()} over rounds", words, value)
+    return blocks
+
+
+def _times(row: Mapping[str, object], column: str) -> float | None:
+    value = row.get(column)
+    return 100 * float(value) if isinstance(value, int | float) else None
+
+
+def _diagnostic(row: Mapping[str, object], name: str) -> float | None:
+    values = row.get("diagnostics")
+    value = values.get(name) if isinstance(values, dict) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _courses(numbered: Numbered, name: str, title: str, ylabel: str, value: Value) -> list[Block]:
+    """Figures of a value over rounds; none where no method has two rounds of it."""
+    found = courses(numbered.run.rounds, value)
+    if not any(len(course.values) > 1 for course in found):
+        return []
+    subjects = list(dict.fromkeys((row["method"], row["defense"]) for row in numbered.run.rounds))
+    methods = list(dict.fromkeys(method for method, _ in subjects))
+    lots = _lots({(course.method, course.defense): course for course in found})
+    blocks: list[Block] = []
+    for suffix, words, lot in lots:  # a method looks the same in all of them
+        own = list(lot.values())
+        series = [methods.index(c.method) if len(lots) > 1 else subjects.index((c.method, c.defense)) for c in own]
+        blocks.append(_course(f"{name}{suffix}", title + words, ylabel, own, series))
+    return blocks
+
+
+def _course(name: str, title: str, ylabel: str, found: Sequence[Course], series: Sequence[int]) -> Figure:
+    """One figure of a value over rounds."""
+    curves = [Curve(i, course.points, course.band) for i, course in zip(series, found, strict=True)]
+    rows = [[course.method, course.defense, *_course_words(course)] for course in found]
+    columns = ["method", "defence", ">first", ">highest", ">last"]
+    marks = [Mark(curve.series, line=True) for curve in curves]
+    legend = Grid("What the lines stand for", columns, rows, marks=marks)
+    spoken = [f"{row[0]}, {row[1]}: first {row[2]}, highest {row[3]}, last {row[4]}." for row in rows]
+    alt = f"{title}. {' '.join(spoken)}"
+    band = "Lines are means over seeds; bands, or whiskers where there are few rounds, reach from lowest to highest."
+    seeds = band if any(course.band for course in found) else "One seed: no band."
+    caption = f"{seeds} Round 0 is before training. In the legend, values with their rounds in brackets."
+
+    def draw(width: int) -> str:
+        return figures.lines(curves, ylabel=ylabel, alt=alt, width=width, percent=ylabel.endswith("(%)"))
+
+    return _figure(name, title, draw, alt, caption, legend)
+
+
+def _course_words(course: Course) -> list[str]:
+    points = course.points
+    chosen = (points[0], max(points, key=lambda point: point[1]), points[-1])
+    return [f"{number(value)} ({at:.0f})" for at, value in chosen]
+
+
+def _leakage(numbered: Numbered) -> list[Block]:
+    """PSNR over the rounds that were watched."""
+    lots: dict[tuple[str, ...], list[Group]] = {}
+    for group in numbered.numbers.values():
+        if group.psnr is not None:
+            lots.setdefault((group.method, group.defense, group.attack), []).append(group)
+    if not any(len(lot) > 1 for lot in lots.values()):
+        return []
+    return [_leak(f"leakage-rounds{suffix}", f"Leakage over rounds{words}", lot) for suffix, words, lot in _lots(lots)]
+
+
+def _leak(name: str, title: str, lots: Mapping[tuple[str, ...], list[Group]]) -> Figure:
+    """One figure of PSNR over rounds."""
+    curves, rows = [], []
+    for i, (key, lot) in enumerate(lots.items()):
+        found = sorted(((group.round, group.psnr) for group in lot if group.psnr is not None), key=itemgetter(0))
+        ends = [(float(at), *span) for at, psnr in found if (span := _ends(psnr))]
+        curves.append(Curve(i, [(float(at), psnr.value) for at, psnr in found], ends))
+        rows.append([*key, "; ".join(f"{number(psnr.value)} ({at})" for at, psnr in found)])
+    lines = _floors([group for lot in lots.values() for group in lot])
+    alt = "Mean PSNR in dB over rounds. " + " ".join(f"{', '.join(row[:3])}: {row[3]}." for row in rows)
+    caption = f"Whiskers or bands are 95 % intervals over images and seeds.{_floor_words(lines)}"
+    marks = [Mark(curve.series, line=True) for curve in curves]
+    legend = Grid("What the lines stand for", ["method", "defence", "attack", ">PSNR in dB (round)"], rows, marks=marks)
+
+    def draw(width: int) -> str:
+        return figures.lines(curves, ylabel="PSNR (dB)", alt=alt, floors=lines, width=width)
+
+    return _figure(name, title, draw, alt, caption, legend)
+
+
+def _lots(items: Mapping[tuple[str, ...], T]) -> list[tuple[str, str, dict[tuple[str, ...], T]]]:
+    """All items in one figure, or one figure for every defence: (suffix of its name, of its title, items)."""
+    if len(items) <= MOST:
+        return [("", "", dict(items))]
+    defenses = dict.fromkeys(key[1] for key in items)
+    return [
+        (f"-{i}", f", defence: {defense}", {key: item for key, item in items.items() if key[1] == defense})
+        for i, defense in enumerate(defenses, 1)
+    ]
+
+
+def _floors(groups: Sequence[Group]) -> list[Floor]:
+    found = floor_means([row for group in groups for row in group.pictured])
+    return [Floor(guess, FLOORS[guess], found[guess]) for guess in LINES if guess in found]
+
+
+def _floor_words(found: Sequence[Floor]) -> str:
+    if not found:
+        return ""
+    words = join([f"{floor.words} ({number(floor.value)} dB)" for floor in found])
+    return f" Broken lines: what a guess without the update scores on the same images, {words}."
+
+
+def _ends(found: Interval | None, factor: float = 1) -> tuple[float, float] | None:
+    if found is None or found.low is None or found.high is None:
+        return None
+    return factor * found.low, factor * found.high

@@ -1,0 +1,73 @@
+"""How figures and lists are put into words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.statistics import Interval
+
+NONE = "\N{EN DASH}"
+"""Stands where there is no figure."""
+_RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+"""To superscripts."""
+
+
+def number(value: float | None, digits: int = 1, *, sign: bool = False) -> str:
+    """A figure with a true minus sign, or a dash where there is none."""
+    if value is None:
+        return NONE
+    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def interval(found: Interval | None, digits: int = 1, *, sign: bool = False) -> str:
+    """`19.1 [17.9, 20.0]`; without brackets where there is no interval."""
+    if found is None:
+        return NONE
+    value = number(found.value, digits, sign=sign)
+    if found.low is None or found.high is None:
+        return value
+    low, high = (number(end, digits, sign=sign) for end in (found.low, found.high))
+    return f"{value} [{low}, {high}]"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """A share as `85 %`."""
+    return NONE if value is None else f"{value * 100:.{digits}f}\N{NO-BREAK SPACE}%"
+
+
+def percent_interval(found: Interval | None, digits: int = 0) -> str:
+    """`25 % [7, 59]`; without brackets where there is no interval."""
+    if found is None:
+        return NONE
+    value = percent(found.value, digits)
+    if found.low is None or found.high is None:
+        return value
+    return f"{value} [{found.low * 100:.{digits}f}, {found.high * 100:.{digits}f}]"
+
+
+def error(value: float | None) -> str:
+    """A relative error: `0.36`, or `7 x 10^-7` with proper signs; a dash where there is none."""
+    if value is None:
+        return NONE
+    if value == 0 or 1e-3 <= value < 1e4:
+        return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+    digits, _, power = f"{value:.0e}".partition("e")
+    return f"{digits}\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}10{str(int(power)).translate(_RAISED)}"
+
+
+def count(amount: int, one: str, several: str = "") -> str:
+    """`1 image`, `8 images`."""
+    return f"{amount:,} {one if amount == 1 else several or one + 's'}"
+
+
+def join(words: Sequence[str], last: str = "and") -> str:
+    """`a, b and c`; `none` of nothing."""
+    if not words:
+        return "none"
+    return f"{', '.join(words[:-1])} {last} {words[-1]}" if len(words) > 1 else words[0]
+
+
+def sentence(words: str) -> str:
+    """With a capital letter in front and one full stop behind."""
+    words = words.strip()
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}." if words else ""

@@ -1,0 +1,393 @@
+import json
+import re
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+from support.fakerun import CONFIG, FakeRun
+
+from eval import report, statistics
+from eval.report.blocks import Absent, Figure, Finding, Gallery, Grid, Note
+from eval.report.words import error, interval
+
+VOID = {"meta", "img", "br"}
+NASTY = "<script>alert('x')</script>|`*"
+
+
+class Page(HTMLParser):
+    """What a page holds; fails on tags that are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick():
+    """Fewer resamples: what is tested here is where figures go, not how wide intervals are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "mean_interval", partial(statistics.mean_interval, resamples=50))
+        yield
+
+
+def full() -> FakeRun:
+    run = FakeRun()
+    run.attack("fedavg", "ig", [24.0, 21.0, 23.0, 22.0, 25.0, 20.5], accuracy=0.62)
+    run.attack("hyperfl", "ig", [4.0, 5.0, 3.0, 6.0, 5.0, 4.0], accuracy=0.71, label_correct=None)
+    run.attack(
+        "hyperfl", "peel+ig", [35.0, 9.0, 4.0, 40.0, 7.0, 5.0], accuracy=0.71, label_correct=None, extractor_error=2e-7
+    )
+    run.train("fedavg", [0.1, 0.5, 0.62]).train("hyperfl", [0.1, 0.6, 0.71])
+    run.about = {"title": "x", "command": "hyperleak run made-up --seeds 1"}
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = full().write(tmp_path_factory.mktemp("run") / "out")
+    report.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder) -> Page:
+    return Page((folder / "report.html").read_text())
+
+
+def blocks(content, kind):
+    return [block for section in content.sections for block in section.blocks if isinstance(block, kind)]
+
+
+def grid(content, caption) -> Grid:
+    return next(block for block in blocks(content, Grid) if block.caption == caption)
+
+
+def reasons(content) -> str:
+    return " ".join(f"{block.what}: {block.why}" for block in blocks(content, Absent))
+
+
+def test_the_page_stands_alone_and_is_accessible(folder, page):
+    html = (folder / "report.html").read_text()
+    assert "http" not in html
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object"}
+    assert "url(" not in html
+    pictures = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert pictures
+    assert all(attributes.get("alt") and str(attributes["src"]).startswith("data:image/png") for attributes in pictures)
+    drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert all(attributes.get("aria-label") or attributes.get("aria-hidden") for attributes in drawings)
+    heads = [attributes for tag, attributes in page.tags if tag == "th"]
+    assert heads
+    assert all("scope" in attributes for attributes in heads)
+    names = [attributes["id"] for _, attributes in page.tags if attributes.get("id")]
+    assert len(names) == len(set(names))
+    links = [str(attributes["href"]) for tag, attributes in page.tags if tag == "a"]
+    assert links
+    assert all(link.removeprefix("#") in names for link in links)
+    assert any(attributes.get("name") == "viewport" for tag, attributes in page.tags if tag == "meta")
+
+
+def test_figures_are_those_of_the_rows(folder, page):
+    rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
+    text = (folder / "report.md").read_text().replace("\\", "")
+    for method, attack in (("fedavg", "ig"), ("hyperfl", "ig"), ("hyperfl", "peel+ig")):
+        own = [row for row in rows if (row["method"], row["attack"]) == (method, attack)]
+        floor = max(("mean", "grey", "noise", "nearest"), key=lambda g: fmean(row[f"floor_{g}_psnr"] for row in own))
+        gains = [row["psnr"] - row[f"floor_{floor}_psnr"] for row in own]
+        psnr, gain = (statistics.mean_interval(values) for values in ([row["psnr"] for row in own], gains))
+        assert psnr.value == pytest.approx(fmean(row["psnr"] for row in own))
+        for words in (interval(psnr), interval(gain, sign=True)):
+            assert words in page.text
+            assert words in text
+
+
+def test_the_same_folder_gives_the_same_bytes(folder, tmp_path):
+    other = full().write(tmp_path / "elsewhere")
+    report.write(other)
+    names = sorted(
+        str(path.relative_to(other)) for path in other.rglob("*") if path.is_file() and path.suffix != ".npz"
+    )
+    assert any(name.startswith("report/") for name in names)
+    assert [(folder / name).read_bytes() for name in names] == [(other / name).read_bytes() for name in names]
+
+
+def test_verdicts(folder):
+    content = report.build(folder)
+    found = {block.subject: block for block in blocks(content, Finding)}
+    assert found["fedavg"].leaks
+    assert found["fedavg"].what == ["pictures", "labels"]
+    assert found["hyperfl"].what == ["pictures", "private values"]
+    lines = " ".join(found["hyperfl"].lines)
+    assert "2 of 6 reconstructions to 30 dB or more" in lines  # a mean near the floor hides them
+    assert f"peel+ig recovered the extractor ({error(2e-7)})" in lines
+    assert content.lead == "Shown to leak: fedavg (pictures and labels) and hyperfl (pictures and private values)."
+
+
+@pytest.mark.parametrize("psnr", [[4.0, 5.0, 3.0, 6.0], [5.0]])
+def test_what_is_not_shown_to_leak_is_not_called_safe(tmp_path, psnr):
+    run = FakeRun().attack("fedavg", "ig", psnr, label_correct=None)
+    content = report.build(run.write(tmp_path / "out"))
+    (found,) = blocks(content, Finding)
+    assert found.leaks is False
+    assert found.verdict == "not shown to leak beyond what was known before"
+    assert "no proof of safety" in found.lines[-1]
+    if len(psnr) == 1:
+        assert "one image has no interval" in found.lines[0]
+        assert any("single-image" in term for note in blocks(content, Note) for term, _ in note.entries)
+        assert "[" not in grid(content, "How close the pictures are").rows[0][4]
+
+
+@pytest.mark.parametrize(("images", "leaks"), [(5, False), (6, True)])
+def test_few_images_prove_nothing(tmp_path, images, leaks):
+    run = FakeRun().attack("fedavg", "ig", [22.0] * images, label_correct=None)
+    (found,) = blocks(report.build(run.write(tmp_path / "out")), Finding)
+    assert found.leaks is leaks
+    assert ("too few to count" in found.lines[0]) is not leaks
+
+
+def test_labels_count_only_beyond_the_commonest_class(tmp_path):
+    run = FakeRun().attack("fedavg", "ig", [4.0, 5.0, 3.0, 6.0], label=0)
+    (found,) = blocks(report.build(run.write(tmp_path / "out")), Finding)
+    assert found.leaks is False
+    assert any("100" in line and "not shown to leak" in line for line in found.lines)
+
+
+def test_labels_that_were_given_say_nothing(tmp_path):
+    run = FakeRun(config=CONFIG.replace("knows_labels: false", "knows_labels: true"))
+    content = report.build(run.attack("fedavg", "ig", [4.0, 5.0, 3.0]).write(tmp_path / "out"))
+    assert blocks(content, Finding)[0].leaks is False
+    assert [term for note in blocks(content, Note) for term, _ in note.entries] == ["below-floor", "labels-given"]
+
+
+def test_words_from_files_are_escaped(tmp_path):
+    config = CONFIG.replace("A made-up run", f'"{NASTY}"').replace("fedavg", "<b>")
+    run = FakeRun(config=config).attack("<b>", "ig", [20.0, 21.0, 22.0]).refuse("<b>", NASTY, NASTY)
+    run.train("<b>", [0.1, 0.5])
+    run.rounds[0]["diagnostics"] = run.rounds[1]["diagnostics"] = {NASTY: 1.0}
+    run.about, run.environment = {"command": NASTY, "cells": [{"name": NASTY, "status": "failed"}]}, {NASTY: NASTY}
+    folder = run.write(tmp_path / "out")
+    report.write(folder)
+    page = Page((folder / "report.html").read_text())
+    assert not {tag for tag, _ in page.tags} & {"script", "b"}
+    assert NASTY in page.text
+    text = (folder / "report.md").read_text()
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert not re.search(r"(?<!\\)<(script|b>)", outside)
+    for drawing in (folder / "report").glob("*.svg"):
+        assert "<script" not in drawing.read_text()
+        assert "<b>" not in drawing.read_text()
+
+
+def test_what_is_not_on_file_is_left_out_with_the_reason(tmp_path):
+    run = FakeRun(environment={}).attack("fedavg", "ig", [20.0, 21.0]).attack("hyperfl", "ig", [20.0, 21.0])
+    del run.pictures["hyperfl-none-ig-round10-seed0"]
+    content = report.build(run.write(tmp_path / "out"))
+    said = reasons(content)
+    for part in ("rounds.jsonl", "run.json", "env.json", "no images/hyperfl-none-ig-round10-seed0.npz"):
+        assert part in said
+    (gallery,) = blocks(content, Gallery)
+    assert [case.rule for case in gallery.cases] == ["best", "worst"]
+    assert not any("LPIPS" in column for column in grid(content, "How close the pictures are").columns)
+
+
+def test_pictures_of_other_rows_are_not_shown(tmp_path):
+    run = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0])
+    original, found = run.pictures["fedavg-none-ig-round10-seed0"]
+    run.pictures["fedavg-none-ig-round10-seed0"] = (original, found[::-1])
+    content = report.build(run.write(tmp_path / "out"))
+    assert not blocks(content, Gallery)
+    assert "its PSNR differs" in reasons(content)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a zip file", b"PK\x03\x04 cut off"])
+def test_damaged_pictures_are_a_reason(tmp_path, damage):
+    folder = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0]).write(tmp_path / "out")
+    (folder / "images" / "fedavg-none-ig-round10-seed0.npz").write_bytes(damage)
+    assert "can't be read" in reasons(report.build(folder))
+
+
+def test_cases_are_chosen_by_rule(folder):
+    content = report.build(folder)
+    shown = {gallery.title: gallery for gallery in blocks(content, Gallery)}
+    cases = shown["3  hyperfl under peel+ig"].cases
+    assert [case.rule for case in cases] == ["best", "median", "worst"]
+    assert [case.words for case in cases[:2]] == ["40.0 dB", "7.0 dB"]
+    assert float(cases[2].words.removesuffix(" dB")) < 9
+    assert cases[0].original.startswith(b"\x89PNG")
+    assert cases[0].size == (120, 120)
+
+
+@pytest.mark.parametrize(("channels", "shown"), [(3, True), (2, False)])
+def test_colour_and_other_channels(tmp_path, channels, shown):
+    run = FakeRun(shape=(channels, 12, 12)).attack("fedavg", "ig", [20.0, 21.0, 22.0])
+    content = report.build(run.write(tmp_path / "out"))
+    assert bool(blocks(content, Gallery)) is shown
+    assert ("2 channels" in reasons(content)) is not shown
+
+
+def test_pictures_can_be_left_out(folder, tmp_path):
+    run = full().write(tmp_path / "out")
+    report.write(run)
+    assert list((run / "report").glob("*.png"))
+    (run / "report" / "mine.txt").write_text("kept")
+    report.write(run, show=False)
+    assert not list((run / "report").glob("*.png"))
+    assert (run / "report" / "mine.txt").exists()
+    html = (run / "report.html").read_text()
+    assert "data:image" not in html
+    assert "left out on request" in html
+
+
+def test_markdown_shows_files_that_are_there(folder):
+    text = (folder / "report.md").read_text()
+    shown = re.findall(r"\]\((report/[^)]*)\)", text)
+    assert sorted(set(shown)) == sorted(f"report/{path.name}" for path in (folder / "report").iterdir())
+    for line in text.splitlines():
+        if line.startswith("| no."):
+            width = line.count("|")
+    assert width
+
+
+def test_tables_are_even(folder):
+    content = report.build(folder)
+    found = [*blocks(content, Grid), *(figure.legend for figure in blocks(content, Figure) if figure.legend)]
+    assert len(found) > 6
+    for table in found:
+        assert all(len(row) == len(table.columns) for row in (*table.rows, *table.lesser)), table.caption
+        assert len(table.marks) in (0, len(table.rows))
+
+
+def test_seeds_batches_and_failures(tmp_path):
+    run = FakeRun()
+    for seed in (0, 1):
+        run.attack("fedavg", "ig", [12.0, 14.0, 16.0], seed=seed, accuracy=0.5 + 0.1 * seed, images=3, candidates=2)
+    lost = run.rows[2]
+    lost |= {"failure": "unmatched", "matched": None, "psnr": 0.0, "mse": 1.0, "ssim": 0.0}
+    content = report.build(run.write(tmp_path / "out"))
+    row = grid(content, "How close the pictures are").rows[0]
+    assert row[3] == "55.0\N{NO-BREAK SPACE}%"
+    assert row[-1] == "3"
+    assert any("unmatched" in term for note in blocks(content, Note) for term, _ in note.entries)
+    (gallery,) = blocks(content, Gallery)
+    assert gallery.cases[-1].words == "0.0 dB (failed: no picture)"
+
+
+def test_methods_without_attacks(tmp_path):
+    run = FakeRun().refuse("local", "-", "no attack was asked for", accuracy=0.4)
+    content = report.build(run.write(tmp_path / "out"))
+    (found,) = blocks(content, Finding)
+    assert (found.leaks, found.verdict) == (None, "not examined")
+    assert content.lead.startswith("Nothing can be said")
+    assert grid(content, "Where no attack applied").rows[0][-1] == "no attack was asked for"
+    assert grid(content, "Accuracy").rows[0][:3] == ["local", "none", "40.0\N{NO-BREAK SPACE}%"]
+    report.write(tmp_path / "out")
+
+
+def test_attacks_that_recover_no_pictures(tmp_path):
+    run = FakeRun().attack("hyperfl", "peel", [1.0, 2.0], extractor_error=1e-8)
+    run.pictures.clear()
+    for row in run.rows:
+        row |= {
+            "psnr": None,
+            "ssim": None,
+            "mse": None,
+            "label_correct": None,
+            "missing": {"psnr": "the attack recovers no images"},
+        }
+    content = report.build(run.write(tmp_path / "out"))
+    (found,) = blocks(content, Finding)
+    assert found.what == ["private values"]
+    assert "it recovers no pictures" in reasons(content)
+    report.write(tmp_path / "out")
+
+
+def test_rounds_and_defences(tmp_path):
+    config = CONFIG.replace("[{name: none}]", "[{name: none}, {name: noise, as: loud}]")
+    run = FakeRun(config=config)
+    for defense in ("none", "loud"):
+        for number in (0, 10):
+            run.attack("fedavg", "ig", [12.0, 14.0, 16.0 + number], round=number, defense=defense, accuracy=0.6)
+        for seed in (0, 1):
+            run.train("fedavg", [0.1, 0.5, 0.6 + 0.1 * seed], defense=defense, seed=seed)
+    content = report.build(run.write(tmp_path / "out"))
+    names = [figure.name for figure in blocks(content, Figure)]
+    assert names == ["tradeoff", "images", "accuracy", "accuracy-local", "leakage-rounds"]
+    assert [block.subject for block in blocks(content, Finding)] == ["fedavg", "fedavg with loud"]
+    assert grid(content, "How close the pictures are").columns[:5] == [">no.", "method", "defence", "attack", ">round"]
+    communication = grid(content, "Communication").rows[0]
+    assert communication[2:4] == ["1,000", "2,000"]
+    assert any("defence-known" in term for note in blocks(content, Note) for term, _ in note.entries)
+
+
+def test_a_run_that_is_not_finished_says_so(tmp_path):
+    run = full()
+    run.about["cells"] = [
+        {"name": "fedavg: ig", "status": "finished"},
+        {"name": "fedavg: dlg", "status": "failed", "reason": "ValueError: too cold"},
+    ]
+    content = report.build(run.write(tmp_path / "out"))
+    note = blocks(content, Note)[0]
+    assert note.title == "Incomplete: 1 of 2 parts of this run are not finished"
+    assert note.entries == [("fedavg: dlg", "ValueError: too cold.")]
+
+
+def test_papers_and_commands(page):
+    for part in ("McMahan et al., AISTATS 2017", "Guo et al., AAAI 2025", "Geiping et al., NeurIPS 2020"):
+        assert part in page.text
+    assert "hyperleak run made-up --seeds 1" in page.text
+    assert "hyperleak report ." in page.text
+    assert "name: fedavg, lr: 0.1" in page.text
+
+
+def test_folders_that_are_no_runs(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no config.yaml in .*hyperleak run"):
+        report.build(tmp_path)
+    folder = FakeRun().write(tmp_path / "empty")
+    with pytest.raises(ValueError, match="expected at least one row"):
+        report.build(folder)
+    folder = full().write(tmp_path / "odd")
+    (folder / "images.jsonl").write_text('{"method": "fedavg"}\n')
+    with pytest.raises(ValueError, match="line 1: expected a value for defense"):
+        report.build(folder)
+    (folder / "images.jsonl").write_text('{"psnr": NaN}\n')
+    with pytest.raises(ValueError, match="line 1: not valid JSON"):
+        report.build(folder)
+    folder = full().write(tmp_path / "env")
+    (folder / "env.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"env.json: expected a JSON object"):
+        report.build(folder)
+
+
+def test_drawings_hold_finite_coordinates_inside_their_frame(folder):
+    for figure in blocks(report.build(folder), Figure):
+        for drawing in (figure.wide, figure.narrow):
+            width, height = (float(size) for size in re.search(r'width="(\d+)" height="(\d+)"', drawing).groups())
+            places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([^"]+)" cy="([^"]+)"', drawing)]
+            places += [(float(x), float(y)) for x, y in re.findall(r'<text x="([^"]+)" y="([^"]+)"', drawing)]
+            assert places
+            assert np.isfinite(places).all()
+            assert all(0 <= x <= width and 0 <= y <= height for x, y in places)

@@ -1,0 +1,76 @@
+import pytest
+from support.fakerun import CONFIG, FakeRun
+
+from eval import config, tables, yamlfile
+
+
+def experiment(text: str = CONFIG):
+    return config.read(yamlfile.parse(text))
+
+
+def run() -> FakeRun:
+    made = FakeRun().attack("fedavg", "ig", [22.0, 24.0, 23.0, 21.0, 25.0, 22.0], accuracy=0.62)
+    made.refuse("fedavg", "peel+ig", "not in the mood", accuracy=0.62)
+    return made.attack("hyperfl", "peel+ig", [4.0, 5.0, 3.0, 6.0, 5.0, 4.0], extractor_error=2e-7)
+
+
+def legend(made: FakeRun) -> str:
+    return "\n".join(tables.table(made.rows, experiment()).legend)
+
+
+def test_it_is_readable_without_the_papers():
+    found = tables.table(run().rows, experiment())
+    assert [row[:2] for row in found.rows] == [("fedavg", "ig"), ("fedavg", "peel+ig"), ("hyperfl", "peel+ig")]
+    assert not {"defence", "LPIPS"} & set(found.columns)
+    assert found.rows[1][-1] == "not in the mood"
+    assert found.rows[0][2] == "62.0%"
+    assert found.rows[0][3].startswith("22.8 [")
+    assert [row[1] for row in found.floors] == list(tables.FLOORS.values())
+    words = "\n".join(found.legend)
+    for part in ("PSNR (dB)", "Floor", "Method fedavg: clients train", "Attack peel+ig: computes"):
+        assert part in words
+    assert "LPIPS:" not in words
+    text = tables.markdown(found)
+    assert text.count("\n| ") == 2 + len(found.rows) + len(found.floors)
+
+
+def test_flags_are_explained():
+    found = tables.table(run().rows, experiment(CONFIG.replace("knows_labels: false", "knows_labels: true")))
+    assert "labels-given" in found.rows[0][-1]
+    assert any(line.startswith("Flag labels-given: ") for line in found.legend)
+
+
+@pytest.mark.parametrize(
+    ("psnr", "words"),
+    [
+        ([22.0] * 6, "the update gives picture content away (+"),
+        ([22.0] * 5, "too few pictures to tell content from chance (+"),
+        ([2.0] * 6, "no more than a guess without the update (-"),
+        ([22.0, 2.0, 20.0, 3.0, 18.0, 2.0], "not told apart from a guess without the update ("),
+        ([50.0, 2.0, 2.0, 2.0, 2.0, 2.0], "1 of 6 pictures came back nearly exact"),
+        ([22.0], "too few pictures to tell content from chance (+"),
+    ],
+)
+def test_it_says_what_leaked(psnr, words):
+    assert words in legend(FakeRun().attack("fedavg", "ig", psnr))
+
+
+def test_it_says_what_else_leaked():
+    made = FakeRun().attack("hyperfl", "peel+ig", [4.0] * 3, extractor_error=2e-7, private_errors={"embedding": 0.9})
+    words = legend(made)
+    assert "private embedding was not recovered: a relative error of 9e-01" in words
+    assert "private extractor was recovered with a relative error of 2e-07" in words
+
+
+def test_several_rounds_are_told_apart():
+    made = FakeRun()
+    for number in (0, 10):
+        made.attack("fedavg", "ig", [22.0 - number] * 6, round=number)
+    found = tables.table(made.rows, experiment())
+    assert [row[1] for row in found.rows] == ["ig (round 0)", "ig (round 10)"]
+    assert "fedavg under ig (round 10): " in "\n".join(found.legend)
+
+
+def test_it_needs_rows():
+    with pytest.raises(ValueError, match="expected rows"):
+        tables.table([], experiment())
