@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, TypeVar
 from attacks.base import Attack
 from defenses import Defense
 from fl.data import Source
+from fl.data.augment import Augmentation
 from fl.data.partition import Iid, Partitioner
 from fl.method import Method, methods
 from fl.models import Network
@@ -38,17 +39,28 @@ class FederationSpec:
         partition: which client holds which image; the same for every seed.
         rounds: of training before the last observation; 0 leaves the network as it starts.
         rate: share of clients that take part in a round, in (0, 1].
+        everyone_last: whether all clients take part in the last round, whatever the rate.
+        engine: how clients are trained: "loop" one after the other, "factored" a hypernetwork's without its matrices
+            (up to rounding the same numbers), "auto" the fastest that applies.
+        augment: how images are changed before they are fed in training.
+        evaluate_every: accuracy is measured every so many rounds; before the first and after the last it always is.
     """
 
     partition: Partitioner = field(default_factory=Iid)
     rounds: int = 1
     rate: float = 1.0
+    everyone_last: bool = True
+    engine: Literal["auto", "loop", "factored"] = "auto"
+    augment: Augmentation = field(default_factory=Augmentation)
+    evaluate_every: int = 1
 
     def __post_init__(self) -> None:
         if self.rounds < 0:
             raise ValueError(f"federation.rounds: expected 0 or more, got {self.rounds}")
         if not 0 < self.rate <= 1:
             raise ValueError(f"federation.rate: expected a share in (0, 1], got {self.rate}")
+        if self.evaluate_every < 1:
+            raise ValueError(f"federation.evaluate_every: expected 1 or more, got {self.evaluate_every}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +77,7 @@ class Observe:
         classes: only images of these classes, by name or label; `()` is any.
         seed: of the choice of images.
         method: settings of the methods that differ in the observed round; each goes to every method that has it.
+        augment: whether the images are changed as in training before they are fed.
     """
 
     clients: tuple[int, ...] = (0,)
@@ -74,6 +87,7 @@ class Observe:
     classes: tuple[int | str, ...] = ()
     seed: int = 0
     method: dict[str, Any] = field(default_factory=dict)
+    augment: bool = False
 
     def __post_init__(self) -> None:
         for key in ("images", "batch_size"):
@@ -111,11 +125,13 @@ class Entry(Generic[T]):
         label: its name, or what the config calls it by `as`.
         item: the object.
         against: labels of the methods an attack is run on; `()` is all.
+        changes: settings of other sections that differ for this entry, by dotted key: `{"federation.rounds": 10}`.
     """
 
     label: str
     item: T
     against: tuple[str, ...] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,36 +1,37 @@
-"""Run an experiment: train every method under every defence, watch clients, attack what the server sees, score it."""
+"""Run an experiment's cells: those that are not finished, each by itself, so that one that fails stops no other."""
 
 from __future__ import annotations
 
+import json
 import logging
-import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from eval import store, training, watching
+from eval.cells import Cell, code, run_id, version
+from eval.plan import Plan, Scene, Training, Watch, prepare
+from eval.rundir import RUN, RunDir
+from fl.federation import Federation
 
-from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from defenses import Defense
-from eval.audit import forward_error
-from eval.experiment import Entry, Experiment
-from eval.perceptual import Perceptual, load_lpips
-from eval.score import Row, score
-from fl.client import Client
-from fl.data import Dataset
-from fl.data.partition import Partition
-from fl.federation import ClientData, Federation
-from fl.method import Method
-from fl.registry import UnknownNameError
-from fl.seeds import derive, stream
-from fl.simulate import Truth, observe
-from fl.types import Batch, ServerView, Task
-
+__all__ = ["Failure", "Options", "Progress", "prepare", "run", "silent"]
 log = logging.getLogger(__name__)
-STACK = 64
-"""Updates attacked at once."""
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a method, an attack or the machine may raise in a cell; others (a key pressed, a signal) end the run."""
 
 
 class Progress(Protocol):
@@ -44,350 +45,176 @@ def silent(stage: str, done: int, total: int) -> None:
     """A `Progress` that tells no one."""
 
 
-@dataclass(frozen=True)
-class Victim:
-    """One watched update.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run is done; none of it changes a number.
 
     Attributes:
-        client: number of the client.
-        samples: which images of the data set's training part it is computed from (n,) int64.
-        data: these images.
+        workers: processes to spread clients over.
+        every: seconds between checkpoints of a training.
+        keep_checkpoints: whether they stay when no unfinished cell needs them.
+        name: what the run is called.
+        command: what it was started by.
     """
 
-    client: int
-    samples: Tensor
-    data: Batch
-
-    @property
-    def key(self) -> str:
-        """A name for it, the same in every run."""
-        return f"{self.client}:{','.join(map(str, self.samples.tolist()))}"
+    workers: int = 1
+    every: float = 60.0
+    keep_checkpoints: bool = False
+    name: str = ""
+    command: str = ""
 
 
 @dataclass(frozen=True)
-class Picture:
-    """True images beside what one attack made of them, in the order of the truth.
+class Failure:
+    """A cell that could not be finished.
 
     Attributes:
-        name: `method-defense-attack`, with round and seed.
-        original: (N, C, H, W) in [0, 1].
-        reconstruction: likewise; black where there is none.
+        id: of the cell.
+        name: for people.
+        reason: the error, in a line.
+        traceback: where it is kept, inside the run's folder.
     """
 
+    id: str
     name: str
-    original: Tensor
-    reconstruction: Tensor
+    reason: str
+    traceback: str
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What an experiment gave.
+def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Progress = silent) -> list[Failure]:
+    """Compute the cells that are not finished; returns those that failed.
 
-    Attributes:
-        rows: one for every attacked image, in plain JSON values (see `eval.score.score`).
-        pictures: one for every attack on every method.
-        seconds: what took how long, by stage.
+    Every number is a function of the experiment and the data alone (on one kind of device, and up to rounding of the
+    libraries), whatever was finished before. The caller holds the folder's lock.
     """
-
-    rows: list[Row]
-    pictures: list[Picture]
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """An experiment with its data: ready to run, and checked as far as can be without training.
-
-    Attributes:
-        experiment: the settings.
-        dataset: all images, on the device.
-        partition: who holds which.
-        victims: whom the attacker watches.
-        perceptual: LPIPS, or why there is none; None if it is off.
-        device: where everything is computed.
-    """
-
-    experiment: Experiment
-    dataset: Dataset
-    partition: Partition
-    victims: tuple[Victim, ...]
-    perceptual: Perceptual | None
-    device: torch.device
-
-    def task(self, seed: int) -> Task:
-        """The task with the network that `seed` starts from."""
-        task = self.experiment.task.model.task(num_classes=self.dataset.num_classes, seed=seed)
-        return task.to(device=self.device)
-
-    def reference(self) -> Tensor | None:
-        """Training images that no watched client holds: what an attacker may have had before, or None."""
-        free = torch.ones(len(self.dataset.train), dtype=torch.bool)
-        for victim in self.victims:
-            free[self.partition.train[victim.client]] = False
-        return self.dataset.train.inputs[free].cpu() if free.any() else None
+    job = _Job(plan, folder, options or Options(), progress)
+    job.say("running")
+    done = {cell.id: cell for _, cell in plan.cells() if folder.finished(cell)}
+    if stale := [cell for cell in done.values() if folder.about(cell)["code"] != code()]:
+        log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
+    for one in plan.trainings:
+        job.go(one)
+    job.say("failed" if job.failures else "finished")
+    return list(job.failures.values())
 
 
-def device_of(name: str) -> torch.device:
-    """The device called `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:1`.
+@dataclass
+class _Job:
+    """A run in progress."""
 
-    Raises:
-        ValueError: no such device here.
-    """
-    kind = name.partition(":")[0]
-    if kind not in {"auto", "cpu", "cuda"}:
-        raise ValueError(f"expected device auto, cpu or cuda, got {name!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("expected a CUDA device, found none; use --device cpu")
-    if kind == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def prepare(experiment: Experiment, *, device: str = "auto") -> Prepared:
-    """Load the data, split it, choose whom to watch, and check that everything fits together.
-
-    Raises:
-        ValueError: settings that don't fit each other or the data; says which.
-        FileNotFoundError: the data set is not there; says how to get it.
-    """
-    where = device_of(device)
-    loaded = experiment.task.dataset.load()
-    wanted = tuple(experiment.task.model.input_shape)
-    if wanted != loaded.input_shape:
-        raise ValueError(
-            f"task.model: expected input_shape {list(loaded.input_shape)} for data set {loaded.name!r}, got "
-            f"{list(wanted)}; change the model's input_shape, or the data set's size if it has one"
-        )
-    partition = experiment.federation.partition(loaded)
-    dataset = replace(loaded, train=_moved(loaded.train, where), test=_moved(loaded.test, where))
-    settings = experiment.score
-    perceptual: Perceptual | None = None
-    if settings.lpips != "off":
-        net = None if settings.lpips == "auto" else settings.lpips
-        perceptual = load_lpips(net, allow_download=settings.download)
-    prepared = Prepared(experiment, dataset, partition, _victims(experiment, dataset, partition), perceptual, where)
-    task = prepared.task(experiment.seeds[0])
-    _check_methods(experiment, task)
-    return prepared
-
-
-def _check_methods(experiment: Experiment, task: Task) -> None:
-    """Build every client that will train or be watched, so that what does not fit is said before any training.
-
-    Raises:
-        ValueError: a setting of a method or what it makes of the model; says of which method.
-    """
-    trained = {entry.label: entry.item for entry in experiment.method}
-    for place, found in (("method", trained), ("observe.method", experiment.observed_methods())):
-        for label, method in found.items():
-            try:
-                phases = method.phases(task, 0)
-                if idle := [phase for phase in phases if phase.epochs == 0]:
-                    raise ValueError(f"expected epochs >= 1, got {idle[0].epochs}")
-                for defense in experiment.defense:
-                    Client(task, method, defense.item)
-            except ValueError as error:
-                raise ValueError(f"{place} {label!r}: {error}") from error
-
-
-def run(prepared: Prepared, *, progress: Progress = silent) -> Outcome:
-    """Train, watch and attack; every number is a function of the experiment alone (on one device).
-
-    Raises:
-        ValueError: a training or an attack that can't be done.
-    """
-    experiment, outcome = prepared.experiment, Outcome([], [], {})
-    for seed in experiment.seeds:
-        task = prepared.task(seed)
-        for method in experiment.method:
-            for defense in experiment.defense:
-                _Run(prepared, outcome, task, seed, method, defense, progress).go()
-    return outcome
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One method under one defence from one seed."""
-
-    prepared: Prepared
-    outcome: Outcome
-    task: Task
-    seed: int
-    method: Entry[Method]
-    defense: Entry[Defense]
+    plan: Plan
+    folder: RunDir
+    options: Options
     progress: Progress
-    rows: list[Row] = field(default_factory=list)
+    failures: dict[str, Failure] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """What the progress and the timings call it."""
-        defense = "" if self.defense.label == "none" else f" + {self.defense.label}"
-        seed = f" (seed {self.seed})" if len(self.prepared.experiment.seeds) > 1 else ""
-        return f"{self.method.label}{defense}{seed}"
+    def go(self, one: Training) -> None:
+        """One training with its attacks."""
+        open_to = [watch for watch in one.watches if not self.folder.finished(watch.cell)]
+        checkpoints = self.folder.checkpoints(one.cell)
+        if not self.folder.finished(one.cell):
+            stage = f"{one.name}: training"
+            with self._cell(one.cell, stage):
+                count = Counter(self.progress if one.federation.rounds else silent, stage, one.federation.rounds)
+                training.train(
+                    one,
+                    self.folder.part(one.cell),
+                    checkpoints,
+                    watched={watch.round for watch in open_to},
+                    every=self.options.every,
+                    workers=self.options.workers,
+                    tick=count.to,
+                )
+        if not self.folder.finished(one.cell):
+            return
+        if open_to:
+            self._attacks(one, open_to)
+        if not self.options.keep_checkpoints:
+            checkpoints.keep({watch.round for watch in one.watches if not self.folder.finished(watch.cell)})
 
-    def go(self) -> None:
-        """Train; stop to watch and attack after the rounds the experiment names."""
-        experiment, data = self.prepared.experiment, self._clients()
-        client = Client(self.task, self.method.item, self.defense.item)
-        federation = Federation(client, data, self.seed, experiment.federation.rate)
-        total = experiment.federation.rounds
-        for stop in sorted({*experiment.rounds, total}):
-            with self._timed(f"{self.name}: training", total, start=federation.server.round) as tick:
-                while federation.server.round < stop:
-                    federation.run_round()
-                    tick()
-            if stop in experiment.rounds:
-                self._watch(federation)
-        if not self.rows:  # an accuracy to compare with, without an attack
-            self.rows.append({**self._labels("-"), "round": total, "not_applicable": "no attack was asked for"})
-        accuracies = federation.accuracy()
-        accuracy = sum(accuracies) / len(accuracies)
-        self.outcome.rows.extend({**row, "accuracy": accuracy} for row in self.rows)
+    def _attacks(self, one: Training, open_to: list[Watch]) -> None:
+        several = len({watch.round for watch in one.watches}) > 1
+        with training.federation_of(one) as federation:
+            for number in sorted({watch.round for watch in open_to}):
+                sights: dict[Scene, watching.Seen] = {}
+                for watch in (watch for watch in open_to if watch.round == number):
+                    if self.folder.finished(watch.cell):  # by now: another label may stand for the same cell
+                        continue
+                    stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
+                    with self._cell(watch.cell, stage):
+                        seen = self._seen(federation, one, watch, sights)
+                        count = Counter(self.progress, stage, len(watch.scene.victims))
+                        count.to(0)
+                        where = self.folder.part(watch.cell)
+                        watching.attack(watch, one, seen, self.plan.perceptual, where, count.more)
 
-    def _clients(self) -> list[ClientData]:
-        dataset, split = self.prepared.dataset, self.prepared.partition
-        pairs = zip(split.train, split.test, strict=True)
-        return [ClientData(dataset.train.take(train), dataset.test.take(test)) for train, test in pairs]
+    def _seen(
+        self, federation: Federation, one: Training, watch: Watch, sights: dict[Scene, watching.Seen]
+    ) -> watching.Seen:
+        """What the server sees in the watch's round; what several attacks look at is made once."""
+        if not sights:
+            count = Counter(self.progress, f"{one.name}: training again to round {watch.round}", watch.round)
+            checkpoints = self.folder.checkpoints(one.cell)
+            training.load(federation, one, checkpoints, watch.round, workers=self.options.workers, tick=count.to)
+        if watch.scene not in sights:
+            sights[watch.scene] = watching.look(federation, one, watch.scene)
+        return sights[watch.scene]
 
-    def _watch(self, federation: Federation) -> None:
-        """Every attack on every victim, at the federation's present round."""
-        experiment, victims = self.prepared.experiment, self.prepared.victims
-        observed = Client(self.task, experiment.observed_methods()[self.method.label], self.defense.item)
-        seen = [self._observed(federation, observed, victim) for victim in victims]
-        states = [(federation.clients[v.client], federation.download(v.client)) for v in victims]
-        errors = [forward_error(*pair, observed, *state) for pair, state in zip(seen, states, strict=True)]
-        for attack in experiment.attack:
-            if attack.against and self.method.label not in attack.against:
-                continue
-            results: list[Result] = []
-            with self._timed(f"{self.name}: {attack.label}", len(victims)) as tick:
-                for start in range(0, len(victims), STACK):
-                    part = slice(start, start + STACK)
-                    seeds = [derive(self.seed, "attack", victim.key) for victim in victims[part]]
-                    results += attack.item.run([view for view, _ in seen[part]], seeds)
-                    tick(len(seeds))
-            self._score(attack, federation.server.round, seen, results, errors)
-
-    def _observed(self, federation: Federation, client: Client, victim: Victim) -> tuple[ServerView, Truth]:
-        """What the server sees of a victim; each draws its own noise, also where one client has several."""
-        view, truth, _ = observe(
-            client,
-            federation.clients[victim.client],
-            federation.download(victim.client),
-            victim.data,
-            threat=self.prepared.experiment.threat,
-            number=victim.client,
-            round=federation.server.round,
-            seed=derive(self.seed, "observe", victim.key),
-            private_init=federation.private_init,
-        )
-        return view, truth
-
-    def _score(
-        self,
-        attack: Entry[Attack],
-        number: int,
-        seen: Sequence[tuple[ServerView, Truth]],
-        results: Sequence[Result],
-        errors: Sequence[float],
-    ) -> None:
-        reference, pairs = self.prepared.reference(), []
-        for victim, (_, truth), result, error in zip(self.prepared.victims, seen, results, errors, strict=True):
-            head = {**self._labels(attack.label), "round": number, "client": victim.client, "update": victim.key}
-            head["forward_error"] = error if math.isfinite(error) else None
-            scored = _scored(result, truth, self.prepared.perceptual, reference, derive(self.seed, "floor", victim.key))
-            self.rows.extend({**head, "picture": _picture(victim, truth, row), **row} for row in scored)
-            if isinstance(result, Reconstruction) and result.inputs is not None:
-                pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
-        if pairs:
-            name = f"{self.method.label}-{self.defense.label}-{attack.label}-round{number}-seed{self.seed}"
-            originals, found = (torch.cat(part) for part in zip(*pairs, strict=True))
-            self.outcome.pictures.append(Picture(name, originals, found))
-
-    def _labels(self, attack: str) -> Row:
-        return {"seed": self.seed, "method": self.method.label, "defense": self.defense.label, "attack": attack}
-
-    def _timed(self, stage: str, total: int, start: int = 0) -> _Timed:
-        return _Timed(self, stage, total, start)
-
-
-class _Timed:
-    """A stage of the work: reports its progress, and how long it took."""
-
-    def __init__(self, run: _Run, stage: str, total: int, start: int) -> None:
-        self.run, self.stage, self.total, self.done = run, stage, total, start
-
-    def __enter__(self) -> _Timed:
-        self.began = time.perf_counter()
-        self.run.progress(self.stage, self.done, self.total)
-        return self
-
-    def __call__(self, count: int = 1) -> None:
-        self.done += count
-        self.run.progress(self.stage, self.done, self.total)
-
-    def __exit__(self, *_: object) -> None:
-        seconds = self.run.outcome.seconds
-        seconds[self.stage] = round(seconds.get(self.stage, 0.0) + time.perf_counter() - self.began, 3)
-        log.info("%s: %.1f s", self.stage, seconds[self.stage])
-
-
-def _scored(
-    result: Result, truth: Truth, perceptual: Perceptual | None, reference: Tensor | None, seed: int
-) -> list[Row]:
-    """The rows of one attacked update; a single one, with the reason, where the attack says nothing about it."""
-    if isinstance(result, NotApplicable):
-        return [{"not_applicable": result.reason}]
-    history = [value if math.isfinite(value) else None for value in map(float, result.history)]
-    common = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
-    rows = score(result, truth, perceptual=perceptual, reference=reference, seed=seed)
-    return [{**row, **common} for row in rows]
-
-
-def _picture(victim: Victim, truth: Truth, row: Row) -> str | None:
-    """Which image of the data set a row is about: its number, and which copy if a defence made several of it."""
-    if "image" not in row:
-        return None
-    indices, image = truth.trace.indices, row["image"]
-    copy = int((indices[:image] == indices[image]).sum())
-    return f"{victim.client}:{int(victim.samples[indices[image]])}" + (f"#{copy}" if copy else "")
-
-
-def _in_order(inputs: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Reconstructions in the order of the true images, black where there is none."""
-    black = torch.zeros_like(inputs[0])
-    return torch.stack([black if row["matched"] is None else inputs[row["matched"]] for row in rows]).clamp(0, 1)
-
-
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    return Batch(batch.inputs.to(device), batch.labels.to(device))
-
-
-def _victims(experiment: Experiment, dataset: Dataset, partition: Partition) -> tuple[Victim, ...]:
-    observe, found = experiment.observe, []
-    classes = torch.tensor(list(_classes(observe.classes, dataset.class_names)), dtype=torch.int64)
-    for client in observe.clients:
-        if client >= len(partition):
-            raise ValueError(f"observe.clients: expected numbers below {len(partition)}, got {client}")
-        own = partition.train[client]
-        if len(classes):
-            own = own[torch.isin(dataset.train.labels.cpu()[own], classes)]
-        own = own[torch.randperm(len(own), generator=stream(observe.seed, "observe", client))]
-        count = observe.images or len(own)
-        if not len(own) or count > len(own):
-            raise ValueError(f"observe.images: expected at most the {len(own)} of client {client}, got {count}")
-        for samples in own[:count].split(observe.batch_size or count):
-            found.append(Victim(client, samples, dataset.train.take(samples)))
-    return tuple(found)
-
-
-def _classes(wanted: Sequence[int | str], names: Sequence[str]) -> Iterator[int]:
-    for item in wanted:
-        if isinstance(item, str):
-            if item not in names:
-                raise UnknownNameError("class in observe.classes", item, list(names))
-            yield names.index(item)
-        elif 0 <= item < len(names):
-            yield item
+    @contextmanager
+    def _cell(self, cell: Cell, name: str) -> Iterator[None]:
+        """Finish a cell, or keep what went wrong and go on."""
+        began = time.perf_counter()
+        try:
+            yield
+            self.folder.finish(cell, time.perf_counter() - began)
+        except FAULTS as error:
+            kept = self.folder.fail(cell, traceback.format_exc()).relative_to(self.folder.path)
+            self.failures[cell.id] = Failure(cell.id, name, f"{type(error).__name__}: {error}", str(kept))
+            log.exception("%s failed", name)
         else:
-            raise ValueError(f"observe.classes: expected labels in [0, {len(names)}), got {item}")
+            log.info("%s: %.1f s", name, time.perf_counter() - began)
+        self.say("running")
+
+    def say(self, status: str) -> None:
+        """Write down what the run is and how far it is."""
+        about = {
+            "id": run_id(self.plan.experiment),
+            "title": self.plan.experiment.title,
+            "name": self.options.name,
+            "command": self.options.command,
+            "version": version(),
+            "status": status,
+            "cells": [self._about(name, cell) for name, cell in self.plan.cells()],
+        }
+        store.write_text(self.folder.path / RUN, json.dumps(about, indent=2) + "\n")
+
+    def _about(self, name: str, cell: Cell) -> dict[str, object]:
+        about: dict[str, object] = {"id": cell.id, "kind": cell.settings["kind"], "name": name}
+        if self.folder.finished(cell):
+            return {**about, "status": "finished", "seconds": self.folder.about(cell)["seconds"]}
+        if cell.id in self.failures:
+            failure = self.failures[cell.id]
+            return {**about, "status": "failed", "reason": failure.reason, "traceback": failure.traceback}
+        return {**about, "status": "waiting"}
+
+
+class Counter:
+    """Reports how far a stage of the work is.
+
+    Args:
+        progress: who is told.
+        stage: the stage.
+        total: its parts.
+    """
+
+    def __init__(self, progress: Progress, stage: str, total: int) -> None:
+        self.progress, self.stage, self.total, self.done = progress, stage, total, 0
+
+    def to(self, done: int) -> None:
+        """So many parts are done."""
+        self.done = done
+        self.progress(self.stage, done, self.total)
+
+    def more(self, count: int) -> None:
+        """So many more parts are done."""
+        self.to(self.done + count)

@@ -1,7 +1,8 @@
-"""The folder an experiment leaves: all of it or nothing.
+"""What a run leaves for readers, put together from its finished cells in canonical order.
 
-`config.yaml` (every setting), `env.json` (versions and machine), `images.jsonl` (one line per attacked image),
-`table.md`, and under `images/` a PNG (originals above, reconstructions below) and an `.npz` for every attack.
+`config.yaml` (every setting), `env.json` (versions and machine), `rounds.jsonl` (a line per round), `images.jsonl` (a
+line per attacked image), `table.md`, and under `images/` a PNG (originals above, reconstructions below) and an `.npz`
+for every attack. The same cells give the same bytes, however often the run was stopped on the way.
 """
 
 from __future__ import annotations
@@ -11,57 +12,49 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torchvision.utils import save_image
 
 from eval import config, store
-from eval.experiment import Experiment
-from eval.harness import Outcome, Picture
+from eval.harness import Failure
+from eval.plan import Plan, Training
+from eval.rundir import RunDir
+from eval.score import Row
+from eval.training import ROUNDS
+from eval.watching import IMAGES, PICTURES
 
-CONFIG, ROWS, ENVIRONMENT, TABLE = "config.yaml", "images.jsonl", "env.json", "table.md"
+CONFIG, ENVIRONMENT, TABLE = "config.yaml", "env.json", "table.md"
+NOTHING = "no attack was asked for"
 _PACKAGES = ("hyperleak", "torch", "torchvision", "numpy", "scipy", "scikit-image", "lpips", "opacus")
 
 
-def check(out: Path, experiment: Experiment) -> None:
-    """Whether `out` may be written: new, empty, or a result of the same experiment, which then is replaced.
-
-    Raises:
-        ValueError: there is something else.
-    """
-    if not out.exists() and not out.is_symlink():
-        return
-    if not out.is_dir() or out.is_symlink():
-        raise ValueError(f"expected a folder for results, got the file {out}; choose another --out")
-    entries = {path.name for path in out.iterdir()}
-    if not entries:
-        return
-    if not {CONFIG, ROWS} <= entries:
-        raise ValueError(f"{out} holds something other than results of hyperleak; choose another --out")
-    if (out / CONFIG).read_text(encoding="utf-8") != config.dump(experiment):
-        raise ValueError(f"{out} holds results of other settings; choose another --out, or remove it")
+def assemble(plan: Plan, folder: RunDir) -> list[Row]:
+    """Write the files for readers, but for the table; returns the rows of `images.jsonl`."""
+    path = folder.path
+    store.write_text(path / CONFIG, config.dump(plan.experiment))
+    store.write_text(path / ENVIRONMENT, json.dumps(environment(str(plan.device)), indent=2) + "\n")
+    done = [training for training in plan.trainings if folder.finished(training.cell)]
+    rounds = {training: _rounds(training, folder) for training in done}
+    store.replace_rows(path / ROUNDS, [row for rows in rounds.values() for row in rows])
+    images = [row for training in done for row in _images(training, folder, rounds[training])]
+    store.replace_rows(path / IMAGES, images)
+    _write_pictures(done, folder)
+    return images
 
 
-def write(out: Path, experiment: Experiment, outcome: Outcome, *, device: str, table: str) -> None:
-    """Write all files to a folder beside `out`, which then takes its place.
-
-    Raises:
-        ValueError: as `check`.
-    """
-    with _replacing(out, experiment) as folder:
-        (folder / CONFIG).write_text(config.dump(experiment), encoding="utf-8")
-        store.write_rows(folder / ROWS, outcome.rows)
-        (folder / TABLE).write_text(table, encoding="utf-8")
-        about = {**environment(device), "seconds": outcome.seconds}
-        (folder / ENVIRONMENT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        _write_pictures(folder / "images", outcome.pictures)
+def incomplete(failures: Sequence[Failure], plan: Plan) -> str | None:
+    """A sentence for the table about cells that failed, or None."""
+    if not failures:
+        return None
+    names = "; ".join(f"{failure.name} ({failure.reason.splitlines()[0]})" for failure in failures)
+    return f"Incomplete: {len(failures)} of {sum(1 for _ in plan.cells())} parts of this run failed: {names}."
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -69,7 +62,7 @@ def environment(device: str) -> dict[str, Any]:
     cuda = device.startswith("cuda")
     return {
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: installed(name) for name in _PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(device) if cuda else device,
         "threads": torch.get_num_threads(),
@@ -77,11 +70,75 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _rounds(training: Training, folder: RunDir) -> list[Row]:
+    head = {"method": training.method.label, "defense": training.defense.label, "seed": training.seed}
+    return [{**head, **row} for row in store.read_rows(folder.file(training.cell, ROUNDS))]
+
+
+def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[Row]:
+    """The rows of all attacks on a training, each with the accuracies of what was trained."""
+    accuracies = _accuracies(rounds)
+    head = {"seed": training.seed, "method": training.method.label, "defense": training.defense.label}
+    rows = [
+        {**head, "attack": watch.attack.label, **row, **accuracies}
+        for watch in training.watches
+        if folder.finished(watch.cell)
+        for row in store.read_rows(folder.file(watch.cell, IMAGES))
+    ]
+    if training.watches:
+        return rows
+    # an accuracy to compare with, without an attack
+    return [{**head, "attack": "-", "round": training.federation.rounds, "not_applicable": NOTHING, **accuracies}]
+
+
+def _accuracies(rounds: Sequence[Row]) -> Row:
+    """Accuracy of the aggregated model in the end, after local training in the last round, and in its best round."""
+    scored = [row for row in rounds if row["accuracy"] is not None]
+    best = max(scored, key=lambda row: row["accuracy"])  # the first of equals
+    return {
+        "accuracy": scored[-1]["accuracy"],
+        "accuracy_local": rounds[-1]["accuracy_local"],
+        "accuracy_best": best["accuracy"],
+        "accuracy_best_round": best["round"],
+    }
+
+
+def _write_pictures(trainings: Sequence[Training], folder: RunDir) -> None:
+    new, old = folder.path / ".images.new", folder.path / "images"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    for training in trainings:
+        for watch in training.watches:
+            source = folder.file(watch.cell, PICTURES)
+            if folder.finished(watch.cell) and source.is_file():
+                words = (training.method.label, training.defense.label, watch.attack.label)
+                name = f"{'-'.join(words)}-round{watch.round}-seed{training.seed}"
+                shutil.copyfile(source, new / f"{name}.npz")
+                with np.load(source, allow_pickle=False) as file:
+                    both = torch.from_numpy(np.concatenate([file["original"], file["reconstruction"]]))
+                draw(both, new / f"{name}.png", columns=len(both) // 2)
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(new, old)
+
+
+def draw(images: Tensor, path: Path, columns: int) -> None:
+    """A grid of images (N, C, H, W) in [0, 1], enlarged by whole pixels so that nothing is smoothed away.
+
+    Nothing is drawn of images that have neither 1 nor 3 channels.
+    """
+    if images.shape[1] not in (1, 3):
+        return
+    enlarged = max(1, 96 // images.shape[-1])
+    shown = images.nan_to_num(0).clamp(0, 1).repeat_interleave(enlarged, -1).repeat_interleave(enlarged, -2)
+    save_image(shown, path, nrow=columns, pad_value=1.0)
 
 
 def _commit(checkout: Path) -> str | None:
@@ -98,41 +155,3 @@ def _commit(checkout: Path) -> str | None:
 def _git(checkout: Path, *words: str) -> str:
     command = ["git", "-C", str(checkout), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _write_pictures(folder: Path, pictures: Sequence[Picture]) -> None:
-    folder.mkdir()
-    for picture in pictures:
-        both = torch.cat([picture.original, picture.reconstruction])
-        if both.shape[1] in (1, 3):
-            enlarged = max(1, 96 // both.shape[-1])  # whole pixels, so that nothing is smoothed away
-            shown = both.nan_to_num(0).clamp(0, 1)
-            shown = shown.repeat_interleave(enlarged, -1).repeat_interleave(enlarged, -2)
-            save_image(shown, folder / f"{picture.name}.png", nrow=len(picture.original), pad_value=1.0)
-        np.savez_compressed(
-            folder / f"{picture.name}.npz",
-            original=picture.original.numpy(),
-            reconstruction=picture.reconstruction.numpy(),
-        )
-
-
-@contextmanager
-def _replacing(out: Path, experiment: Experiment) -> Iterator[Path]:
-    """A new folder that becomes `out` if all goes well and vanishes if not."""
-    out = out.absolute()
-    check(out, experiment)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        new, old = Path(scratch) / "new", Path(scratch) / "old"
-        new.mkdir()
-        yield new
-        check(out, experiment)  # it may have changed meanwhile
-        if out.exists():
-            os.replace(out, old)
-        try:
-            os.replace(new, out)
-        except OSError:
-            if old.exists():
-                os.replace(old, out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)

@@ -45,6 +45,35 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
         os.fsync(folder)
 
 
+def replace_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSON-lines file in one piece, in place of what was there.
+
+    Raises:
+        ValueError, TypeError: as `write_rows`.
+    """
+    write_text(path, b"".join(_lines(rows)).decode())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one piece, in place of what was there."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Make renamings in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """All rows of a JSON-lines file.
 

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -6,13 +7,19 @@ import pytest
 from support.tiny import CONFIG, Registered
 from typer.testing import CliRunner
 
-from eval import cli
+from eval import cli, terminal
+from eval.commands import run as running
+from eval.rundir import BusyError, RunDir
 from eval.store import read_rows
+from eval.tables import summary
+from fl.method import methods
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def _guesses(monkeypatch):
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(running.signal, "signal", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "160")
     with Registered():
         yield
@@ -45,9 +52,50 @@ def test_run_prints_the_table_and_writes_the_results(path):
     rows = read_rows(path.parent / "out" / "images.jsonl")
     assert {row["seed"] for row in rows} == {3}
     assert left_behind(path) == ["out"]
-    assert run(path).exit_code == cli.USER_ERROR  # other settings
+    names = {entry.name for entry in (path.parent / "out").iterdir()}
+    expected = {"cells", "config.yaml", "run.json", "env.json", "log.txt", "rounds.jsonl", "images.jsonl", "images"}
+    assert names >= expected | {"table.md", "report.html", "report.md"}
     assert "expected device" in run(path, "--device", "tpu").output
     assert "expected lr >= 0, got -1.0" in run(path, "--set", "method.lr=-1").output
+
+
+def test_run_goes_on_in_its_folder(path):
+    first = run(path, "--seeds", 2, "--set", "attack=guess")
+    table = (path.parent / "out" / "table.md").read_bytes()
+    again = call("run", path.parent / "out" / "config.yaml", "--device", "cpu")  # into its own folder
+    assert (first.exit_code, again.exit_code) == (0, 0), again.output
+    assert "training" not in again.output
+    assert (path.parent / "out" / "table.md").read_bytes() == table
+    assert {row["seed"] for row in read_rows(path.parent / "out" / "images.jsonl")} == {0, 1}
+    assert left_behind(path) == ["out"]
+
+
+def test_run_spreads_lists_over_a_grid(path):
+    result = run(path, "--set", "attack.guess.spread=[0, 0.3]", "--set", "method.fedavg.lr=[0.1, 0.2]")
+    assert result.exit_code == 0, result.output
+    for label in ("guess@spread=0", "guess@spread=0.3", "fedavg@lr=0.1", "fedavg@lr=0.2"):
+        assert label in result.output
+    assert len(read_rows(path.parent / "out" / "images.jsonl")) == 3 * 2 * 4 + 2 * 2
+
+
+def test_run_spreads_clients_over_processes(path):
+    words = ("--set", "attack=guess", "--set", "observe.method={steps: 1}", "--set", "method={name: fedavg, lr: 0.1}")
+    assert run(path, *words).exit_code == 0
+    other = call("run", path, "--out", path.parent / "other", "--device", "cpu", "--workers", 2, *words)
+    assert other.exit_code == 0, other.output
+    assert (path.parent / "other" / "images.jsonl").read_bytes() == (path.parent / "out" / "images.jsonl").read_bytes()
+
+
+def test_json_goes_to_stdout_and_words_to_stderr(path):
+    result = run(path, "--json")
+    found = json.loads(result.stdout)
+    assert found["status"] == "finished"
+    assert len(found["table"]["rows"]) == 3
+    assert found["id"] == json.loads((path.parent / "out" / "run.json").read_text())["id"]
+    assert "fedavg: training (2/2)" in result.stderr
+    failed = run(path, "--json", "--set", "attack=crash")
+    assert failed.exit_code == terminal.FAILURE
+    assert [failure["name"] for failure in json.loads(failed.stdout)["failures"]] == ["fedavg: crash", "hyperfl: crash"]
 
 
 def test_no_figure_is_cut_off_on_80_columns(path, monkeypatch):
@@ -74,57 +122,143 @@ def test_no_figure_is_cut_off_on_80_columns(path, monkeypatch):
         (["--set", "observe.method={steps: 0}"], "observe.method 'fedavg': expected steps >= 1, got 0"),
         (["--set", "method=local", "--set", "attack=guess"], "`against` is a setting of 'refuse' in the config"),
         (["--set", "nothing"], "expected key=value"),
+        (["--set", "threat.knows_labels=[true, false]"], "hyperleak compare"),
     ],
 )
 def test_user_errors_are_one_line(path, words, said):
     result = run(path, *words)
-    assert result.exit_code == cli.USER_ERROR
+    assert result.exit_code == terminal.USAGE
     assert said in result.output
     assert result.output.count("\n") == 1
     assert "Traceback" not in result.output
     assert not left_behind(path)
 
 
-def test_failures_leave_nothing_behind(path):
-    result = run(path, "--set", "attack=crash")
-    assert result.exit_code == cli.FAILURE
-    assert "error: expected the sky to hold, got rain" in result.output
-    assert not left_behind(path)
+def test_someone_elses_folder_is_left_alone(path):
+    (path.parent / "out").mkdir()
+    (path.parent / "out" / "thesis.txt").touch()
+    result = run(path)
+    assert result.exit_code == terminal.USAGE
+    assert "something other than results" in result.output
+    assert [entry.name for entry in (path.parent / "out").iterdir()] == ["thesis.txt"]
 
 
-def test_faults_keep_their_traceback_and_leave_nothing_behind(path):
-    result = run(path, "--set", "attack={name: crash, fault: true}")
-    assert isinstance(result.exception, RuntimeError)
-    assert result.exit_code == cli.FAILURE
-    assert not left_behind(path)
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_failure_is_named_and_leaves_the_rest(path, fault):
+    result = run(path, "--set", f"attack=[guess, {{name: crash, fault: {str(fault).lower()}, against: fedavg}}]")
+    assert result.exit_code == terminal.FAILURE
+    error = "RuntimeError" if fault else "ValueError"
+    assert f"failed: fedavg: crash: {error}: expected the sky to hold, got rain (see " in result.output
+    assert "Incomplete: 1 of 5 parts of this run failed" in (path.parent / "out" / "table.md").read_text()
+    assert {row["attack"] for row in read_rows(path.parent / "out" / "images.jsonl")} == {"guess"}
+    assert list((path.parent / "out" / "cells").glob("*.part/traceback.txt"))
+
+
+def test_a_key_pressed_stops_the_run_where_it_is(path, monkeypatch):
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eval.watching.attack", pressed)
+    result = run(path)
+    assert result.exit_code == 130
+    assert "the same command goes on from here" in result.output
+    monkeypatch.undo()
+    monkeypatch.setattr(running.signal, "signal", lambda *_: None)
+    assert "fedavg: training" not in run(path).output
+
+
+def test_two_runs_do_not_share_a_folder(path, monkeypatch):
+    def busy(self):
+        raise BusyError("out is in use by another process")
+
+    monkeypatch.setattr(RunDir, "locked", busy)
+    result = run(path)
+    assert result.exit_code == terminal.FAILURE
+    assert "error: out is in use by another process" in result.output
 
 
 def test_config_by_name():
-    assert cli.find_config("quickstart") == cli.CONFIGS / "quickstart.yaml"
+    assert running.find_config("quickstart") == running.CONFIGS / "quickstart.yaml"
     with pytest.raises(FileNotFoundError, match="did you mean 'quickstart'"):
-        cli.find_config("quickstrat")
+        running.find_config("quickstrat")
     result = call("run", "quickstrat")
-    assert result.exit_code == cli.USER_ERROR
+    assert result.exit_code == terminal.USAGE
+
+
+def test_report(path):
+    run(path)
+    for name in ("report.html", "report.md"):
+        (path.parent / "out" / name).unlink()
+    result = call("report", path.parent / "out")
+    assert result.exit_code == 0, result.output
+    assert (path.parent / "out" / "report.html").is_file()
+    assert json.loads(call("report", path.parent / "out", "--json").stdout)[1].endswith("report.md")
+    assert call("report", path.parent / "nowhere").exit_code == terminal.USAGE
 
 
 def test_list():
     everything = call("list")
     assert everything.exit_code == 0
-    for name in ("fedavg", "hyperfl", "ig", "none", "faces", "hyperfl-grey"):
+    for name in ("fedavg", "hyperfl", "ig", "none", "faces", "hyperfl-grey", "iid", "crop-flip"):
         assert name in everything.output
     only = call("list", "methods")
     assert "fedavg" in only.output
     assert "faces" not in only.output
     wrong = call("list", "atacks")
-    assert wrong.exit_code == cli.USER_ERROR
+    assert wrong.exit_code == terminal.USAGE
     assert "did you mean 'attacks'" in wrong.output
+    found = json.loads(call("list", "--json").stdout)
+    assert found["methods"]["fedavg"] == summary(methods.get("fedavg"))
 
 
-def test_help_imports_nothing_heavy():
+def test_show():
+    shown = call("show", "hyperfl")
+    assert shown.exit_code == 0
+    for part in (
+        "hyperfl (method)",
+        "Guo et al., AAAI 2025",
+        "head_lr",
+        "0.1",
+        "step size of the classifier",
+        "train_mode",
+    ):
+        assert part in shown.output
+    (found,) = json.loads(call("show", "ig", "--json").stdout)
+    assert found["fields"]["iterations"] == {"required": False, "default": 3000, "meaning": "of the search."}
+    assert found["papers"] == ["Geiping et al., NeurIPS 2020"]
+    (section,) = json.loads(call("show", "federation", "--json").stdout)
+    assert section["fields"]["partition"]["default"]["name"] == "iid"
+    assert [about["kind"] for about in json.loads(call("show", "none", "--json").stdout)] == ["defense", "augmentation"]
+    assert [about["name"] for about in json.loads(call("show", "peel+ig", "--json").stdout)] == ["peel", "ig"]
+    (files,) = json.loads(call("show", "npz", "--json").stdout)
+    assert files["fields"]["train"]["required"]
+    wrong = call("show", "hyperf")
+    assert wrong.exit_code == terminal.USAGE
+    assert "did you mean 'hyperfl'" in wrong.output
+
+
+def test_every_setting_has_a_meaning():
+    for kind, entries in json.loads(call("list", "--json").stdout).items():
+        for name in sorted(set(entries) - {"guess", "refuse", "crash"}):
+            for about in json.loads(call("show", name, "--json").stdout):
+                for field, what in about["fields"].items():
+                    assert what["meaning"], f"{kind} {name}: {field} is not in the docstring"
+
+
+COMMANDS = ("run", "audit", "report", "compare", "list", "show", "doctor")
+
+
+@pytest.mark.parametrize("words", [[], *([command] for command in COMMANDS)])
+def test_help_is_quick_and_imports_nothing_heavy(words):
     code = (
-        "import sys; from typer.testing import CliRunner; from eval.cli import app; "
-        "r = CliRunner().invoke(app, ['--help']); "
-        "sys.exit(r.exit_code or {'torch', 'pydantic', 'numpy'} & set(sys.modules) or 0)"
+        "import sys; from eval.cli import app\n"
+        "try: app([*sys.argv[1:], '--help'])\n"
+        "except SystemExit as error: code = error.code\n"
+        "import resource; used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "heavy = {'torch', 'numpy', 'yaml', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(code or str(heavy or '') or (used.ru_utime > 0.5 and 'slow') or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+    assert "╭" not in done.stdout  # plain lines where there is no terminal

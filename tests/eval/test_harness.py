@@ -1,3 +1,5 @@
+"""Runs from end to end on a tiny experiment: rows, rounds, pictures and what they depend on."""
+
 import json
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -5,9 +7,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from support.tiny import CONFIG, Registered
+from support.runs import run, tiny
+from support.tiny import Registered
 
-from eval import config, harness, results, tables, yamlfile
+from eval import harness, tables, worlds
 from eval.experiment import Entry
 from eval.store import read_rows
 from fl.defense import Defense
@@ -20,27 +23,21 @@ def _guesses():
         yield
 
 
-def tiny(*overrides: str):
-    found = config.read(yamlfile.parse(CONFIG))
-    for text in overrides:
-        found = config.override(found, text)
-    return found
-
-
-def save(out, experiment):
-    outcome = harness.run(harness.prepare(experiment, device="cpu"))
-    table = tables.markdown(tables.table(outcome.rows, experiment))
-    results.write(out, experiment, outcome, device="cpu", table=table)
-    return outcome
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The tiny experiment, run once: its folder and rows."""
+    folder = tmp_path_factory.mktemp("harness") / "out"
+    with Registered():
+        return folder, run(tiny(), folder)
 
 
 @pytest.fixture
-def outcome():
-    return harness.run(harness.prepare(tiny(), device="cpu"))
+def rows(done):
+    return done[1]
 
 
-def test_rows(outcome):
-    guesses = [row for row in outcome.rows if row["attack"] == "guess"]
+def test_rows(rows):
+    guesses = [row for row in rows if row["attack"] == "guess"]
     assert len(guesses) == 2 * 4
     assert {row["method"] for row in guesses} == {"fedavg", "hyperfl"}
     for row in guesses:
@@ -51,9 +48,49 @@ def test_rows(outcome):
     of_fedavg, of_hyperfl = ([r["picture"] for r in guesses if r["method"] == m] for m in ("fedavg", "hyperfl"))
     assert of_fedavg == of_hyperfl  # the same images under every method
     assert len(set(of_fedavg)) == 4
-    refused = [row for row in outcome.rows if row["attack"] == "refuse"]
+    refused = [row for row in rows if row["attack"] == "refuse"]
     assert [row["not_applicable"] for row in refused] == ["not in the mood"] * 2
-    json.dumps(outcome.rows, allow_nan=False)
+    json.dumps(rows, allow_nan=False)
+
+
+def test_rounds_and_accuracies(done):
+    folder, rows = done
+    rounds = read_rows(folder / "rounds.jsonl")
+    assert [(row["method"], row["round"]) for row in rounds] == [
+        (m, r) for m in ("fedavg", "hyperfl") for r in (0, 1, 2)
+    ]
+    for row in rounds:
+        assert row["accuracy"] == pytest.approx(sum(row["accuracies"]) / 3)
+        assert (row["accuracy_local"] is None) == (row["round"] == 0)
+        assert row["clients"] == ([0, 1, 2] if row["round"] else [])
+        assert row["numbers_down"] > 0
+    for method in ("fedavg", "hyperfl"):
+        own = [row for row in rounds if row["method"] == method]
+        best = max(own, key=lambda row: row["accuracy"])
+        (row, *_) = (row for row in rows if row["method"] == method)
+        assert row["accuracy"] == own[-1]["accuracy"]
+        assert row["accuracy_local"] == own[-1]["accuracy_local"]
+        assert (row["accuracy_best"], row["accuracy_best_round"]) == (best["accuracy"], best["round"])
+
+
+def test_options_of_the_federation_take_effect(tmp_path):
+    partial = ("federation.rate=0.34", "federation.rounds=3", "federation.evaluate_every=2", "attack=guess")
+    run(tiny(*partial), tmp_path / "a")
+    rounds = [row for row in read_rows(tmp_path / "a" / "rounds.jsonl") if row["method"] == "fedavg"]
+    assert [len(row["clients"]) for row in rounds] == [0, 1, 1, 3]
+    assert [row["accuracy"] is None for row in rounds] == [False, True, False, False]
+    run(tiny(*partial, "federation.everyone_last=false", "federation.augment=crop-flip"), tmp_path / "b")
+    changed = [row for row in read_rows(tmp_path / "b" / "rounds.jsonl") if row["method"] == "fedavg"]
+    assert [len(row["clients"]) for row in changed] == [0, 1, 1, 1]
+
+
+def test_augmentation_in_the_observed_round(tmp_path):
+    changed = ("federation.augment=crop-flip", "observe.augment=true", "attack=guess")
+    rows = run(tiny(*changed), tmp_path / "a")
+    plain = run(tiny(*changed[:1], *changed[2:]), tmp_path / "b")
+    assert [row["update"] for row in rows] == [row["update"] for row in plain]
+    assert [row["floor_mean_mse"] for row in rows] != [row["floor_mean_mse"] for row in plain]  # others were fed
+    assert max(row["forward_error"] for row in rows) < 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,67 +106,94 @@ class NoisySteps(Defense):
         return {n: dense(v) + torch.randn(v.shape, generator=generator) for n, v in found.items()}
 
 
-def test_fresh_noise_is_no_fault_of_the_attackers_model():
+def test_fresh_noise_is_no_fault_of_the_attackers_model(tmp_path):
     base = tiny("defense=[noise, prune]", "attack=guess")
-    steps = Entry(label="noisy-steps", item=NoisySteps())
-    experiment = replace(base, defense=(*base.defense, steps))
-    rows = harness.run(harness.prepare(experiment, device="cpu")).rows
-    for defense in ("noise", "prune", "noisy-steps"):
+    rows = run(base, tmp_path / "a")
+    for defense in ("noise", "prune"):
         assert max(row["forward_error"] for row in rows if row["defense"] == defense) < 1e-5
 
 
-def test_an_unknown_deterministic_defence_is_a_mismatch():
-    rows = harness.run(harness.prepare(tiny("defense=prune", "threat.knows_defense=false"), device="cpu")).rows
+def test_a_defence_made_in_python_can_be_run(tmp_path):
+    steps = Entry(label="noisy-steps", item=NoisySteps())
+    plan = harness.prepare(replace(tiny("attack=guess"), defense=(steps,)), device="cpu")
+    assert len({cell.id for _, cell in plan.cells()}) == 4
+
+
+def test_an_unknown_deterministic_defence_is_a_mismatch(tmp_path):
+    rows = run(tiny("defense=prune", "threat.knows_defense=false"), tmp_path / "a")
     assert min(row["forward_error"] for row in rows if "forward_error" in row) > 0.01
 
 
-def test_pictures_are_the_images_named_in_the_rows(outcome):
-    prepared = harness.prepare(tiny(), device="cpu")
-    rows = [row for row in outcome.rows if row["attack"] == "guess" and row["method"] == "fedavg"]
-    picture = next(p for p in outcome.pictures if p.name == "fedavg-none-guess-round2-seed0")
-    for row, original, guess in zip(rows, picture.original, picture.reconstruction, strict=True):
+def test_pictures_are_the_images_named_in_the_rows(done):
+    folder, rows = done
+    (world, *_) = {training.world for training in harness.prepare(tiny(), device="cpu").trainings}
+    rows = [row for row in rows if row["attack"] == "guess" and row["method"] == "fedavg"]
+    path = folder / "images" / "fedavg-none-guess-round2-seed0.npz"
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    with np.load(path, allow_pickle=False) as arrays:
+        originals, guesses = (torch.from_numpy(arrays[key]) for key in ("original", "reconstruction"))
+    for row, original, guess in zip(rows, originals, guesses, strict=True):
         index = int(row["picture"].partition(":")[2])
-        assert torch.equal(original, prepared.dataset.train.inputs[index])
+        assert torch.equal(original, world.dataset.train.inputs[index])
         assert float((original - guess).square().mean()) == pytest.approx(row["mse"], rel=1e-5)
 
 
+def victims(*overrides: str):
+    plan = harness.prepare(tiny(*overrides), device="cpu")
+    return plan.trainings[0].world, plan.trainings[0].watches[0].scene.victims
+
+
 def test_victims_hold_the_classes_asked_for():
-    prepared = harness.prepare(tiny("observe.classes=face", "observe.clients=[0, 2]"), device="cpu")
-    assert [victim.client for victim in prepared.victims] == [0, 0, 2, 2]
-    assert all((victim.data.labels == 0).all() and len(victim.data) == 2 for victim in prepared.victims)
-    for victim in prepared.victims:
-        assert torch.isin(victim.samples, prepared.partition.train[victim.client]).all()
+    world, found = victims("observe.classes=face", "observe.clients=[0, 2]")
+    assert [victim.client for victim in found] == [0, 0, 2, 2]
+    assert all((victim.data.labels == 0).all() and len(victim.data) == 2 for victim in found)
+    for victim in found:
+        assert torch.isin(victim.samples, world.partition.train[victim.client]).all()
 
 
 def test_whole_client():
-    prepared = harness.prepare(tiny("observe.images=null", "observe.batch_size=null"), device="cpu")
-    (victim,) = prepared.victims
-    assert sorted(victim.samples.tolist()) == prepared.partition.train[0].tolist()
+    world, (victim,) = victims("observe.images=null", "observe.batch_size=null")
+    assert sorted(victim.samples.tolist()) == world.partition.train[0].tolist()
 
 
-def test_seeds_start_anew_on_the_same_images():
-    rows = harness.run(harness.prepare(tiny("seeds=[0, 1]", "attack=guess"), device="cpu")).rows
+def test_seeds_start_anew_on_the_same_images(tmp_path):
+    rows = run(tiny("seeds=[0, 1]", "attack=guess"), tmp_path / "a")
     first, second = ([row for row in rows if row["seed"] == seed] for seed in (0, 1))
     assert [row["picture"] for row in first] == [row["picture"] for row in second]
     assert [row["psnr"] for row in first] != [row["psnr"] for row in second]
 
 
-def test_rounds_are_watched_when_asked():
+def test_rounds_are_watched_when_asked(tmp_path):
     seen: list[tuple[str, int, int]] = []
-    prepared = harness.prepare(tiny("observe.rounds=[0, 1]", "attack=guess"), device="cpu")
-    rows = harness.run(prepared, progress=lambda *event: seen.append(event)).rows
+    rows = run(
+        tiny("observe.rounds=[0, 1]", "attack=guess"), tmp_path / "a", progress=lambda *event: seen.append(event)
+    )
     assert sorted({row["round"] for row in rows}) == [0, 1]
     assert ("fedavg: training", 2, 2) in seen
-    assert ("fedavg: guess", 0, 2) in seen
-    assert ("fedavg: guess", 2, 2) in seen
+    assert ("fedavg: guess (round 0)", 0, 2) in seen
+    assert ("fedavg: guess (round 1)", 2, 2) in seen
 
 
-def test_method_without_attack_keeps_its_accuracy():
+def test_method_without_attack_keeps_its_accuracy(tmp_path):
     experiment = tiny("attack=[{name: guess, against: hyperfl}]")
-    rows = harness.run(harness.prepare(experiment, device="cpu")).rows
+    rows = run(experiment, tmp_path / "a")
     (row,) = (row for row in rows if row["method"] == "fedavg")
     assert 0 <= row["accuracy"] <= 1
     assert any("no attack" in line[-1] for line in tables.table(rows, experiment).rows)
+
+
+def test_a_grid_is_run_entry_by_entry(tmp_path):
+    sweep = {"attack.guess.spread": [0.0, 0.5], "federation.rounds": [0, 1], "observe.batch_size": [1, 4]}
+    experiment = tiny(sweep=sweep)
+    rows = run(experiment, tmp_path / "a")
+    guesses = {(row["method"], row["attack"], row["round"], row["images"]) for row in rows if "images" in row}
+    methods = [(f"{name}@rounds={number}", number) for name in ("fedavg", "hyperfl") for number in (0, 1)]
+    assert guesses == {
+        (method, f"guess@spread={spread}@batch_size={size}", number, size)
+        for method, number in methods
+        for spread in ("0", "0.5")
+        for size in (1, 4)
+    }
 
 
 @pytest.mark.parametrize(
@@ -148,104 +212,17 @@ def test_what_does_not_fit_is_refused_before_training(override, said):
         harness.prepare(tiny(override), device="cpu")
 
 
-def test_missing_data_set_says_how_to_get_it(monkeypatch):
-    monkeypatch.delenv("HYPERLEAK_DATA", raising=False)
+def test_missing_data_set_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="HYPERLEAK_DATA"):
         harness.prepare(tiny("task.dataset=cifar10"), device="cpu")
 
 
 def test_device_names():
-    assert harness.device_of("cpu").type == "cpu"
-    assert harness.device_of("auto").type in {"cpu", "cuda"}
+    assert worlds.device_of("cpu").type == "cpu"
+    assert worlds.device_of("auto").type in {"cpu", "cuda"}
     with pytest.raises(ValueError, match="expected device auto, cpu or cuda, got 'gpu'"):
-        harness.device_of("gpu")
+        worlds.device_of("gpu")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="use --device cpu"):
-            harness.device_of("cuda")
-
-
-def test_results_folder(tmp_path):
-    out, experiment = tmp_path / "deep" / "out", tiny()
-    outcome = save(out, experiment)
-    assert read_rows(out / "images.jsonl") == outcome.rows
-    assert config.load(out / "config.yaml") == experiment
-    about = (out / "env.json").read_text()
-    assert json.loads(about)["device"] == "cpu"
-    assert str(tmp_path) not in about
-    with np.load(out / "images" / "fedavg-none-guess-round2-seed0.npz", allow_pickle=False) as arrays:
-        assert arrays["original"].shape == arrays["reconstruction"].shape == (4, 1, 8, 8)
-    assert (out / "images" / "fedavg-none-guess-round2-seed0.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-
-
-def test_same_settings_give_identical_rows_and_replace_the_folder(tmp_path):
-    save(tmp_path / "out", tiny())
-    first = (tmp_path / "out" / "images.jsonl").read_bytes()
-    (tmp_path / "out" / "old").touch()
-    save(tmp_path / "out", tiny())
-    assert (tmp_path / "out" / "images.jsonl").read_bytes() == first
-    assert not (tmp_path / "out" / "old").exists()
-
-
-def test_other_content_is_never_overwritten(tmp_path):
-    save(tmp_path / "out", tiny())
-    with pytest.raises(ValueError, match="results of other settings"):
-        results.check(tmp_path / "out", tiny("seeds=1"))
-    (tmp_path / "mine").mkdir()
-    results.check(tmp_path / "mine", tiny())
-    (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(ValueError, match="something other than results"):
-        results.check(tmp_path / "mine", tiny())
-    with pytest.raises(ValueError, match="expected a folder"):
-        results.check(tmp_path / "mine" / "thesis.txt", tiny())
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_crash_while_writing_leaves_what_was_there(tmp_path, before, outcome):
-    if before:
-        save(tmp_path / "out", tiny())
-    was = sorted(path.name for path in tmp_path.rglob("*"))
-    broken = replace(outcome, rows=[*outcome.rows, {"psnr": float("nan")}])
-    with pytest.raises(ValueError, match="not JSON"):
-        results.write(tmp_path / "out", tiny(), broken, device="cpu", table="")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == was
-
-
-def test_table_is_readable_without_the_papers(outcome):
-    found = tables.table(outcome.rows, tiny())
-    assert [row[:2] for row in found.rows] == [("fedavg", "guess"), ("fedavg", "refuse"), ("hyperfl", "guess")]
-    assert "defence" not in found.columns
-    assert "LPIPS" not in found.columns
-    assert found.rows[1][-1] == "not in the mood"
-    assert [row[1] for row in found.floors] == list(tables.FLOORS.values())
-    legend = "\n".join(found.legend)
-    for part in ("PSNR (dB)", "Floor", "Method fedavg", "Method hyperfl", "Attack guess: Noise around mid grey."):
-        assert part in legend
-    assert "LPIPS" not in legend
-    text = tables.markdown(found)
-    assert text.count("\n| ") == 2 + len(found.rows) + len(found.floors)
-
-
-def test_flags_are_explained(outcome):
-    experiment = tiny("threat.knows_labels=true")
-    found = tables.table(outcome.rows, experiment)
-    assert "labels-given" in found.rows[0][-1]
-    assert any(line.startswith("Flag labels-given: ") for line in found.legend)
-
-
-def test_the_table_says_what_leaked(outcome):
-    rows = [row for row in outcome.rows if row.get("psnr") is not None and row["method"] == "fedavg"]
-    floor = max(sum(r[f"floor_{g}_psnr"] for r in rows) / len(rows) for g in tables.FLOORS)
-    for gain, words in ((5.0, "gives picture content away (+"), (-5.0, "no more than a guess")):
-        shifted = [{**r, "psnr": max(r[f"floor_{g}_psnr"] for g in tables.FLOORS) + gain} for r in rows]
-        assert floor > 0
-        assert any(words in line for line in tables.table(shifted, tiny()).legend), words
-    peeled = [{**r, "extractor_error": 2e-7, "private_errors": {"embedding": 3e-7}} for r in rows]
-    legend = "\n".join(tables.table(peeled, tiny()).legend)
-    assert "private embedding was recovered with a relative error of 3e-07" in legend
-    assert "private extractor was recovered with a relative error of 2e-07" in legend
-
-
-def test_table_needs_rows():
-    with pytest.raises(ValueError, match="expected rows"):
-        tables.table([], tiny())
+            worlds.device_of("cuda")

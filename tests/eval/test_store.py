@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.store import read_rows, write_rows
+from eval.store import read_rows, replace_rows, write_rows, write_text
 
 
 def test_round_trip_and_append(tmp_path):
@@ -24,6 +24,19 @@ def test_floats_come_back_bit_for_bit(tmp_path):
     values = [0.1 + 0.2, 1e-300, 5e-324, 1.7976931348623157e308, -0.0]
     write_rows(tmp_path / "rows.jsonl", [{"v": v} for v in values])
     assert [row["v"].hex() for row in read_rows(tmp_path / "rows.jsonl")] == [v.hex() for v in values]
+
+
+def test_replacing_leaves_nothing_of_before(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    replace_rows(path, [{"image": 0}, {"image": 1}])
+    replace_rows(path, [{"image": 2}])
+    assert read_rows(path) == [{"image": 2}]
+    with pytest.raises(ValueError, match="not JSON"):
+        replace_rows(path, [{"psnr": float("nan")}])
+    assert read_rows(path) == [{"image": 2}]
+    write_text(path, "gr\u00fcn\n")
+    assert path.read_text(encoding="utf-8") == "gr\u00fcn\n"
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
 def interrupted():

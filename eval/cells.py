@@ -1,0 +1,127 @@
+"""The parts of a run that are computed once: trainings, and attacks on what they send.
+
+A *training cell* is one method under one defence from one seed; an *attack cell* is one attack on what the watched
+clients of such a training send after so many rounds. A cell is known by a hash of everything its numbers depend on: the
+settings, the data, the kind of device and the version of this package; labels and the other cells of a config are not
+among them. So a cell that is finished stays finished, whatever is added around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attacks.base import Attack
+from defenses import Defense, defenses
+from eval import config
+from eval.experiment import Experiment, FederationSpec, Observe, Score
+from eval.perceptual import Lpips, Perceptual
+from eval.plain import attack_spec, section_spec
+from eval.worlds import World
+from fl.method import Method, methods
+from fl.types import ThreatModel
+
+DIGITS = 12
+"""Of a cell's SHA-256 that make its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """Everything the numbers of one cell depend on.
+
+    Attributes:
+        settings: plain data.
+    """
+
+    settings: dict[str, Any]
+
+    @cached_property
+    def id(self) -> str:
+        """The first digits of the settings' SHA-256."""
+        return short_hash(self.settings)
+
+
+def training_cell(world: World, federation: FederationSpec, method: Method, defense: Defense, seed: int) -> Cell:
+    """The cell of one training."""
+    return Cell(
+        {
+            "kind": "training",
+            "task": section_spec(world.task_spec),
+            "data": world.digest,
+            "federation": section_spec(federation),
+            "method": methods.spec(method),
+            "defense": _spec(defense),
+            "seed": seed,
+            "device": world.device.type,
+            "version": version(),
+        }
+    )
+
+
+def attack_cell(
+    training: Cell,
+    number: int,
+    observed: Method,
+    attack: Attack,
+    threat: ThreatModel,
+    observe: Observe,
+    score: Score,
+    perceptual: Perceptual | None,
+) -> Cell:
+    """The cell of one attack after `number` rounds of a training."""
+    watched = {key: value for key, value in section_spec(observe).items() if key not in {"rounds", "method"}}
+    return Cell(
+        {
+            "kind": "attack",
+            "training": training.id,
+            "round": number,
+            "method": methods.spec(observed),
+            "attack": attack_spec(attack),
+            "threat": section_spec(threat),
+            "observe": watched,
+            # whether LPIPS can be taken depends on the weights at hand, and so do the figures
+            "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
+            "version": version(),
+        }
+    )
+
+
+def run_id(experiment: Experiment) -> str:
+    """A name for a run: a hash of the resolved config and the package's version."""
+    return short_hash({"config": config.plain(experiment), "version": version()})
+
+
+def short_hash(value: Any) -> str:
+    """The first digits of the SHA-256 of plain data as canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+@cache
+def version() -> str:
+    """The package's version."""
+    return metadata.version("hyperleak")
+
+
+@cache
+def code() -> str:
+    """A hash of the package's source: says whether a cell was computed by the code that runs now."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for package in ("fl", "defenses", "attacks", "eval"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:DIGITS]
+
+
+def _spec(defense: Defense) -> dict[str, Any]:
+    """A defence's settings; one that is not registered (made in Python) is known by its class and fields."""
+    try:
+        return defenses.spec(defense)
+    except ValueError:
+        return {"name": type(defense).__qualname__, "settings": repr(defense)}

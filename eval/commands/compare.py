@@ -1,0 +1,25 @@
+"""`hyperleak compare DIR...`: several runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eval.terminal import USAGE, Json, emit, errors
+
+
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `hyperleak run` has written.")],
+    json: Json = False,
+) -> None:
+    """Set several runs side by side: settings that differ, scores, and differences with their intervals."""
+    from eval import compare as comparing
+
+    with errors(USAGE):
+        found = comparing.compare(folders)
+    if json:
+        emit(found.plain())
+    else:
+        typer.echo(found.text(), nl=False)

@@ -1,0 +1,32 @@
+"""`hyperleak report DIR`: a run as a page to read and to send on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eval.terminal import FAILURE, USAGE, Json, emit, errors
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `hyperleak run` has written.")],
+    hide_pictures: Annotated[
+        bool, typer.Option("--hide-pictures", help="Leave out pictures of private data, originals and recovered ones.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Write report.html and report.md into a run's folder."""
+    with errors(USAGE):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
+    from eval import report as reports
+
+    with errors(FAILURE):
+        paths = reports.write(folder, show=not hide_pictures)
+    if json:
+        emit([str(path) for path in paths])
+        return
+    for path in paths:
+        typer.echo(f"Written to {path}")

@@ -1,0 +1,162 @@
+"""`hyperleak run`: train, attack, and say what leaked."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from eval.terminal import FAILURE, USAGE, Json, console, emit, errors, progress, say, show_table, warnings_on
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from eval.harness import Failure, Options
+    from eval.plan import Plan
+    from eval.rundir import RunDir
+    from eval.tables import Table
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def run(
+    config: Annotated[str, typer.Argument(help="A YAML file, or the name of one in configs/.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a setting: attack.iterations=500; a list makes a grid: attack.tv=[1e-4,1e-2]. Repeatable.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; default results/NAME.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Repeat with the seeds 0 to N-1.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes to spread the clients over.")] = 1,
+    keep_checkpoints: Annotated[
+        bool, typer.Option("--keep-checkpoints", help="Keep trained states, so that later attacks need no training.")
+    ] = False,
+    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 60.0,
+    json: Json = False,
+) -> None:
+    """Train the methods of an experiment, attack what the server sees, and say what leaked.
+
+    A run that was stopped goes on where it was when it is started again with the same folder. What is finished is not
+    computed twice, also when attacks, methods or seeds are added.
+    """
+    from eval import config as configs
+    from eval import harness
+    from eval.rundir import BusyError, RunDir
+
+    signal.signal(signal.SIGTERM, _stop)  # so that a run ended politely ends its worker processes
+    screen = console(as_json=json)
+    with ExitStack() as stack:
+        with errors(USAGE):
+            path = find_config(config)
+            overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
+            experiment = configs.load(path, overrides)
+            folder = RunDir(out or default_folder(path))
+            plan = harness.prepare(experiment, device=device)
+            folder.check()  # last: what is wrong in itself is said rather than that the folder is taken
+        try:
+            stack.enter_context(folder.locked())
+        except BusyError as error:
+            say(f"error: {error}")
+            raise typer.Exit(FAILURE) from error
+        stack.enter_context(folder.logged())
+        options = harness.Options(
+            workers=workers,
+            every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            name=path.stem,
+            command=shlex.join(["hyperleak", *sys.argv[1:]]),
+        )
+        failures = _compute(plan, folder, options, screen)
+        with errors(FAILURE):
+            found = _write(plan, folder, failures)
+    if json:
+        emit(_summary(plan, folder, failures, found))
+    elif found is not None:
+        show_table(screen, found)
+    screen.print(f"\nWritten to {folder.path}; open {folder.path / 'report.html'}", highlight=False, soft_wrap=True)
+    for failure in failures:
+        say(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
+    if failures:
+        raise typer.Exit(FAILURE)
+
+
+def find_config(name: str) -> Path:
+    """The config file at a path, or of that name in the checkout's `configs`.
+
+    Raises:
+        FileNotFoundError: neither; says what is close.
+    """
+    places = [Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"]
+    for path in places:
+        if path.is_file():
+            return path
+    from fl.registry import close
+
+    known = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
+    likely = close(Path(name).stem, known)
+    hint = f"did you mean {likely!r}? " if likely else ""
+    raise FileNotFoundError(f"no config {name!r}; {hint}known names: {', '.join(known) or 'none'}")
+
+
+def default_folder(path: Path) -> Path:
+    """`results/NAME`; for the config of a run its own folder, which then goes on."""
+    from eval.rundir import RUN
+
+    return path.parent if (path.parent / RUN).is_file() else Path("results") / path.stem
+
+
+def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> list[Failure]:
+    from eval import harness
+
+    try:
+        with warnings_on(screen), progress(screen) as told:
+            return harness.run(plan, folder, options, told)
+    except KeyboardInterrupt as error:
+        say(f"stopped; the same command goes on from here ({folder.path})")
+        raise typer.Exit(128 + signal.SIGINT) from error
+
+
+def _write(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> Table | None:
+    """The files for readers; the table, unless nothing was finished."""
+    from dataclasses import replace
+
+    from eval import report, results, store, tables
+
+    rows = results.assemble(plan, folder)
+    if not rows:
+        return None
+    found = tables.table(rows, plan.experiment)
+    if note := results.incomplete(failures, plan):
+        found = replace(found, legend=[note, *found.legend])
+    store.write_text(folder.path / results.TABLE, tables.markdown(found))
+    report.write(folder.path)
+    return found
+
+
+def _summary(plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None) -> dict[str, Any]:
+    from eval.cells import run_id
+
+    return {
+        "id": run_id(plan.experiment),
+        "folder": str(folder.path),
+        "status": "failed" if failures else "finished",
+        "failures": [asdict(failure) for failure in failures],
+        "table": asdict(found) if found is not None else None,
+    }
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)

@@ -1,0 +1,124 @@
+"""`hyperleak show NAME`: settings, defaults and meaning of one thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eval.commands.list_ import registries
+from eval.terminal import USAGE, Json, console, emit, errors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def show(
+    name: Annotated[str, typer.Argument(help="Of a method, attack, defence, data set, ..., or a config section.")],
+    as_json: Json = False,
+) -> None:
+    """The settings of one thing: their defaults, what they mean, and the paper it comes from."""
+    with errors(USAGE):
+        found = describe(name)
+    if as_json:
+        emit(found)
+        return
+    screen = console()
+    for about in found:
+        _print(screen, about)
+
+
+def describe(name: str) -> list[dict[str, Any]]:
+    """All that is known by a name, in plain data: kind, name, text and fields with default and meaning.
+
+    Raises:
+        UnknownNameError: nothing is; says what is close.
+    """
+    from eval.plain import SECTIONS
+    from fl.registry import UnknownNameError
+
+    known = registries()
+    found = [_about(kind, registry.get(name)) for kind, registry in known.items() if name in registry.names()]
+    if name in SECTIONS:
+        found.append(_about("config section", SECTIONS[name], name))
+    if not found and "+" in name:
+        import attacks
+
+        attacks.build(name)  # says what is wrong with a part
+        return [about for part in name.split("+") for about in describe(part)]
+    if not found:
+        every = {entry for registry in known.values() for entry in registry.names()} | set(SECTIONS)
+        raise UnknownNameError("name", name, sorted(every))
+    return found
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of each attribute."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        text = inspect.cleandoc(vars(base).get("__doc__") or "")
+        _, _, section = text.partition("Attributes:\n")
+        lines = re.split(r"\n(?=\S)", section)[0] if section else ""
+        for entry in re.split(r"\n(?= {4}\S)", "\n" + lines):
+            names, colon, words = entry.strip().partition(":")
+            if colon:
+                found |= {name.strip(): " ".join(words.split()) for name in names.split(",")}
+    return found
+
+
+def _about(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
+    from eval.report.describe import citations
+
+    text = inspect.cleandoc(entry.__doc__ or "")
+    about: dict[str, Any] = {
+        "kind": kind.removesuffix("s"),
+        "name": name or entry.name,
+        "plain": getattr(entry, "plain", ""),
+        "papers": citations(entry) if isinstance(entry, type) else [],
+        "text": re.sub(r"(?<!\n)\n(?!\n|- ) *", " ", re.split(r"\n+(?:Attributes|Args|Raises|Returns):\n", text)[0]),
+    }
+    if not isinstance(entry, type):
+        return {**about, "fields": {}}
+    words = meanings(entry)
+    fields = {f.name: {**_default(f), "meaning": words.get(f.name, "")} for f in dataclasses.fields(entry) if f.init}
+    return {**about, "fields": fields}
+
+
+def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Whether a field needs a value, and what it is without one, in plain data."""
+    from fl.registry import Registry
+
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return {"required": True, "default": None}
+    registry = getattr(type(value), "registry", None)
+    if isinstance(registry, Registry):
+        value = registry.spec(value)
+    return {"required": False, "default": list(value) if isinstance(value, tuple) else value}
+
+
+def _print(screen: Console, about: dict[str, Any]) -> None:
+    from rich.table import Table as Grid
+
+    screen.print(f"{about['name']} ({about['kind']})", style="bold", highlight=False, markup=False)
+    if about["plain"]:
+        screen.print(f"In plain words: {about['plain']}", highlight=False, markup=False)
+    if about["papers"]:
+        screen.print(f"Paper: {'; '.join(about['papers'])}", highlight=False, markup=False)
+    screen.print(about["text"], highlight=False, markup=False)
+    grid = Grid(show_header=True, box=None, padding=(0, 2, 0, 0), title_justify="left")
+    for column in ("setting", "default", "meaning"):
+        grid.add_column(column, overflow="fold")
+    for name, field in about["fields"].items():
+        default = "(required)" if field["required"] else json.dumps(field["default"])
+        grid.add_row(name, default.strip('"'), field["meaning"])
+    if about["fields"]:
+        screen.print(grid, highlight=False)
+    screen.print()

@@ -1,0 +1,274 @@
+"""Experiments as plain data: read strictly, written in full, some settings replaced."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+import attacks
+from attacks.base import Attack, Chain
+from defenses import defenses
+from eval.experiment import Entry, Experiment, FederationSpec, Observe, Score, TaskSpec
+from fl.method import methods
+from fl.registry import Registry, UnknownNameError
+from fl.types import ThreatModel
+
+T = TypeVar("T")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+_.=@-]*")
+
+SECTIONS: dict[str, Any] = {
+    "task": TaskSpec,
+    "federation": FederationSpec,
+    "threat": ThreatModel,
+    "observe": Observe,
+    "score": Score,
+}
+LISTS: dict[str, Registry[Any]] = {"method": methods, "defense": defenses, "attack": attacks.attacks}
+CHANGES = {"method": ("task", "federation"), "attack": ("observe",)}
+"""Sections that single entries of a list may have settings of their own in (`with`)."""
+
+
+def build(data: Any) -> Experiment:
+    """The experiment that plain data describes.
+
+    Raises:
+        ValueError: not an experiment; says which key is wrong and what would be right.
+    """
+    values = dict(mapping(data, "the config"))
+    check_keys([*(f.name for f in dataclasses.fields(Experiment)), "sweep"], values, "the config")  # taken out before
+    if absent := [key for key in ("task", "method", "attack") if key not in values]:
+        raise ValueError(f"expected a value for {', '.join(absent)}, got none")
+    built: dict[str, Any] = {
+        key: _checked(Experiment, key, values[key], key) for key in ("title", "seeds") if key in values
+    }
+    for key, kind in SECTIONS.items():
+        if key in values:
+            built[key] = _section(kind, values[key], key)
+    for key, registry in LISTS.items():
+        if key in values:
+            built[key] = _entries(values[key], key, registry)
+    experiment = Experiment(**built)
+    for key in CHANGES:
+        for entry in getattr(experiment, key):
+            changed(experiment, entry.changes, f"{key} {entry.label!r}, with")
+    return experiment
+
+
+def plain(experiment: Experiment) -> dict[str, Any]:
+    """The experiment in plain data with every default written out; `build(plain(x)) == x`."""
+    result: dict[str, Any] = {"title": experiment.title}
+    for key, registry in {**SECTIONS, **LISTS}.items():
+        value = getattr(experiment, key)
+        result[key] = [_entry_spec(e, registry) for e in value] if key in LISTS else section_spec(value)
+    return {**result, "seeds": list(experiment.seeds)}
+
+
+def changed(experiment: Experiment, changes: Mapping[str, Any], where: str) -> Experiment:
+    """The experiment with other values in its sections, by dotted key: `{"federation.rounds": 10}`.
+
+    Raises:
+        UnknownNameError: there is no such setting; says what is close.
+        ValueError: a value that does not fit.
+    """
+    for key, value in changes.items():
+        keys = key.split(".")
+        data = {name: section_spec(getattr(experiment, name)) for name in SECTIONS}
+        try:
+            for place in places(data, keys):
+                place[keys[-1]] = copy.deepcopy(value)
+            built = _section(SECTIONS[keys[0]], data[keys[0]], keys[0])
+            experiment = dataclasses.replace(experiment, **{keys[0]: built})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    return experiment
+
+
+def places(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The mappings in `data` that hold the last of `keys`, reached through the others.
+
+    Raises:
+        UnknownNameError: there are none; says which key is close.
+    """
+    free = list(keys[:2]) == ["observe", "method"] and len(keys) == 3
+    found: list[dict[str, Any]] = [data]
+    for depth, key in enumerate(keys):
+        known = sorted({name for place in found for name in place})
+        holders = [place for place in found if key in place]
+        last = depth == len(keys) - 1
+        if not holders and not (last and free):
+            raise UnknownNameError("key", ".".join(keys[: depth + 1]), [".".join([*keys[:depth], k]) for k in known])
+        if last:
+            return found if free else holders
+        found = [item for place in holders for item in _inside(place[key], keys[depth + 1])]
+    return found
+
+
+def attack_spec(attack: Attack) -> dict[str, Any]:
+    """Settings of an attack; of a chain whose first part has its defaults in the short form, `name: peel+ig`."""
+    if isinstance(attack, Chain):
+        short = {**attack_spec(attack.then), "name": attacks.label(attack)}
+        if attacks.build(short) == attack:
+            return short
+    return attacks.attacks.spec(attack)
+
+
+def section_spec(section: Any) -> dict[str, Any]:
+    """Settings of a section, every default written out."""
+    kind: type = type(section)
+
+    def value(key: str, item: Any) -> Any:
+        if (registry := _field(kind, key).registry) is not None:
+            return registry.spec(item)
+        return list(item) if isinstance(item, tuple) else copy.deepcopy(item)
+
+    return {f.name: value(f.name, getattr(section, f.name)) for f in dataclasses.fields(section)}
+
+
+def mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """`value`, which must be settings.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected settings (key: value), got {value!r}")
+    return value
+
+
+def check_keys(known: Sequence[str], values: Mapping[str, Any], where: str) -> None:
+    """Whether all keys of `values` are known.
+
+    Raises:
+        UnknownNameError: one is not; says what is close.
+    """
+    for key in values:
+        if key not in known:
+            raise UnknownNameError(f"key of {where}", key, known)
+
+
+def _section(kind: type[T], values: Any, where: str) -> T:
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    check_keys([f.name for f in fields], mapping(values, where), where)
+    required = [f.name for f in fields if f.default is dataclasses.MISSING is f.default_factory]
+    if absent := [key for key in required if key not in values]:
+        raise ValueError(f"{where}: expected a value for {', '.join(absent)}, got none")
+    return kind(**{key: _checked(kind, key, value, f"{where}.{key}") for key, value in values.items()})
+
+
+class _Field(NamedTuple):
+    """How a field is read: through a registry, or by its type, of which there may be several."""
+
+    registry: Registry[Any] | None
+    adapter: TypeAdapter[Any] | None
+    several: bool
+
+
+@cache
+def _field(kind: type, key: str) -> _Field:
+    hint = typing.get_type_hints(kind)[key]
+    registry = getattr(hint, "registry", None)
+    return _Field(registry, None if registry else TypeAdapter(hint), typing.get_origin(hint) is tuple)
+
+
+def _checked(kind: type, key: str, value: Any, where: str) -> Any:
+    """`value` as the field `key` of `kind` has it; a single value will do for a list."""
+    registry, adapter, several = _field(kind, key)
+    if adapter is None:
+        assert registry is not None
+        try:
+            return registry.build(_with_names(value))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    if several and not isinstance(value, list | tuple):
+        value = [value]
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{where}: {first['msg']}, got {first['input']!r}") from error
+
+
+def _entries(value: Any, key: str, registry: Registry[Any]) -> tuple[Entry[Any], ...]:
+    entries = tuple(_entry(item, key, registry) for item in (value if isinstance(value, list) else [value]))
+    if not entries:
+        raise ValueError(f"{key}: expected at least one, got none")
+    labels = [entry.label for entry in entries]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(f"{key}: {', '.join(twice)} is there twice; give one of them another label with `as`")
+    return entries
+
+
+def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
+    settings = {"name": value} if isinstance(value, str) else dict(mapping(value, key))
+    own: dict[str, Any] = {"as": None}
+    own |= {"against": []} if key == "attack" else {}
+    own |= {"with": {}} if key in CHANGES else {}
+    given = {name: settings.pop(name, default) for name, default in own.items()}
+    try:
+        _check_settings(_with_names(settings), list(own), registry)
+        item = attacks.build(settings) if registry is attacks.attacks else registry.build(settings)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    label = _name(item) if given["as"] is None else str(given["as"])
+    if not _LABEL.fullmatch(label):
+        raise ValueError(f"{key}: expected `as` of letters, digits, '+', '-', '_', '.', '=' and '@', got {label!r}")
+    against = _checked(Entry, "against", given.get("against", []), f"{key}.against")
+    changes = dict(mapping(given.get("with", {}), f"{key}.with"))
+    for name in changes:
+        if "." not in name:
+            raise ValueError(f"{key}.with: expected keys such as {CHANGES[key][-1]}.rounds, got {name!r}")
+        if (section := name.partition(".")[0]) not in CHANGES[key]:
+            raise UnknownNameError(f"section in {key}.with", section, CHANGES[key])
+    return Entry(label=label, item=item, against=against, changes=changes)
+
+
+def _check_settings(settings: Mapping[str, Any], own: Sequence[str], registry: Registry[Any]) -> None:
+    """Whether all keys are known, so that what is said of others names those that every entry has, too."""
+    entry = registry.get(str(settings.get("name", "")).rpartition("+")[2]) if "name" in settings else None
+    known = [f.name for f in dataclasses.fields(entry)] if isinstance(entry, type) else []
+    for key in settings:
+        if key not in {"name", *known}:
+            what = f"setting of {registry.kind} {settings['name']!r}" if entry else f"key of a {registry.kind}"
+            raise UnknownNameError(what, key, ["name", *known, *own])
+
+
+def _with_names(value: Any) -> Any:
+    """`value`, in which everything called `name` is text."""
+    if isinstance(value, Mapping):
+        if not isinstance(value.get("name", ""), str):
+            raise ValueError(f"expected a name, got {value['name']!r}")
+        for inner in value.values():
+            _with_names(inner)
+    return value
+
+
+def _name(item: Any) -> str:
+    return attacks.label(item) if isinstance(item, Attack) else str(item.name)
+
+
+def _entry_spec(entry: Entry[Any], registry: Registry[Any]) -> dict[str, Any]:
+    spec = attack_spec(entry.item) if isinstance(entry.item, Attack) else registry.spec(entry.item)
+    if entry.label != _name(entry.item):
+        spec["as"] = entry.label
+    if entry.against:
+        spec["against"] = list(entry.against)
+    return {**spec, "with": copy.deepcopy(entry.changes)} if entry.changes else spec
+
+
+def _inside(value: Any, key: str) -> list[dict[str, Any]]:
+    """The settings one level down; of a list of entries, those labelled `key` or made of it, by `key`."""
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list):
+        return []
+    entries = [entry for entry in value if isinstance(entry, dict)]
+    labels = [str(entry.get("as", entry.get("name"))) for entry in entries]
+    own = [{key: e} for e, label in zip(entries, labels, strict=True) if key in {label, label.partition("@")[0]}]
+    return own or entries

@@ -1,0 +1,198 @@
+"""What an experiment comes to: its cells in canonical order, checked as far as can be without training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from attacks.base import Attack
+from defenses import Defense
+from eval import grid
+from eval.cells import Cell, attack_cell, training_cell
+from eval.experiment import Entry, Experiment, FederationSpec, Observe
+from eval.perceptual import Perceptual, load_lpips
+from eval.plain import section_spec
+from eval.worlds import Victim, World, device_of, load
+from fl.client import Client
+from fl.data import Dataset, datasets
+from fl.method import Method
+from fl.types import Task, ThreatModel
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """Whom the attacker watches, and what they run while it does.
+
+    Attributes:
+        observe: the settings.
+        victims: the watched updates.
+        method: the method in the observed round.
+        threat: what the server knows.
+    """
+
+    observe: Observe
+    victims: tuple[Victim, ...]
+    method: Method
+    threat: ThreatModel
+
+
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """One attack after a round.
+
+    Attributes:
+        attack: which.
+        round: how many rounds were trained before.
+        scene: on whom.
+        cell: where the results go.
+    """
+
+    attack: Entry[Attack]
+    round: int
+    scene: Scene
+    cell: Cell
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """One method under one defence from one seed, and the attacks on it.
+
+    Attributes:
+        method: which, under its label.
+        defense: likewise.
+        seed: of the network and of everything random.
+        world: the data.
+        federation: for how long it is trained, and how.
+        cell: where the results go.
+        watches: by round, then as the attacks stand in the config.
+        name: what the progress and the timings call it.
+    """
+
+    method: Entry[Method]
+    defense: Entry[Defense]
+    seed: int
+    world: World
+    federation: FederationSpec
+    cell: Cell
+    watches: tuple[Watch, ...]
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """An experiment with its data: ready to run.
+
+    Attributes:
+        experiment: the settings.
+        trainings: in the order in which their results are listed.
+        perceptual: LPIPS, or why there is none; None if it is off.
+        device: where everything is computed.
+    """
+
+    experiment: Experiment
+    trainings: tuple[Training, ...]
+    perceptual: Perceptual | None
+    device: torch.device
+
+    def cells(self) -> Iterator[tuple[str, Cell]]:
+        """Every cell under a name for people, in order."""
+        for training in self.trainings:
+            yield training.name, training.cell
+            for watch in training.watches:
+                yield f"{training.name}: {watch.attack.label} after round {watch.round}", watch.cell
+
+
+def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
+    """Load the data, split it, choose whom to watch, and check that everything fits together.
+
+    Raises:
+        ValueError: settings that don't fit each other or the data; says which.
+        FileNotFoundError: the data set is not there; says how to get it.
+    """
+    settings, perceptual = experiment.score, None
+    if settings.lpips != "off":
+        net = None if settings.lpips == "auto" else settings.lpips
+        perceptual = load_lpips(net, allow_download=settings.download)
+    maker = _Maker(experiment, device_of(device), perceptual)
+    trainings = [
+        maker.training(seed, method, defense)
+        for seed in experiment.seeds
+        for method in experiment.method
+        for defense in experiment.defense
+    ]
+    return Plan(experiment, tuple(trainings), perceptual, maker.device)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the parts of a plan; what several of them share is made once."""
+
+    experiment: Experiment
+    device: torch.device
+    perceptual: Perceptual | None
+    loaded: dict[str, Dataset] = field(default_factory=dict)
+    worlds: dict[str, World] = field(default_factory=dict)
+    scenes: dict[str, Scene] = field(default_factory=dict)
+    checked: set[str] = field(default_factory=set)
+
+    def training(self, seed: int, method: Entry[Method], defense: Entry[Defense]) -> Training:
+        """One training with its attacks."""
+        own = grid.part(self.experiment, method, None)
+        world = self._world(own)
+        task = world.task(self.experiment.seeds[0])
+        self._check(task, method.item, defense, f"method {method.label!r}")
+        cell = training_cell(world, own.federation, method.item, defense.item, seed)
+        watches = []
+        for attack in self.experiment.attack:
+            if attack.against and method.label not in attack.against:
+                continue
+            part = grid.part(self.experiment, method, attack)
+            scene = self._scene(part, world, method.label)
+            self._check(task, scene.method, defense, f"observe.method {method.label!r}")
+            for number in part.rounds:
+                settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
+                watches.append(Watch(attack, number, scene, attack_cell(cell, number, *settings)))
+        watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
+        name = self._name(seed, method.label, defense.label)
+        return Training(method, defense, seed, world, own.federation, cell, tuple(watches), name)
+
+    def _name(self, seed: int, method: str, defense: str) -> str:
+        defended = "" if defense == "none" else f" + {defense}"
+        return f"{method}{defended}" + (f" (seed {seed})" if len(self.experiment.seeds) > 1 else "")
+
+    def _world(self, own: Experiment) -> World:
+        source = json.dumps(datasets.spec(own.task.dataset))
+        federation = section_spec(own.federation)
+        key = json.dumps([section_spec(own.task), federation["partition"], federation["augment"]])
+        if key not in self.worlds:
+            if source not in self.loaded:
+                self.loaded[source] = own.task.dataset.load()
+            self.worlds[key] = load(own.task, own.federation, self.device, self.loaded[source])
+        return self.worlds[key]
+
+    def _scene(self, part: Experiment, world: World, method: str) -> Scene:
+        key = json.dumps([id(world), method, section_spec(part.observe)])
+        if key not in self.scenes:
+            found = part.observed_methods()[method]
+            self.scenes[key] = Scene(part.observe, world.victims(part.observe), found, part.threat)
+        return self.scenes[key]
+
+    def _check(self, task: Task, method: Method, defense: Entry[Defense], where: str) -> None:
+        """Build the client, so that what does not fit is said before any training.
+
+        Raises:
+            ValueError: a setting of the method or what it makes of the model; says of which method.
+        """
+        key = f"{where} {defense.label} {method!r}"
+        if key in self.checked:
+            return
+        try:
+            if idle := [phase for phase in method.phases(task, 0) if phase.epochs == 0]:
+                raise ValueError(f"expected epochs >= 1, got {idle[0].epochs}")
+            Client(task, method, defense.item)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        self.checked.add(key)

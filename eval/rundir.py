@@ -1,0 +1,176 @@
+"""The folder of a run: finished cells, those being computed, checkpoints, and who may write.
+
+```
+DIR/cells/ID/             a finished cell: cell.json (settings, seconds, code) and its rows, written once
+DIR/cells/ID.part/        one that is not: what there is so far, and traceback.txt if it failed
+DIR/checkpoints/ID/       of a training: round-00010.npz, as long as some unfinished cell needs it
+DIR/run.json, log.txt     what the run is and how far it is
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from eval import store
+from eval.cells import Cell, code
+
+RUN, LOG, CELL, TRACEBACK, LOCK = "run.json", "log.txt", "cell.json", "traceback.txt", ".lock"
+OLDER = {"config.yaml", "images.jsonl"}
+"""What a result folder held before there were run directories."""
+PACKAGES = ("fl", "defenses", "attacks", "eval")
+_ROUND = re.compile(r"round-(\d+)\.npz")
+
+
+class BusyError(ValueError):
+    """Another process is writing to the folder."""
+
+
+class Checkpoints:
+    """The stored states of one training, by round.
+
+    Args:
+        folder: where they lie; made when the first is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, number: int) -> Path:
+        """The file of the state after `number` rounds."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder / f"round-{number:05d}.npz"
+
+    def rounds(self) -> list[int]:
+        """Of which rounds there are states, ascending."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _ROUND.fullmatch(path.name)))
+
+    def keep(self, wanted: Collection[int]) -> None:
+        """Remove all but those of the rounds `wanted`."""
+        for number in self.rounds():
+            if number not in wanted:
+                self.path(number).unlink()
+        if not wanted and self.folder.is_dir():
+            shutil.rmtree(self.folder)
+            with suppress(OSError):  # others may have some
+                self.folder.parent.rmdir()
+
+
+class RunDir:
+    """A run's folder.
+
+    Args:
+        path: of the folder; made by `locked`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cells = path / "cells"
+
+    def check(self) -> None:
+        """Whether the folder may be written: new, empty, or a run's.
+
+        Raises:
+            ValueError: there is something else.
+        """
+        if not self.path.exists() and not self.path.is_symlink():
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"expected a folder for results, got the file {self.path}; choose another --out")
+        entries = {entry.name for entry in self.path.iterdir()} - {LOCK, LOG}
+        if entries and RUN not in entries and not entries >= OLDER:
+            raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and keep other processes from writing to it; given up when the process ends, however.
+
+        Raises:
+            BusyError: another process has it.
+            ValueError: as `check`.
+        """
+        self.check()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / LOCK).open("a") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by worker processes
+            except OSError as error:
+                raise BusyError(
+                    f"{self.path} is in use by another process; wait for it or choose another --out"
+                ) from error
+            yield
+
+    @contextmanager
+    def logged(self) -> Iterator[None]:
+        """Append what this package logs to the folder's log."""
+        handler = logging.FileHandler(self.path / LOG, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        loggers = [logging.getLogger(name) for name in PACKAGES]
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.removeHandler(handler)
+                logger.setLevel(level)
+            handler.close()
+
+    def finished(self, cell: Cell) -> bool:
+        """Whether the cell is finished."""
+        return (self.cells / cell.id / CELL).is_file()
+
+    def about(self, cell: Cell) -> dict[str, Any]:
+        """What is known of a finished cell: settings, seconds, and the code that computed it."""
+        found: dict[str, Any] = json.loads((self.cells / cell.id / CELL).read_text(encoding="utf-8"))
+        return found
+
+    def file(self, cell: Cell, name: str) -> Path:
+        """A file of a finished cell."""
+        return self.cells / cell.id / name
+
+    def part(self, cell: Cell) -> Path:
+        """The folder in which a cell is computed."""
+        folder = self.cells / f"{cell.id}.part"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def finish(self, cell: Cell, seconds: float) -> None:
+        """Make the cell's folder the finished one, at once."""
+        folder = self.part(cell)
+        (folder / TRACEBACK).unlink(missing_ok=True)
+        about = {"settings": cell.settings, "code": code(), "seconds": round(seconds, 3)}
+        store.write_text(folder / CELL, json.dumps(about, indent=2) + "\n")
+        for path in folder.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(folder, self.cells / cell.id)
+        store.sync(self.cells)
+
+    def fail(self, cell: Cell, text: str) -> Path:
+        """Keep the traceback of a cell that failed; returns the file."""
+        path = self.part(cell) / TRACEBACK
+        store.write_text(path, text)
+        return path
+
+    def failure(self, cell: Cell) -> str | None:
+        """The last line of an unfinished cell's traceback, or None."""
+        path = self.cells / f"{cell.id}.part" / TRACEBACK
+        return path.read_text(encoding="utf-8").strip().splitlines()[-1] if path.is_file() else None
+
+    def checkpoints(self, cell: Cell) -> Checkpoints:
+        """Of a training cell."""
+        return Checkpoints(self.path / "checkpoints" / cell.id)

@@ -1,0 +1,128 @@
+"""What all parts of the command share: how errors, progress, tables and JSON reach whoever reads them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from eval.harness import Progress
+    from eval.tables import Table
+
+FAILURE, USAGE, LEAKED = 1, 2, 3
+"""Exit codes: something could not be done; it was asked for wrongly; more leaked than was allowed."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
+
+
+@contextmanager
+def errors(code: int) -> Iterator[None]:
+    """Say what is wrong in one line and leave; other errors are faults of the program and keep their traceback."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(code) from error
+
+
+def emit(value: Any) -> None:
+    """Print plain data as JSON on stdout."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+
+
+def say(words: str) -> None:
+    """Print a line on stderr."""
+    typer.echo(words, err=True)
+
+
+def console(*, as_json: bool = False) -> Console:
+    """Where words for people go: stdout, or stderr where stdout is for JSON."""
+    from rich.console import Console
+
+    return Console(stderr=as_json)
+
+
+@contextmanager
+def warnings_on(screen: Console) -> Iterator[None]:
+    """Show what the package warns of while a command runs."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            screen.print(f"warning: {record.getMessage()}", highlight=False, markup=False, soft_wrap=True)
+
+    handler = Lines(logging.WARNING)
+    handler.addFilter(lambda record: record.levelno == logging.WARNING)  # errors are reported by the command itself
+    loggers = [logging.getLogger(name) for name in ("fl", "defenses", "attacks", "eval")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+@contextmanager
+def progress(screen: Console) -> Iterator[Progress]:
+    """Bars on a terminal, a line for every stage that begins or ends elsewhere."""
+    if not screen.is_terminal:
+        yield _Lines(screen)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(SpinnerColumn(), *columns, console=screen) as bars:
+        known: dict[str, Any] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in known:
+                known[stage] = bars.add_task(stage, total=total)
+            bars.update(known[stage], completed=done, total=total)
+
+        yield show
+
+
+class _Lines:
+    """A line when a stage begins and when it ends."""
+
+    def __init__(self, screen: Console) -> None:
+        self.screen = screen
+        self.begun: set[str] = set()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """As `eval.harness.Progress`."""
+        if stage not in self.begun or done == total:
+            self.begun.add(stage)
+            self.screen.print(f"{stage} ({done}/{total})", highlight=False, markup=False, soft_wrap=True)
+
+
+def show_table(screen: Console, found: Table) -> None:
+    """A table of results, its flags and its legend."""
+    from rich import box
+    from rich.table import Table as Grid
+
+    from eval.tables import FIGURES
+
+    grid = Grid(title=found.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    *columns, _ = found.columns  # flags go below: there is no room for them on 80 columns
+    for column in columns:
+        grid.add_column(column, overflow="fold", no_wrap=column in FIGURES)
+    for row in found.rows:
+        grid.add_row(*row[:-1])
+    grid.add_section()
+    for row in found.floors:
+        grid.add_row(*row[:-1], style="dim")
+    screen.print(grid)
+    for row in found.rows:
+        if row[-1] != "-":
+            screen.print(f"{row[0]}, {row[columns.index('attack')]}: {row[-1]}", highlight=False, markup=False)
+    for sentence in found.legend:
+        screen.print(f"• {sentence}", highlight=False, markup=False)

@@ -1,0 +1,139 @@
+"""Attack cells: what the server sees of the watched clients, attacked and scored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attacks.base import NotApplicable, Reconstruction, Result
+from eval import store
+from eval.audit import forward_error
+from eval.perceptual import Perceptual
+from eval.plan import Scene, Training, Watch
+from eval.score import Row, score
+from eval.worlds import Victim
+from fl.client import Client
+from fl.federation import Federation
+from fl.seeds import derive
+from fl.simulate import Truth, observe
+from fl.types import ServerView
+
+IMAGES, PICTURES = "images.jsonl", "pictures.npz"
+STACK = 64
+"""Updates attacked at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What the server sees of every victim after a round, and what is true.
+
+    Attributes:
+        views: one for each victim.
+        truths: likewise.
+        errors: how far the attacker's own model of training is from what was observed.
+    """
+
+    views: tuple[ServerView, ...]
+    truths: tuple[Truth, ...]
+    errors: tuple[float, ...]
+
+
+def look(federation: Federation, training: Training, scene: Scene) -> Seen:
+    """Observe every victim at the federation's present round; each draws its own noise."""
+    client = Client(training.world.task(training.seed), scene.method, training.defense.item)
+    found = [_observed(federation, client, training, scene, victim) for victim in scene.victims]
+    errors = []
+    for victim, (view, truth) in zip(scene.victims, found, strict=True):
+        state, download = federation.clients[victim.client], federation.download(victim.client)
+        errors.append(forward_error(view, truth, client, state, download))
+    return Seen(tuple(view for view, _ in found), tuple(truth for _, truth in found), tuple(errors))
+
+
+def attack(
+    watch: Watch,
+    training: Training,
+    seen: Seen,
+    perceptual: Perceptual | None,
+    folder: Path,
+    tick: Callable[[int], None] = lambda _count: None,
+) -> None:
+    """Attack every victim; writes `images.jsonl` and, where there are images, `pictures.npz` into `folder`.
+
+    Args:
+        watch: which attack, on whom.
+        training: on what.
+        seen: of the watch's scene and round.
+        perceptual: LPIPS, or why there is none.
+        folder: empty, or with what an attempt before left.
+        tick: told how many more updates are done.
+    """
+    victims, results = watch.scene.victims, list[Result]()
+    for start in range(0, len(victims), STACK):
+        part = slice(start, start + STACK)
+        seeds = [derive(training.seed, "attack", victim.key) for victim in victims[part]]
+        results += watch.attack.item.run(seen.views[part], seeds)
+        tick(len(seeds))
+    reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
+    for victim, truth, result, error in zip(victims, seen.truths, results, seen.errors, strict=True):
+        head = {"round": watch.round, "client": victim.client, "update": victim.key}
+        head["forward_error"] = error if math.isfinite(error) else None
+        scored = _scored(result, truth, perceptual, reference, derive(training.seed, "floor", victim.key))
+        rows.extend({**head, "picture": _picture(victim, truth, row), **row} for row in scored)
+        if isinstance(result, Reconstruction) and result.inputs is not None:
+            pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
+    (folder / IMAGES).unlink(missing_ok=True)
+    store.write_rows(folder / IMAGES, rows)
+    if pairs:
+        original, found = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
+        np.savez_compressed(folder / PICTURES, original=original, reconstruction=found)
+
+
+def _observed(
+    federation: Federation, client: Client, training: Training, scene: Scene, victim: Victim
+) -> tuple[ServerView, Truth]:
+    view, truth, _ = observe(
+        client,
+        federation.clients[victim.client],
+        federation.download(victim.client),
+        victim.data,
+        augment=training.world.augment if scene.observe.augment else None,
+        threat=scene.threat,
+        number=victim.client,
+        round=federation.server.round,
+        seed=derive(training.seed, "observe", victim.key),
+        private_init=federation.private_init,
+    )
+    return view, truth
+
+
+def _scored(
+    result: Result, truth: Truth, perceptual: Perceptual | None, reference: Tensor | None, seed: int
+) -> list[Row]:
+    """The rows of one attacked update; a single one, with the reason, where the attack says nothing about it."""
+    if isinstance(result, NotApplicable):
+        return [{"not_applicable": result.reason}]
+    history = [value if math.isfinite(value) else None for value in map(float, result.history)]
+    common = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
+    rows = score(result, truth, perceptual=perceptual, reference=reference, seed=seed)
+    return [{**row, **common} for row in rows]
+
+
+def _picture(victim: Victim, truth: Truth, row: Row) -> str | None:
+    """Which image of the data set a row is about: its number, and which copy if a client feeds several of it."""
+    if "image" not in row:
+        return None
+    indices, image = truth.trace.indices, row["image"]
+    copy = int((indices[:image] == indices[image]).sum())
+    return f"{victim.client}:{int(victim.samples[indices[image]])}" + (f"#{copy}" if copy else "")
+
+
+def _in_order(inputs: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Reconstructions in the order of the true images, black where there is none."""
+    black = torch.zeros_like(inputs[0])
+    return torch.stack([black if row["matched"] is None else inputs[row["matched"]] for row in rows]).clamp(0, 1)

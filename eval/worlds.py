@@ -1,0 +1,154 @@
+"""The data of an experiment, on the device: all images, who holds which, and whom the attacker watches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from eval.experiment import FederationSpec, Observe, TaskSpec
+from fl.data import Dataset
+from fl.data.augment import Augmentation
+from fl.data.partition import Partition
+from fl.federation import ClientData
+from fl.registry import UnknownNameError
+from fl.seeds import stream
+from fl.types import Batch, Task
+
+
+@dataclass(frozen=True)
+class Victim:
+    """One watched update.
+
+    Attributes:
+        client: number of the client.
+        samples: which images of the data set's training part it is computed from (n,) int64.
+        data: these images.
+    """
+
+    client: int
+    samples: Tensor
+    data: Batch
+
+    @property
+    def key(self) -> str:
+        """A name for it, the same in every run."""
+        return f"{self.client}:{','.join(map(str, self.samples.tolist()))}"
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Images, clients and the network they train.
+
+    Attributes:
+        task_spec: what is learnt.
+        augment: how images are changed before they are fed in training; None leaves them.
+        dataset: all images, on the device.
+        partition: who holds which.
+        digest: of images, labels and partition, in hexadecimal.
+        device: where everything is computed.
+    """
+
+    task_spec: TaskSpec
+    augment: Augmentation | None
+    dataset: Dataset
+    partition: Partition
+    digest: str
+    device: torch.device
+
+    def task(self, seed: int) -> Task:
+        """The task with the network that `seed` starts from."""
+        task = self.task_spec.model.task(num_classes=self.dataset.num_classes, seed=seed)
+        return task.to(device=self.device)
+
+    @cached_property
+    def clients(self) -> list[ClientData]:
+        """The images of every client."""
+        pairs = zip(self.partition.train, self.partition.test, strict=True)
+        return [ClientData(self.dataset.train.take(a), self.dataset.test.take(b), self.augment) for a, b in pairs]
+
+    def reference(self, victims: Sequence[Victim]) -> Tensor | None:
+        """Training images that no watched client holds: what an attacker may have had before, or None."""
+        free = torch.ones(len(self.dataset.train), dtype=torch.bool)
+        for victim in victims:
+            free[self.partition.train[victim.client]] = False
+        return self.dataset.train.inputs[free].cpu() if free.any() else None
+
+    def victims(self, observe: Observe) -> tuple[Victim, ...]:
+        """Whom the attacker watches.
+
+        Raises:
+            ValueError: there is no such client, class or number of images.
+        """
+        found = []
+        classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
+        for client in observe.clients:
+            if client >= len(self.partition):
+                raise ValueError(f"observe.clients: expected numbers below {len(self.partition)}, got {client}")
+            own = self.partition.train[client]
+            if len(classes):
+                own = own[torch.isin(self.dataset.train.labels.cpu()[own], classes)]
+            own = own[torch.randperm(len(own), generator=stream(observe.seed, "observe", client))]
+            count = observe.images or len(own)
+            if not len(own) or count > len(own):
+                raise ValueError(f"observe.images: expected at most the {len(own)} of client {client}, got {count}")
+            for samples in own[:count].split(observe.batch_size or count):
+                found.append(Victim(client, samples, self.dataset.train.take(samples)))
+        return tuple(found)
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:1`.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    kind = name.partition(":")[0]
+    if kind not in {"auto", "cpu", "cuda"}:
+        raise ValueError(f"expected device auto, cpu or cuda, got {name!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("expected a CUDA device, found none; use --device cpu")
+    if kind == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def load(task: TaskSpec, federation: FederationSpec, device: torch.device, loaded: Dataset | None = None) -> World:
+    """Read the data (unless given as `loaded`) and split it.
+
+    Raises:
+        ValueError: network or partition do not fit the data.
+        FileNotFoundError: the data set is not there; says how to get it.
+    """
+    dataset = loaded or task.dataset.load()
+    wanted = tuple(task.model.input_shape)
+    if wanted != dataset.input_shape:
+        raise ValueError(
+            f"task.model: expected input_shape {list(dataset.input_shape)} for data set {dataset.name!r}, got "
+            f"{list(wanted)}; change the model's input_shape, or the data set's size if it has one"
+        )
+    partition = federation.partition(dataset)
+    digest = hashlib.sha256(partition.digest.encode())
+    for part in (dataset.train, dataset.test):
+        for values in (part.inputs, part.labels):
+            digest.update(values.contiguous().cpu().numpy().data)
+    train, test = (Batch(part.inputs.to(device), part.labels.to(device)) for part in (dataset.train, dataset.test))
+    moved = replace(dataset, train=train, test=test)
+    augment = None if type(federation.augment) is Augmentation else federation.augment
+    return World(task, augment, moved, partition, digest.hexdigest(), device)
+
+
+def _classes(wanted: Sequence[int | str], names: Sequence[str]) -> Iterator[int]:
+    for item in wanted:
+        if isinstance(item, str):
+            if item not in names:
+                raise UnknownNameError("class in observe.classes", item, list(names))
+            yield names.index(item)
+        elif 0 <= item < len(names):
+            yield item
+        else:
+            raise ValueError(f"observe.classes: expected labels in [0, {len(names)}), got {item}")

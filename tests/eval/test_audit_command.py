@@ -1,0 +1,201 @@
+"""`hyperleak audit`: a method, a model of one's own, a captured update."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import Registered
+from typer.testing import CliRunner
+
+from eval import cli, terminal
+from eval.request import Request
+from fl.capture import from_batch
+from fl.data import stored
+
+MODULE = """
+import torch
+
+def build():
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Sigmoid(), torch.nn.Linear(16, 3))
+    for p in model.parameters():
+        p.data = torch.rand(p.shape, generator=generator) - 0.5
+    return model
+
+def whole():
+    generator = torch.Generator().manual_seed(1)
+    return build(), torch.rand(4, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2, 0])
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _guesses(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"mine_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    with Registered():
+        yield name
+
+
+@pytest.fixture
+def mine(_guesses):
+    return _guesses
+
+
+def audit(*words: object):
+    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
+
+
+def test_a_method(tmp_path):
+    words = ("--method", "{name: fedavg, lr: 0.1}", "--dataset", "{name: faces, size: 8}", "--model", "tiny")
+    result = audit(*words, "--attack", "guess", "--attack", "peel", "--count", 2, "--out", tmp_path / "kept")
+    assert result.exit_code == 0, result.output
+    assert "fedavg on faces" in result.output
+    assert "guess: no image content shown to leak: 0 of 2" in result.output
+    assert "peel: not applicable:" in result.output
+    assert "image 1: PSNR" in result.output
+    assert (tmp_path / "kept" / "images.jsonl").is_file()
+
+
+def test_a_method_with_a_length_of_its_own_keeps_it(monkeypatch):
+    words = {"dataset": "{name: faces, size: 8}", "model": "tiny", "attack": ("guess",), "device": "cpu"}
+    for method, steps in (("fedavg", 1), ("{name: fedavg, steps: 3}", 3), ("{name: fedavg, epochs: 2}", None)):
+        (training,) = Request(method=method, **words).plan().trainings
+        assert training.watches[0].scene.method.steps == steps
+
+
+def test_a_method_that_keeps_its_secrets_badly():
+    words = ("--method", "{name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}", "--dataset", "faces")
+    result = audit(*words, "--attack", "peel", "--count", 1)
+    assert result.exit_code == 0, result.output
+    assert "private embedding recovered (relative error" in result.output
+
+
+def test_a_model_with_its_own_images(mine, tmp_path):
+    result = audit(f"{mine}:whole", "--attack", "{name: ig, iterations: 300, tv: 0}", "--max-psnr", 20, "--json")
+    assert result.exit_code == terminal.LEAKED, result.output
+    found = json.loads(result.stdout)
+    assert found["above"] == ["psnr"]
+    assert found["max_psnr"] > 20
+    (finding,) = found["findings"]
+    assert len(finding["images"]) == 4
+    assert "above the limit: PSNR" in result.stderr
+    calm = audit(f"{mine}:whole", "--attack", "guess", "--max-psnr", 20, "--out", tmp_path / "kept")
+    assert calm.exit_code == 0, calm.output
+    assert (tmp_path / "kept" / "guess.png").is_file()
+    with np.load(tmp_path / "kept" / "guess.npz") as arrays:
+        assert arrays["original"].shape == arrays["reconstruction"].shape == (4, 1, 8, 8)
+
+
+def test_a_model_with_images_from_a_file(mine, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (6, 8, 8, 1), np.uint8)
+    stored.save(tmp_path / "data.npz", pixels, np.arange(6) % 3, ["a", "b", "c"])
+    words = (f"{mine}:build", "--images", tmp_path / "data.npz", "--attack", "guess")
+    assert len(json.loads(audit(*words, "--count", 6, "--json").stdout)["findings"][0]["images"]) == 6
+    batch = audit(
+        *words, "--batch-size", 2, "--method", "{name: fedavg, steps: 2, batch_size: 2}", "--defense", "noise"
+    )
+    assert batch.exit_code == 0, batch.output
+    assert "at least 7 images" in audit(*words, "--count", 7).output
+    assert "that 3 (--batch-size) divides" in audit(*words, "--batch-size", 3).output
+
+
+def captured(mine, tmp_path, suffix):
+    model = __import__(mine).build()
+    inputs = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+    view, _ = from_batch(model, inputs, torch.tensor([2]))
+    path = tmp_path / f"update.{suffix}"
+    if suffix == "npz":
+        np.savez(path, **{name: value.numpy() for name, value in view.update.items()})
+    else:
+        torch.save(dict(view.update), path)
+    stored.save(
+        tmp_path / "true.npz", (inputs * 255).byte().permute(0, 2, 3, 1).numpy(), np.array([2]), ["a", "b", "c"]
+    )
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["npz", "pt"])
+def test_a_captured_update(mine, tmp_path, suffix):
+    path = captured(mine, tmp_path, suffix)
+    attack = ("--attack", "{name: ig, iterations: 300, tv: 0}")
+    blind = audit(
+        "--update", path, "--model", f"{mine}:build", "--input-shape", "1,8,8", *attack, "--out", tmp_path / "o"
+    )
+    assert blind.exit_code == 0, blind.output
+    assert "give the true images (--images)" in blind.output
+    assert "recovered labels: 2" in blind.output
+    assert (tmp_path / "o" / "ig.png").is_file()
+    known = audit(
+        "--update", path, "--model", f"{mine}:build", "--images", tmp_path / "true.npz", *attack, "--max-psnr", 20
+    )
+    assert known.exit_code == terminal.LEAKED, known.output
+    assert "image content leaked: 1 of 1" in known.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"),
+        (["--method", "hyperfll", "--dataset", "faces"], "did you mean 'hyperfl'"),
+        (["--method", "fedavg", "--dataset", "face"], "did you mean 'faces'"),
+        (["--method", "fedavg", "--dataset", "{name: faces, size: 8}"], "expected --model for images of 1x8x8"),
+        (["--method", "fedavg", "--dataset", "faces", "--images", "faces"], "a method takes its images from --dataset"),
+        (["--method", "fedavg", "--dataset", "faces", "--attack", "gues"], "did you mean 'guess'"),
+        (["MINE:bild"], "did you mean 'build'"),
+        (["MINE:build"], "expected --images"),
+        (["MINE:nothing"], "got int"),
+        (["MINE"], "expected module:function"),
+        (["no_such_module:build"], "no module 'no_such_module'"),
+        (["MINE:whole", "--dataset", "faces"], "--dataset goes with --method alone"),
+        (["MINE:build", "--images", "nowhere.npz"], "no file nowhere.npz"),
+        (["MINE:build", "--images", "faces"], "expected inputs that fit the model"),
+        (["MINE:whole", "--model", "MINE:build"], "expected one model"),
+        (["MINE:whole", "--input-shape", "1,8,8"], "--input-shape goes with --update alone"),
+        (["MINE:whole", "--mean", "a,b"], "expected --mean as numbers"),
+        (["--update", "nowhere.npz", "--model", "MINE:build"], "no file nowhere.npz"),
+        (["--update", "nowhere.npz"], "expected --model MODULE:FUNCTION"),
+        (["--update", "UPDATE", "--model", "MINE:build"], "expected --input-shape C,H,W"),
+        (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "8,8"], "such as 3,32,32"),
+        (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "3,9,9"], "that fit the model"),
+        (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "1,8,8", "--max-psnr", "9"], "true images"),
+        (["--update", "TEXT", "--model", "MINE:build", "--input-shape", "1,8,8"], "expected tensors by parameter name"),
+        (["--update", "OBJECT", "--model", "MINE:build", "--input-shape", "1,8,8"], "got other objects"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_said_in_one_line(mine, tmp_path, words, said):
+    captured(mine, tmp_path, "npz")
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "object.pt")
+    places = {"MINE": mine, "UPDATE": "update.npz", "TEXT": "text.pt", "OBJECT": "object.pt"}
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    result = audit(*words)
+    assert result.exit_code == terminal.USAGE, result.output
+    assert said in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_no_limit_is_kept_where_nothing_could_be_measured(mine):
+    result = audit(f"{mine}:whole", "--attack", "refuse", "--max-psnr", 20)
+    assert result.exit_code == terminal.FAILURE
+    assert "no PSNR could be taken" in result.output
+    small = audit(f"{mine}:whole", "--attack", "guess", "--max-ssim", 0.9)  # 8x8 is too small for SSIM
+    assert small.exit_code == terminal.FAILURE
+    both = audit(f"{mine}:whole", "--attack", "guess", "--max-ssim", 0.9, "--max-psnr", 1)
+    assert both.exit_code == terminal.LEAKED
+
+
+def test_a_failing_attack_is_a_failure(mine):
+    result = audit(f"{mine}:whole", "--attack", "crash")
+    assert result.exit_code == terminal.FAILURE
+    assert "expected the sky to hold" in result.output
+    method = audit("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--attack", "crash")
+    assert method.exit_code == terminal.FAILURE
+    assert "expected the sky to hold" in method.output

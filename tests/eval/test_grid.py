@@ -1,0 +1,147 @@
+"""Lists for settings that take one value: a grid of labelled entries."""
+
+import pytest
+
+from eval import config, grid, yamlfile
+
+TEXT = """
+task: {dataset: faces, model: hyperfl-grey}
+federation: {partition: {name: iid, clients: 4}, rounds: 5}
+method:
+  - {name: fedavg, lr: 5e-2}
+  - {name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}
+defense: [none, noise]
+attack:
+  - {name: ig, against: fedavg, tv: 1e-6}
+  - {name: peel+ig, iterations: 20}
+observe: {images: 8, batch_size: 2}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(TEXT)
+    return file
+
+
+def labels(experiment, kind: str) -> list[str]:
+    return [entry.label for entry in getattr(experiment, kind)]
+
+
+def test_attack_settings(path):
+    found = config.load(path, ["attack.ig.tv=[1e-4, 1e-2]"])
+    assert labels(found, "attack") == ["ig@tv=0.0001", "ig@tv=0.01", "peel+ig"]
+    assert [entry.item.tv for entry in found.attack[:2]] == [1e-4, 1e-2]
+    assert all(entry.against == ("fedavg",) for entry in found.attack[:2])
+    every = config.load(path, ["attack.tv=[1e-4, 1e-2]"])
+    assert labels(every, "attack") == ["ig@tv=0.0001", "ig@tv=0.01", "peel+ig@tv=0.0001", "peel+ig@tv=0.01"]
+
+
+def test_method_settings_take_their_attacks_along(path):
+    found = config.load(path, ["method.fedavg.lr=[0.1, 1]"])
+    assert labels(found, "method") == ["fedavg@lr=0.1", "fedavg@lr=1", "hyperfl"]
+    assert found.attack[0].against == ("fedavg@lr=0.1", "fedavg@lr=1")
+
+
+def test_nested_settings_go_where_they_are(path):
+    found = config.load(path, ["method.parametrisation.init=[published, scaled]"])
+    assert labels(found, "method") == ["fedavg", "hyperfl@init=published", "hyperfl@init=scaled"]
+
+
+def test_defences(path):
+    found = config.load(path, ["defense.noise.std=[0.1, 0.5]"])
+    assert labels(found, "defense") == ["none", "noise@std=0.1", "noise@std=0.5"]
+
+
+def test_products_in_the_order_of_the_keys(path):
+    found = config.load(path, ["attack.ig.tv=[0, 1]", "attack.ig.restarts=[1, 2]", "attack.ig.iterations=7"])
+    assert labels(found, "attack")[:4] == [f"ig@tv={tv}@restarts={n}" for tv in (0, 1) for n in (1, 2)]
+    assert all(entry.item.iterations == 7 for entry in found.attack[:4])
+
+
+def test_sections_become_settings_of_entries(path):
+    found = config.load(path, ["federation.rounds=[1, 5]", "observe.batch_size=[1, 8]"])
+    assert labels(found, "method")[:2] == ["fedavg@rounds=1", "fedavg@rounds=5"]
+    assert found.method[0].changes == {"federation.rounds": 1}
+    assert labels(found, "attack")[:2] == ["ig@batch_size=1", "ig@batch_size=8"]
+    part = grid.part(found, found.method[0], found.attack[1])
+    assert (part.federation.rounds, part.observe.batch_size) == (1, 8)
+    assert part.rounds == (1,)
+    task = config.load(path, ["task.dataset.test_share=[0.2, 0.4]", "federation.partition.clients=[2, 4]"])
+    assert len(task.method) == 8
+
+
+def test_the_resolved_config_shows_it_and_is_read_back(path, tmp_path):
+    words = ["attack.ig.tv=[1e-4, 1e-2]", "federation.rounds=[1, 5]", "observe.method.steps=[1, 2]"]
+    found = config.load(path, words)
+    text = config.dump(found)
+    assert "as: ig@tv=0.0001@steps=1" in text
+    assert "federation.rounds: 5" in text
+    assert "sweep" not in text
+    (tmp_path / "again.yaml").write_text(text)
+    assert config.load(tmp_path / "again.yaml") == found
+
+
+def test_the_section_of_a_file_says_the_same(path, tmp_path):
+    (tmp_path / "b.yaml").write_text(TEXT + "sweep: {attack.ig.tv: [1e-4, 1e-2], federation.rounds: [1, 5]}\n")
+    assert config.load(tmp_path / "b.yaml") == config.load(
+        path, ["attack.ig.tv=[1e-4, 1e-2]", "federation.rounds=[1, 5]"]
+    )
+
+
+def test_a_list_where_a_list_belongs_is_no_grid(path):
+    found = config.load(path, ["observe.clients=[0, 1]", "observe.rounds=[1, 2]", "seeds=[0, 1]"])
+    assert found.observe.clients == (0, 1)
+    assert found.seeds == (0, 1)
+    assert len(found.method) == 2
+    assert config.load(path, ["method.fedavg.lr=[0.05]"]).method[0].label == "fedavg"  # one value, the same
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("attack.ig.tvv=[1, 2]", "did you mean 'attack.ig.tv'"),
+        ("attack.ig.tv=[1e-4, fast]", "attack.ig.tv: .*'fast'"),
+        ("attack.ig.tv=[1, 1]", "expected different values"),
+        ("attack.ig.tv=[[1], [2]]", "expected a list of single values"),
+        ("threat.knows_labels=[true, false]", "hyperleak compare"),
+        ("score.lpips=[off, alex]", "hyperleak compare"),
+        ("federation.rounds=[1, -5]", "federation.rounds: expected 0 or more, got -5"),
+        ("method.lr=[]", "lr"),
+        ("task.dataset.name=[faces, phtos]", "did you mean 'photos'"),
+    ],
+)
+def test_what_makes_no_grid_is_refused(path, text, said):
+    with pytest.raises(ValueError, match=said):
+        config.load(path, [text])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sweep: {atack.ig.tv: [1, 2]}", "did you mean 'attack'"),
+        ("sweep: {attack.ig.tv: 1}", "expected a list of single values"),
+        ("sweep: {seeds: [0, 1]}", "expected a single setting"),
+        ("sweep: [1]", "sweep: expected settings"),
+        ("swep: {attack.ig.tv: [1, 2]}", "did you mean 'sweep'"),
+    ],
+)
+def test_bad_sections_say_what_is_wrong(line, said):
+    with pytest.raises(ValueError, match=said):
+        config.read(yamlfile.parse(f"{TEXT}{line}\n"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ("{federation.roundz: 1}", "did you mean 'federation.rounds'"),
+        ("{observe.images: 1}", "unknown section in method.with 'observe'"),
+        ("{federation: 1}", "expected keys such as federation.rounds"),
+        ("{federation.rounds: -1}", "federation.rounds: expected 0 or more, got -1"),
+        ("1", "expected settings"),
+    ],
+)
+def test_settings_of_single_entries_are_checked(changes, said):
+    with pytest.raises(ValueError, match=said):
+        config.read(yamlfile.parse(TEXT.replace("lr: 5e-2}", f"lr: 5e-2, with: {changes}}}")))

@@ -1,0 +1,98 @@
+"""Kill runs with SIGKILL at random points, let them go on, and print whether the files are those of a calm run.
+
+A script, not a module: `python tests/support/killed.py FOLDER POINTS`, with `tests` and its parent in PYTHONPATH. It
+forks, so that a kill costs no imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from support.tiny import CONFIG, Registered
+
+from eval import config, harness, results, store, tables, yamlfile
+from eval.rundir import RunDir
+
+FILES = ("table.md", "images.jsonl", "config.yaml")
+CHANGES = {"federation.rounds": 10, "observe.rounds": [0, 5, 10], "seeds": [0, 1], "federation.rate": 0.67}
+
+
+def go(path: Path) -> None:
+    """The whole run, as `hyperleak run` does it."""
+    torch.set_num_threads(1)
+    experiment = config.read(yamlfile.parse(CONFIG))
+    for key, value in CHANGES.items():
+        experiment = config.override(experiment, f"{key}={json.dumps(value)}")
+    folder = RunDir(path)
+    with folder.locked(), folder.logged():
+        plan = harness.prepare(experiment, device="cpu")
+        assert not harness.run(plan, folder, harness.Options(every=0.05))
+        rows = results.assemble(plan, folder)
+        store.write_text(path / results.TABLE, tables.markdown(tables.table(rows, plan.experiment)))
+
+
+def child(path: Path) -> int:
+    """Start the run in a process of its own."""
+    number = os.fork()
+    if number == 0:
+        code = 1
+        try:
+            with Registered():
+                go(path)
+            code = 0
+        finally:
+            if code:
+                traceback.print_exc()
+            os._exit(code)
+    return number
+
+
+def finish(number: int) -> int:
+    """The exit code of a process, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+def killed(path: Path, after: float) -> bool:
+    """Kill a run after so many seconds; False if it was done before."""
+    number = child(path)
+    time.sleep(after)
+    os.kill(number, signal.SIGKILL)
+    return finish(number) != 0
+
+
+def same(path: Path, calm: Path) -> bool:
+    """Whether two runs left the same bytes."""
+    pictures = [{p.name: p.read_bytes() for p in (folder / "images").iterdir()} for folder in (path, calm)]
+    return pictures[0].keys() == pictures[1].keys() and all(
+        (path / name).read_bytes() == (calm / name).read_bytes() for name in FILES
+    )
+
+
+def main(folder: Path, points: int) -> None:
+    draw, calm = random.Random(3), folder / "calm"
+    began = time.monotonic()
+    assert finish(child(calm)) == 0
+    whole, outcomes = time.monotonic() - began, []
+    while len(outcomes) < points:
+        path, after = folder / f"killed{len(outcomes)}", draw.uniform(0.02, 0.95) * whole
+        hit = killed(path, after)
+        assert finish(child(path)) == 0
+        if hit:
+            outcomes.append({"after": round(after / whole, 2), "same": same(path, calm)})
+    often, kills = folder / "often", 0
+    while killed(often, whole / 2):
+        kills += 1
+    outcomes.append({"kills": kills, "same": same(often, calm)})
+    sys.stdout.write(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

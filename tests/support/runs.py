@@ -1,0 +1,32 @@
+"""Runs of the tiny experiment, without the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.tiny import CONFIG
+
+from eval import config, harness, results, yamlfile
+from eval.experiment import Experiment
+from eval.rundir import RunDir
+
+
+def tiny(*overrides: str, sweep: dict[str, Any] | None = None) -> Experiment:
+    """The tiny experiment, changed as `--set` does it, then spread."""
+    data = yamlfile.parse(CONFIG)
+    found = config.read(data)
+    for text in overrides:
+        found = config.override(found, text)
+    return config.read({**config.plain(found), "sweep": sweep or {}})
+
+
+def run(experiment: Experiment, path: Path, **settings: Any) -> list[dict[str, Any]]:
+    """Run an experiment in a folder; returns the rows of `images.jsonl`. A cell that fails is an error."""
+    progress = settings.pop("progress", harness.silent)
+    folder = RunDir(path)
+    with folder.locked():
+        plan = harness.prepare(experiment, device="cpu")
+        failures = harness.run(plan, folder, harness.Options(**settings), progress)
+        assert not failures, failures
+        return results.assemble(plan, folder)
