@@ -15,6 +15,8 @@ threat: {knows_labels: false}            # what the server knows beside the upda
 observe: {images: 8, batch_size: 1, method: {steps: 1, head_epochs: 0}}
 seeds: [0]
 score: {lpips: auto}
+published:                               # a paper's figures, for the report to set beside ours
+  - {method: fedavg, attack: ig, psnr: 16.16, source: "HyperFL, Table 3"}
 sweep: {attack.ig.tv: [1e-4, 1e-2]}      # each value becomes an entry of its own (see `eval.grid`)
 ```
 """

@@ -135,6 +135,35 @@ class Entry(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Published:
+    """Figures of a paper that a report sets beside those of this run.
+
+    Attributes:
+        method: label of the method they are of.
+        attack: label of the attack; None for an accuracy.
+        source: where they stand: paper and table.
+        psnr: in dB.
+        ssim: by whatever convention the source has.
+        lpips: likewise.
+        accuracy: in [0, 1].
+        note: why ours may differ, in words.
+    """
+
+    method: str
+    source: str
+    attack: str | None = None
+    psnr: float | None = None
+    ssim: float | None = None
+    lpips: float | None = None
+    accuracy: float | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.accuracy is not None and not 0 <= self.accuracy <= 1:
+            raise ValueError(f"published.accuracy: expected a share in [0, 1], got {self.accuracy}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Everything a run depends on; the attributes are the sections of the YAML file."""
 
@@ -148,6 +177,7 @@ class Experiment:
     observe: Observe = field(default_factory=Observe)
     seeds: tuple[int, ...] = (0,)
     score: Score = field(default_factory=Score)
+    published: tuple[Published, ...] = ()
 
     def __post_init__(self) -> None:
         labels = [entry.label for entry in self.method]
@@ -164,6 +194,12 @@ class Experiment:
         if self.threat.rounds:
             raise ValueError(f"threat.rounds: expected 0, as each update is attacked alone, got {self.threat.rounds}")
         self.observed_methods()
+        for place, entries in (("method", self.method), ("attack", self.attack)):
+            known = sorted({name for e in entries for name in (e.label, e.label.partition("@")[0])})
+            for figures in self.published:
+                label = getattr(figures, place)
+                if label is not None and label not in known:
+                    raise UnknownNameError(f"{place} in published", label, known)
 
     @property
     def rounds(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 import attacks
 from attacks.base import Attack, Chain
 from defenses import defenses
-from eval.experiment import Entry, Experiment, FederationSpec, Observe, Score, TaskSpec
+from eval.experiment import Entry, Experiment, FederationSpec, Observe, Published, Score, TaskSpec
 from fl.method import methods
 from fl.registry import Registry, UnknownNameError
 from fl.types import ThreatModel
@@ -54,6 +54,9 @@ def build(data: Any) -> Experiment:
     for key, registry in LISTS.items():
         if key in values:
             built[key] = _entries(values[key], key, registry)
+    if "published" in values:
+        given = values["published"] if isinstance(values["published"], list) else [values["published"]]
+        built["published"] = tuple(_section(Published, item, "published") for item in given)
     experiment = Experiment(**built)
     for key in CHANGES:
         for entry in getattr(experiment, key):
@@ -67,7 +70,8 @@ def plain(experiment: Experiment) -> dict[str, Any]:
     for key, registry in {**SECTIONS, **LISTS}.items():
         value = getattr(experiment, key)
         result[key] = [_entry_spec(e, registry) for e in value] if key in LISTS else section_spec(value)
-    return {**result, "seeds": list(experiment.seeds)}
+    published = [section_spec(figures) for figures in experiment.published]
+    return {**result, "seeds": list(experiment.seeds), **({"published": published} if published else {})}
 
 
 def changed(experiment: Experiment, changes: Mapping[str, Any], where: str) -> Experiment:

@@ -43,7 +43,10 @@ FLOOR = (
 SSIM = "SSIM: similarity of structures, 1 for equal images."
 LPIPS = "LPIPS: perceptual distance, 0 for equal images."
 RATES = "≥20, ≥30: share of images whose PSNR reaches that. Labels: share of images whose class was recovered."
-ACCURACY = "Accuracy: what the method learnt: share of each client's test images it gets right, mean over clients."
+ACCURACY = (
+    "Accuracy: what the method learnt: share of each client's test images that the aggregated model of the last round "
+    "gets right, with the client's own private weights, mean over clients."
+)
 FIGURES = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels")
 COLUMNS = ("method", "defence", "attack", *FIGURES, "flags")
 

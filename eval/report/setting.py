@@ -44,6 +44,12 @@ class Setting:
         """What the run calls itself, or nothing."""
         return str(self.plain.get("title") or "")
 
+    @property
+    def published(self) -> list[Spec]:
+        """Figures of papers to set beside those of the run."""
+        listed = self.plain.get("published")
+        return [item for item in listed if isinstance(item, Mapping)] if isinstance(listed, list) else []
+
     def section(self, *keys: str) -> Spec:
         """The settings under nested keys; empty where there are none."""
         return section(self.plain, *keys)

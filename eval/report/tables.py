@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from eval import checks, statistics
+from eval.report import published
 from eval.report.blocks import Absent, Block, Grid, Items, Section
 from eval.report.overview import Numbered
 from eval.report.rounds import accuracy, costs
@@ -22,6 +23,7 @@ def section(numbered: Numbered) -> Section:
     if numbered.numbers:
         blocks += [_closeness(numbered), _successes(numbered)]
     blocks += [
+        *published.blocks(numbered),
         *_accuracies(numbered),
         *_secrets(numbered),
         *_refusals(numbered),

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.fakerun import CONFIG, FakeRun
+
+from eval import config, report, statistics
+from eval.report.blocks import Grid
+from eval.report.summary import IMAGE
+from eval.report.words import NONE, interval
+
+BASE = {"task": {"dataset": "faces", "model": "tiny"}, "method": ["fedavg", "hyperfl"], "attack": ["ig"]}
+FIGURES = {"method": "fedavg", "attack": "ig", "psnr": 16.16, "source": "Paper, Table 3"}
+
+
+def test_published_figures_survive_the_round_trip_and_a_sweep() -> None:
+    found = config.read({**BASE, "published": FIGURES})
+    assert found.published[0].psnr == 16.16
+    assert config.read(config.plain(found)) == found
+    assert "published" not in config.plain(config.read(BASE))
+    swept = config.read({**BASE, "published": [FIGURES], "sweep": {"attack.ig.tv": [1e-4, 1e-2]}})
+    assert [entry.label for entry in swept.attack] == ["ig@tv=0.0001", "ig@tv=0.01"]
+    assert swept.published == found.published
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"method": "fedagv"}, "did you mean 'fedavg'"),
+        ({"attack": "gi"}, "did you mean 'ig'"),
+        ({"pnsr": 3.0}, "did you mean 'psnr'"),
+        ({"accuracy": 73.03}, "share in \\[0, 1\\]"),
+        ({"source": None}, "published.source"),
+    ],
+)
+def test_published_figures_are_checked(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        config.read({**BASE, "published": [{**FIGURES, **change}]})
+
+
+def test_published_figures_stand_beside_ours(tmp_path: Path) -> None:
+    run = FakeRun()
+    run.attack("fedavg", "ig", [24.0, 21.0, 23.0, 22.0, 25.0, 20.5], accuracy=0.62)
+    run.attack("hyperfl", "ig", [4.0, 5.0, 3.0, 6.0, 5.0, 4.0], accuracy=0.71)
+    run.config = (
+        CONFIG
+        + """
+published:
+- {method: fedavg, attack: ig, psnr: 16.16, ssim: 0.6415, source: "Paper, Table 3", note: "Another metric."}
+- {method: hyperfl, attack: joint, psnr: 8.35, source: "Paper, Table 3"}
+- {method: hyperfl, accuracy: 0.7303, source: "Paper, Table 1"}
+"""
+    )
+    built = report.build(run.write(tmp_path / "run"))
+    grids = [block for section in built.sections for block in section.blocks if isinstance(block, Grid)]
+    (grid,) = [grid for grid in grids if grid.caption == "Published figures and ours"]
+    assert grid.names[:6] == ["method", "attack", "source", "after round", "PSNR (dB) there", "here"]
+    assert "LPIPS there" not in grid.names
+    fedavg, joint, *accuracies = grid.rows
+    ours = statistics.mean_interval([row for row in run.rows if row["method"] == "fedavg"], image=IMAGE)
+    assert fedavg[4:6] == ["16.16", interval(ours, 2)]
+    assert joint[3:6] == [NONE, "8.35", NONE]
+    assert {(row[0], row[1], row[-2]) for row in accuracies} == {("hyperfl", NONE, "73.03\N{NO-BREAK SPACE}%")}
+    assert any(row[-1].startswith("71.0") for row in accuracies)
+    assert "Another metric." in (report.write(tmp_path / "run")[0]).read_text()
