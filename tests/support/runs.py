@@ -23,10 +23,10 @@ def tiny(*overrides: str, sweep: dict[str, Any] | None = None) -> Experiment:
 
 def run(experiment: Experiment, path: Path, **settings: Any) -> list[dict[str, Any]]:
     """Run an experiment in a folder; returns the rows of `images.jsonl`. A cell that fails is an error."""
-    progress = settings.pop("progress", harness.silent)
+    progress, device = settings.pop("progress", harness.silent), settings.pop("device", "cpu")
     folder = RunDir(path)
     with folder.locked():
-        plan = harness.prepare(experiment, device="cpu")
+        plan = harness.prepare(experiment, device=device)
         failures = harness.run(plan, folder, harness.Options(**settings), progress)
         assert not failures, failures
         return results.assemble(plan, folder)
