@@ -1,0 +1,195 @@
+"""What the pages in docs/ tell a reader to type works as it stands, and what they point at is there."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from eval import config, yamlfile
+from eval.cli import app
+from eval.commands.list_ import KINDS, registries
+from eval.commands.run import find_config
+from eval.commands.show import describe
+from eval.request import Request
+from fl.registry import UnknownNameError
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OURS = [page for page in PAGES if page.name not in {"README.md", "design.md"}]  # the rest is a test's or a sketch's
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"# ([\w/]+)\.py\n")
+PLURALS = {
+    "method": "methods",
+    "attack": "attacks",
+    "defence": "defenses",
+    "defense": "defenses",
+    "data set": "datasets",
+    "network": "models",
+    "partition": "partitions",
+}
+PLACEHOLDERS = {"DIR", "NAME"}
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for kind, body in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def prose(page: Path) -> str:
+    return BLOCK.sub("", page.read_text())
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in OURS if blocks(page, language)]
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every command line that begins with `hyperleak`, in code spans and in blocks without a language."""
+    for page in PAGES:
+        spans = re.findall(r"`(hyperleak [^`\n]+)`", prose(page))
+        lines = [line for body in blocks(page, "") for line in body.splitlines() if line.startswith("hyperleak ")]
+        yield from ((name_of(page), line) for line in [*spans, *lines])
+
+
+def table_names() -> Iterator[tuple[str, str, str]]:
+    """Code spans in table columns that are headed by the word for one kind of entry: page, kind, name."""
+    for page in PAGES:
+        columns: list[str] = []
+        for line in prose(page).splitlines():
+            if not line.startswith("|"):
+                columns = []
+                continue
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            columns = columns or cells
+            for column, cell in zip(columns, cells, strict=False):
+                names = re.findall(r"`([^`]+)`", cell)
+                yield from ((name_of(page), PLURALS[column], name) for name in names if column in PLURALS)
+
+
+@pytest.fixture
+def _registries() -> Iterator[None]:
+    """Registries and modules as they were, whatever a page adds."""
+    found = registries().values()
+    before = [(registry, set(registry.names())) for registry in found]
+    modules = set(sys.modules)
+    yield
+    for registry, names in before:
+        for name in set(registry.names()) - names:
+            del registry._entries[name]
+    for module in set(sys.modules) - modules:
+        if module.partition(".")[0] in {"fl", "attacks", "defenses"}:
+            del sys.modules[module]
+
+
+def load_file(path: str, text: str, folder: Path) -> None:
+    """A block that is a whole file, imported under the name it would have in its package."""
+    module = path.replace("/", ".")
+    file = folder / f"{module}.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[module] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[module])
+
+
+@pytest.mark.usefixtures("_registries")
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    for text in blocks(page, "python"):
+        if found := FILE.match(text):
+            assert not (ROOT / f"{found[1]}.py").exists(), f"{found[1]} is there: choose another example"
+            load_file(found[1], text, tmp_path)
+        else:
+            with torch.random.fork_rng():  # user code may draw from the global generator
+                exec(compile(text, name_of(page), "exec"), {})
+
+
+def test_python_blocks_are_as_short_as_lines_here() -> None:
+    for page in OURS:
+        for text in blocks(page, "python"):
+            ast.parse(text)
+            assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("page", pages_with("yaml"), ids=name_of)
+def test_yaml_blocks_are_settings(page: Path) -> None:
+    whole = yamlfile.parse((ROOT / "configs" / "quickstart.yaml").read_text())
+    for text in blocks(page, "yaml"):
+        assert config.read({**whole, **yamlfile.parse(text)}).attack
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.+)$", prose(file), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}, target
+
+
+@pytest.mark.parametrize("page", OURS, ids=name_of)
+def test_named_files_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:fl|attacks|defenses|eval|tests|benchmarks|configs)/[\w/.]*)`", prose(page)):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize(("page", "line"), list(commands()))
+def test_commands_parse(page: str, line: str) -> None:
+    words = shlex.split(line)[1:]
+    group = typer.main.get_command(app)
+    with group.make_context("hyperleak", list(words), resilient_parsing=False) as context:
+        name, command, rest = group.resolve_command(context, list(words))
+        assert command is not None
+        if not rest:  # the command's name and no more: there is nothing to parse
+            return
+        with command.make_context(name, rest, parent=context) as inner:
+            check(str(name), inner.params)
+
+
+def check(command: str, given: dict) -> None:
+    """What the options say beside being options: names and settings that exist."""
+    if command == "run" and not given["config"].startswith(tuple(PLACEHOLDERS)):
+        assert config.load(find_config(given["config"]), given["set_"] or ()).attack
+    elif command == "show" and given["name"] not in PLACEHOLDERS:
+        assert describe(given["name"])
+    elif command == "list":
+        assert given["kind"] in {None, *KINDS}
+    elif command == "audit":
+        fields = Request.__dataclass_fields__
+        asked = {name: value for name, value in given.items() if name in fields and value is not None}
+        request = Request(**asked | {"attack": tuple(given["attack"] or ())})
+        assert request.attacks
+        if given["method"] and not given["target"]:
+            assert request.plan().trainings
+
+
+@pytest.mark.parametrize(("page", "kind", "name"), list(table_names()))
+def test_names_in_tables_are_registered(page: str, kind: str, name: str) -> None:
+    known = registries()[kind].names()
+    for part in name.split("+"):
+        assert part in known, f"{page}: no {part!r} among {kind}"
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"extending.md", "hyperfl.md", "metrics.md", "reproducing.md", "sharp-edges.md", "threat-models.md"} <= {
+        page.name for page in OURS
+    }
+    assert len(list(commands())) > 15
+    assert ("docs/hyperfl.md", "attacks", "peel+ig") in set(table_names())
+    with pytest.raises(UnknownNameError):
+        check("show", {"name": "hyperfly"})
