@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import grid, yamlfile
-from eval.experiment import Experiment
+from eval.experiment import Experiment, check_taken
 from eval.grid import override
 from eval.plain import build, mapping, plain
 
@@ -76,4 +76,9 @@ def _split(data: Any) -> tuple[Experiment, dict[str, Any]]:
     """The experiment without its sweep, and the sweep."""
     values = dict(mapping(data, "the config"))
     sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
-    return build(values), sweep
+    experiment = build(values)
+    given = values["method"] if isinstance(values["method"], list) else [values["method"]]
+    for settings, taken in zip(given, plain(experiment)["method"], strict=True):
+        for name in settings if isinstance(settings, dict) else ():
+            check_taken(settings[name], taken.get(name, settings[name]), f"method.{taken['name']}.{name}")
+    return experiment, sweep

@@ -131,6 +131,7 @@ def test_an_overruled_number_is_refused(experiment):
         ("images: 8", "rounds: 9", "observe.rounds: expected at most 5"),
         ("steps: 1", "setps: 1", "did you mean 'steps'"),
         ("batch_size: 2", "batch_size: 2, batch_size: 4", "line 12: 'batch_size' is given twice"),
+        ("as: scaled", "as: scaled, steps: 3, epochs: 2", "hyperfl.epochs: no effect, as another setting overrules it"),
         ("title: two methods", "seeds: []", "seeds: expected one or more"),
         ("attack:", "attack: []\nthreta:", "did you mean 'threat'"),
     ],
