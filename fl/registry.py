@@ -107,8 +107,10 @@ class Registry(Generic[T]):
             UnknownNameError: there is none; says what is close.
         """
         names = self.names()
-        if name not in self._entries:
-            raise UnknownNameError(self.kind, name, names, "".join(f"; {reason}" for reason in self._skips.values()))
+        if not isinstance(name, str) or name not in self._entries:
+            raise UnknownNameError(
+                self.kind, str(name), names, "".join(f"; {reason}" for reason in self._skips.values())
+            )
         return self._entries[name]
 
     def build(self, spec: str | Mapping[str, Any] | T) -> T:

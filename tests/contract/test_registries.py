@@ -11,12 +11,24 @@ import yaml
 
 from attacks import attacks
 from defenses import defenses
+from fl.data import datasets
+from fl.data.augment import augmentations
+from fl.data.partition import partitions
 from fl.method import methods
 from fl.models import models
 from fl.parametrisation import parametrisations
 from fl.registry import Registry
 
-REGISTRIES: list[Registry] = [methods, attacks, defenses, parametrisations, models]
+REGISTRIES: list[Registry] = [
+    methods,
+    attacks,
+    defenses,
+    parametrisations,
+    models,
+    datasets,
+    partitions,
+    augmentations,
+]
 ENTRIES = [(registry, name) for registry in REGISTRIES for name in registry.names()]
 EVERY = pytest.mark.parametrize(
     ("registry", "name"), ENTRIES, ids=[f"{registry.kind}-{name}" for registry, name in ENTRIES]
@@ -28,6 +40,10 @@ NO_PAPER = {
     "headless": "ours",
     "linear": "for tests and demonstrations",
     "tiny": "for tests and demonstrations",
+    "folder": "a user's own images",
+    "npz": "a user's own images",
+    "photos": "no paper is about them",
+    "handwritten62": "no paper is about them",
 }
 
 

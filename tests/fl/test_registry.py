@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import yaml
 
+from fl.method import methods
 from fl.registry import Registry, UnknownNameError
 
 priors: Registry[Any] = Registry("prior", "fl")
@@ -260,3 +261,9 @@ def test_faults_in_our_own_code_are_not_skipped(fault: str, tmp_path: Path, monk
     for _ in range(2):  # a second lookup must not find an empty registry
         with pytest.raises((ImportError, RuntimeError)):
             registry.names()
+
+
+@pytest.mark.parametrize("name", [["fedavg"], None, 3, {"name": "fedavg"}])
+def test_names_that_are_no_text_are_unknown(name: object) -> None:
+    with pytest.raises(UnknownNameError, match="unknown method"):
+        methods.get(name)  # type: ignore[arg-type]
