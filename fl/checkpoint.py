@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from fl.federation import Federation
 from fl.simulate import ClientState
 from fl.tensors import Payloads, Tensors, dense
 
-_DIGEST, _ROUND, _SEED = "sha256", "round", "seed"
+DAMAGED = (OSError, ValueError, EOFError, LookupError, AttributeError, RuntimeError, zipfile.BadZipFile)
+"""What numpy and zipfile raise for a damaged `.npz` file."""
+_DIGEST, _ROUND, _SEED, _PAYLOADS = "sha256", "round", "seed", "payloads"
 
 
 def save(path: Path, run: Federation) -> None:
     """Write server and clients to `path` (.npz): to a temporary file first, which then takes its place."""
     arrays: dict[str, Any] = {_ROUND: np.array(run.server.round), _SEED: np.array(run.seed)}
+    arrays[_PAYLOADS] = np.array(json.dumps(_payloads(run)))  # some may be empty
     arrays |= {name: dense(value).detach().cpu().numpy() for name, value in _named(run)}
     arrays[_DIGEST] = np.array(_digest(arrays))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,12 +59,13 @@ def load(path: Path, run: Federation) -> None:
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, KeyError, AttributeError) as error:
+    except DAMAGED as error:
         raise ValueError(f"expected a whole checkpoint, got {path}: {error}; remove it to start anew") from error
     digest = arrays.pop(_DIGEST, None)
     if digest is None or str(digest) != _digest(arrays):
         raise ValueError(f"expected a whole checkpoint, but {path} has changed since it was written; remove it")
     number, seed = int(arrays.pop(_ROUND)), int(arrays.pop(_SEED))
+    payloads = json.loads(str(arrays.pop(_PAYLOADS, "[]")))
     if seed != run.seed:
         raise ValueError(f"expected a checkpoint of seed {run.seed}, got one of seed {seed}: {path}")
     _check(path, arrays, run)
@@ -69,7 +74,7 @@ def load(path: Path, run: Federation) -> None:
     def tensor(name: str) -> Tensor:
         return torch.from_numpy(arrays[name]).to(like[name] if name in like else next(iter(like.values())).device)
 
-    parts = _parts({name: tensor(name) for name in arrays})
+    parts = _parts({name: tensor(name) for name in arrays}, payloads)
     server = parts.get("server", {})
     run.server = replace(
         run.server,
@@ -113,9 +118,19 @@ def _flat(prefix: str, values: Tensors | Payloads | dict[str, Tensor]) -> Iterat
             yield f"{prefix}/{name}", value
 
 
-def _parts(flat: Mapping[str, Tensor]) -> dict[str, Any]:
+def _payloads(run: Federation) -> list[str]:
+    """Every payload of server and clients, empty ones included."""
+    own = [f"server/own/{name}" for name in run.server.own]
+    return own + [f"clients/{i}/memory/{name}" for i, state in enumerate(run.clients) for name in state.memory]
+
+
+def _parts(flat: Mapping[str, Tensor], payloads: Sequence[str]) -> dict[str, Any]:
     """Nested names again; parameter names hold dots, never slashes."""
     result: dict[str, Any] = {}
+    for path in payloads:
+        place = result
+        for folder in path.split("/"):
+            place = place.setdefault(folder, {})
     for path, value in flat.items():
         *folders, name = path.split("/")
         place = result
@@ -127,12 +142,15 @@ def _parts(flat: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _check(path: Path, arrays: Mapping[str, Any], run: Federation) -> None:
     """Parameters and buffers must be those of this federation; what server and clients remember may have grown."""
-    expected = {n: tuple(dense(v).shape) for n, v in _named(run) if "/memory/" not in n and "/own/" not in n}
-    found = {n: tuple(v.shape) for n, v in arrays.items() if "/memory/" not in n and "/own/" not in n}
+    mine = {name: dense(value).cpu().numpy() for name, value in _named(run)}
+    expected, found = (
+        {n: f"{v.dtype} {v.shape}" for n, v in every.items() if "/memory/" not in n and "/own/" not in n}
+        for every in (mine, arrays)
+    )
     for name in sorted({*expected, *found}):
         if expected.get(name) != found.get(name):
             raise ValueError(
-                f"expected {name} of shape {expected.get(name, 'absent')} in {path}, got {found.get(name, 'none')}: "
+                f"expected {name} {expected.get(name, '(absent)')} in {path}, got {found.get(name, 'none')}: "
                 "it is of another model, method or number of clients"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,18 @@ class ClientData:
             Batch(part.inputs.to(memory_format=torch.channels_last), part.labels) for part in (self.train, self.test)
         )
         return replace(self, train=first, test=second)
+
+
+def takes_any_layout(client: Client, like: torch.Tensor) -> bool:
+    """Whether the client's network runs on images with channels innermost: one that flattens by `view` does not."""
+    model = copy.deepcopy(client.task.model).eval()
+    some = torch.zeros(2, *client.task.input_shape, dtype=like.dtype, device=like.device)
+    try:
+        with torch.no_grad():
+            model(some.to(memory_format=torch.channels_last))
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -103,7 +116,8 @@ class Federation:
             raise ValueError(f"expected rate in (0, 1], got {self.rate}")
         if not self.data:
             raise ValueError("expected at least 1 client, got none")
-        self.data = [own.laid_out() for own in self.data]
+        if takes_any_layout(self.client, self.data[0].train.inputs):
+            self.data = [own.laid_out() for own in self.data]
         self._engine: Engine = choose(self.engine, self.client, self.workers)
         method, task = self.client.method, self.client.task
         params = method.initial(task, stream(self.seed, "init"))
@@ -155,7 +169,7 @@ class Federation:
         for number, done in zip(chosen, rounds, strict=True):
             self.clients[number] = done.state.settled()
         after = self.client.method.aggregate(self.server, [r.upload for r in rounds], self.client.task)
-        self.server = replace(after, shared=settled(after.shared))
+        self.server = replace(after, shared=settled(after.shared), own={k: settled(v) for k, v in after.own.items()})
         return rounds
 
     def step(self, *, everyone: bool = False, evaluate: bool = True) -> Record:

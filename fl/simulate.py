@@ -30,8 +30,9 @@ class ClientState:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def settled(self) -> ClientState:
-        """The same with private tensors contiguous in memory (see `settled`)."""
-        return replace(self, private=settled(self.private))
+        """The same with contiguous tensors (see `settled`)."""
+        memory = {name: settled(part) for name, part in self.memory.items()}
+        return replace(self, private=settled(self.private), memory=memory)
 
 
 def settled(values: Tensors) -> Tensors:
@@ -211,8 +212,9 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
                     position += len(batch)
                 phase.append(tuple(batches))
             changed.append(tuple(phase))
-        inputs, labels = torch.cat([b.inputs for b in fed]), torch.cat([b.labels for b in fed])
-        order, indices = tuple(changed), torch.cat(index)
+        none = data.take(torch.empty(0, dtype=torch.int64))
+        inputs, labels = (torch.cat(part) for part in zip(*((b.inputs, b.labels) for b in [*fed, none]), strict=True))
+        order, indices = tuple(changed), torch.cat([*index, torch.empty(0, dtype=torch.int64)])
     else:
         flat = [chosen for steps in order for step in steps for chosen in step]
         indices = torch.cat([*flat, torch.empty(0, dtype=torch.int64)]).unique()

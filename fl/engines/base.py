@@ -15,6 +15,8 @@ class Engine:
     """One client after the other, by the local rule itself: the reference, and what works for every method."""
 
     name = "loop"
+    chunk = 1
+    """Clients whose numbers are computed together: others never touch a bit of them."""
 
     def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> list[Round]:
         """What the clients `numbers` do in the present round, in this order; changes nothing in `run`.

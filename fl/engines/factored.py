@@ -33,15 +33,13 @@ if TYPE_CHECKING:
     from fl.federation import Federation
 
 MATRIX, COEFFICIENTS, BIAS = "hypernet.heads", "hypernet.heads.coefficients", "hypernet.heads.bias"
-LONGEST = 256
-"""Local steps after which the factors outgrow the matrices they stand for."""
 
 
 def obstacle(client: Client) -> str | None:
     """Why the clients of a federation can't be trained by factors, or None."""
     method, made = client.method, client.method.parametrisation
-    if not isinstance(made, Hypernetwork):
-        return "its weights are not made by a hypernetwork with linear heads"
+    if type(made) is not Hypernetwork:  # a subclass may generate or pull back in another way
+        return "its weights are not made by HyperFL's hypernetwork"
     if type(method).gradient is not Method.gradient or type(method).finish is not Method.finish:
         return "it has a gradient or payloads of its own"
     if overrides(client.defense, "gradient"):
@@ -53,11 +51,16 @@ class Factored(Engine):
     """All clients of a round in step with each other; falls back to the loop where a round does not allow it."""
 
     name = "factored"
+    chunk = 10
 
     def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> list[Round]:
-        """As `Engine.train`, equal to it up to rounding."""
+        """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
+        parts = [numbers[i : i + self.chunk] for i in range(0, len(numbers), self.chunk)]
+        return [done for part in parts for done in self._together(run, part, evaluate)]
+
+    def _together(self, run: Federation, numbers: Sequence[int], evaluate: bool) -> list[Round]:
         starts = [run.start(number) for number in numbers]
-        if not starts or not _fits(run.client, starts):
+        if not _fits(run.client, starts):
             return super().train(run, numbers, evaluate=evaluate)
         heads = _Heads.of(run.client, starts[0].download.shared)
         trainees = [_Trainee(start, heads) for start in starts]
@@ -82,7 +85,9 @@ def _fits(client: Client, starts: Sequence[Start]) -> bool:
         together = len(groups) == 1 and len(phase.assign(dict.fromkeys(names))) == len(names)
         if phase.optimizer != "sgd" or phase.batches_per_step != 1 or (groups and not together):
             return False
-    return max(sum(len(steps) for steps in start.trace.order) for start in starts) <= LONGEST
+    # with more steps than hidden units the factors outgrow the matrices they stand for
+    longest = max(sum(len(steps) for steps in start.trace.order) for start in starts)
+    return longest <= dense(first[TRUNK_BIAS]).numel()
 
 
 @dataclass(frozen=True)

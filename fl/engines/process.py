@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Processes(Engine):
-    """Worker processes of one thread each; with `loop` inside the numbers are bit for bit those of `loop`.
+    """Worker processes of one thread each; the numbers are bit for bit those of the inner engine at one thread.
 
     Args:
         inner: the engine each worker runs.
@@ -68,7 +68,10 @@ class Processes(Engine):
         server = pack(run.server)
         for block in server.blocks.values():
             block.share_memory_()  # one copy for all workers
-        shares = [share for w in range(self.workers) if (share := list(numbers[w :: self.workers]))]
+        size = self.inner.chunk
+        chunks = [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
+        dealt = [chunks[w :: self.workers] for w in range(self.workers)]
+        shares = [[number for chunk in share for number in chunk] for share in dealt if share]
         try:
             pool = self._workers(run)
             tasks = [

@@ -290,3 +290,22 @@ def test_frozen_parameters_are_not_trained(model, batch, gradient):
 def test_a_captured_update_refuses_knowledge_it_lacks(model, gradient, knows):
     with pytest.raises(ValueError, match=f"expected a threat model without {knows}"):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, threat=ThreatModel(**{knows: 1}))
+
+
+class Views(nn.Module):
+    """A convolution that flattens by `view`, as many tutorials do: it takes contiguous tensors only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(256, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        return self.fc(x.view(x.size(0), -1))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_models_that_flatten_by_view_are_taken(count: int) -> None:
+    view, truth = from_batch(Views(), torch.rand(count, 3, 8, 8), torch.arange(count))
+    assert truth.inputs.is_contiguous()
+    assert set(view.update) == {"conv.weight", "conv.bias", "fc.weight", "fc.bias"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fl import checkpoint
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
+from fl.tensors import dense
 
 
 def fresh(row: str, **settings: int) -> Federation:
@@ -88,3 +90,31 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         checkpoint.save(path, run)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["a.npz"]
+
+
+class Remembers(FedAvg):
+    """Keeps a payload in another layout, and an empty one."""
+
+    def init_memory(self, params: Any, task: Any) -> Any:
+        return {"last": {}, "empty": {}}
+
+    def finish(self, params: Any, step: Any, steps: int) -> Any:
+        turned = {k: dense(v).mT.contiguous().mT if dense(v).ndim > 1 else dense(v) for k, v in params.items()}
+        return {}, {"last": turned, "empty": step.memory["empty"]}
+
+
+def test_empty_payloads_and_layouts_survive(tmp_path: Path) -> None:
+    run, again = (worlds.federation(Remembers(lr=0.1), rounds=n) for n in (1, 0))
+    checkpoint.save(tmp_path / "a.npz", run)
+    checkpoint.load(tmp_path / "a.npz", again)
+    for mine, other in zip(again.clients, run.clients, strict=True):
+        assert list(mine.memory) == list(other.memory) == ["last", "empty"]
+        assert all(v.is_contiguous() for v in tensors([mine.memory, other.memory]))
+    again.run_round()
+
+
+def test_another_type_of_numbers_is_refused(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a.npz", fresh("fedavg"))
+    single = Federation(Client(worlds.task().to(dtype=torch.float32), FedAvg.example()), fresh("fedavg").data)
+    with pytest.raises(ValueError, match=r"float32 .*got float64"):
+        checkpoint.load(tmp_path / "a.npz", single)

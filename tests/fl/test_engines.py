@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -22,10 +22,11 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
+from fl.simulate import Round
 from fl.tensors import LowRank, Term, dense
 from fl.types import Phase, Task
 
-TINY = Hypernetwork(embedding=4, hidden=7, init="scaled")
+TINY = Hypernetwork(embedding=4, hidden=24, init="scaled")  # more hidden units than local steps
 HYPERFL = HyperFL(lr=0.05, epochs=3, batch_size=2, max_norm=0.5, weight_decay=1e-2, parametrisation=TINY)
 SETTINGS = {f.name: getattr(HYPERFL, f.name) for f in fields(HYPERFL)}
 
@@ -67,8 +68,14 @@ def test_factored_equals_loop_over_full_rounds(name: str) -> None:
             assert_near(mine.state.private, other.state.private, 1e-12)
             assert mine.accuracy == other.accuracy
         assert_near(factored.server.shared, loop.server.shared, 1e-12)
-    assert isinstance(factored._engine, Factored)
+    assert factors(ends[1][0])
     assert any(dense(v).any() for v in ends[1][0].upload.update.values())
+
+
+def factors(done: Round) -> bool:
+    """Whether a round was trained by factors: these come as one term."""
+    heads = [v for v in done.upload.update.values() if isinstance(v, LowRank)]
+    return bool(heads) and all(len(v.terms) == 1 and len(v.terms[0].left) > 1 for v in heads)
 
 
 def test_factored_never_makes_a_matrix_of_a_head() -> None:
@@ -91,7 +98,7 @@ def test_poisson_batches_may_be_empty() -> None:
     method = Poisson(**{**SETTINGS, "batch_size": 1})
     loop, factored = (federation(method, engine) for engine in ("loop", "factored"))
     done = loop.run_round()
-    factored.run_round()
+    assert factors(factored.run_round()[0])
     sizes = [len(batch) for one in done for steps in one.trace.order for (batch,) in steps]
     assert 0 in sizes
     assert max(sizes) > 1
@@ -108,6 +115,70 @@ def test_what_does_not_factor_falls_back_to_the_loop() -> None:
     clipping = next(defense for defense in matrix.COLUMNS.values() if not overrides(defense, "gradient"))
     assert type(choose("auto", Client(worlds.task(), HYPERFL, clipping))) is Factored
     assert type(choose("auto", Client(worlds.task(), HYPERFL, PerSample()))) is Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tanh(Hypernetwork):
+    """Generates in another way."""
+
+    def from_hidden(self, params: Any, hidden: Any, task: Task) -> Any:
+        return super().from_hidden(params, hidden.tanh(), task)
+
+
+class Remembers(HyperFL):
+    """Has memory of its own."""
+
+    def finish(self, params: Any, step: Any, steps: int) -> Any:
+        return {}, {"count": {"steps": torch.tensor(float(steps))}}
+
+
+@pytest.mark.parametrize(
+    "method", [replace(HYPERFL, parametrisation=Tanh(embedding=4, hidden=7)), Remembers(**SETTINGS)]
+)
+def test_what_works_otherwise_inside_is_trained_by_the_loop(method: Method) -> None:
+    assert type(choose("auto", Client(worlds.task(), method))) is Engine
+
+
+class Adam(HyperFL):
+    """Another optimiser."""
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        return tuple(replace(phase, optimizer="adam", momentum=0.0) for phase in super().phases(task, round)[:1])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Adam(**SETTINGS),
+        replace(HYPERFL, epochs=8),  # 3 + 3 * 8 steps for the largest client, 24 hidden units
+    ],
+)
+def test_rounds_that_factors_cannot_express_give_the_bits_of_the_loop(method: Method) -> None:
+    loop, factored = (federation(method, engine) for engine in ("loop", "factored"))
+    assert isinstance(factored._engine, Factored)
+    loop.run_round()
+    factored.run_round()
+    assert_same(factored.server.shared, loop.server.shared)
+
+
+def test_downloads_with_payloads_are_trained_by_the_loop() -> None:
+    class Talks(HyperFL):
+        def broadcast(self, server: Any, client: int, task: Task) -> Any:
+            return replace(super().broadcast(server, client, task), received={"extra": {"x": torch.ones(1)}})
+
+    loop, factored = (federation(Talks(**SETTINGS), engine) for engine in ("loop", "factored"))
+    loop.run_round()
+    factored.run_round()
+    assert_same(factored.server.shared, loop.server.shared)
+
+
+def test_chunks_do_not_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = federation(HYPERFL, "factored")
+    whole.run_round()
+    monkeypatch.setattr(Factored, "chunk", 2)
+    parts = federation(HYPERFL, "factored")
+    parts.run_round()
+    assert_near(parts.server.shared, whole.server.shared, 1e-12)
 
 
 class PerSample(Defense):
