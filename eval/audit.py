@@ -9,15 +9,17 @@ import torch
 from attacks.base import NotApplicable, Result
 from eval.score import relative_error, score
 from fl.client import Client, gather, local_update, predict
-from fl.defense import overrides
+from fl.defense import Defense, overrides
 from fl.method import Download
 from fl.seeds import stream
 from fl.simulate import ClientState, Truth
-from fl.tensors import Tensors
+from fl.tensors import Tensors, dense
 from fl.types import ServerView, Trace
 
 MARGIN = 1.0
 """How far above every guess, in dB, an image has to come before it counts as leaked."""
+MISMATCH = 1e-2
+"""Relative error from which on a captured update is not what the model makes of the images."""
 
 
 def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
@@ -68,15 +70,43 @@ def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientS
     No one can predict noise, so where the defence draws any, both are taken without it: training is run once more on
     the client's side, and the defence itself says what is expected of it.
     """
-    noise = stream(0, "probe")
-    untouched = noise.get_state()
     with torch.no_grad():
         predicted, observed = predict(view, truth.candidate()), view.update
-        client.defense.transform_update(observed, noise)
-        drawn = not torch.equal(noise.get_state(), untouched)
-        if drawn or overrides(client.defense, "gradient"):
+        if _draws(client.defense, observed):
             observed = client.defense.surrogate(_noiseless(truth.trace, client, state, download, view.round), observed)
     return relative_error(predicted, {name: observed[name] for name in predicted})
+
+
+def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) -> float | None:
+    """The same of an update that was captured: what the view predicts of the truth against what was observed.
+
+    Args:
+        view: what the server knows.
+        truth: what the client fed.
+        scaled: whether the step size is unknown: the prediction is then taken times the positive factor that fits best.
+
+    Returns:
+        The relative error; None where it can't be told, as the defence draws noise or private tensors are not known.
+    """
+    hidden = set(view.private) - set(truth.private)
+    if hidden or _draws(view.defense, view.update) or overrides(view.defense, "transform_batch"):
+        return None
+    with torch.no_grad():
+        predicted = predict(view, truth.candidate())
+        pairs = [(dense(predicted[name]).double(), dense(value).double()) for name, value in view.update.items()]
+        norm = sum((mine * mine).sum().item() for mine, _ in pairs)
+        if scaled and norm > 0:
+            factor = max(0.0, sum((mine * seen).sum().item() for mine, seen in pairs) / norm)
+            predicted = {name: dense(value).double() * factor for name, value in predicted.items()}
+    return relative_error({name: predicted[name] for name in view.update}, view.update)
+
+
+def _draws(defense: Defense, update: Tensors) -> bool:
+    """Whether the defence may draw noise on the way to this update."""
+    noise = stream(0, "probe")
+    untouched = noise.get_state()
+    defense.transform_update(update, noise)
+    return not torch.equal(noise.get_state(), untouched) or overrides(defense, "gradient")
 
 
 def _noiseless(trace: Trace, client: Client, state: ClientState, download: Download, number: int) -> Tensors:

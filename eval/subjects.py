@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from defenses import Defense
+from eval.audit import MISMATCH, prediction_error
 from fl.capture import from_batch, from_update
 from fl.data import datasets
 from fl.data.stored import read
-from fl.method import Method
+from fl.method import Method, methods
 from fl.registry import close
 from fl.simulate import Truth
 from fl.types import Batch, ServerView, Trace
+
+LOOSE = 0.5
+"""The tolerance where the order of the images in local training is not known."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,19 @@ class Subject:
     Attributes:
         view: what the server has.
         truth: what the client fed, if known.
+        error: relative error of what the view predicts of the truth; None if it can't be told.
+        tolerance: from which on such an error says that view, truth and update do not belong together.
     """
 
     view: ServerView
     truth: Truth | None
+    error: float | None = None
+    tolerance: float = 1e-4
+
+    @property
+    def mismatched(self) -> bool:
+        """Whether the update is not what the model makes of the truth (NaN: it is not)."""
+        return self.error is not None and not self.error <= self.tolerance
 
 
 def call(target: str) -> Built:
@@ -55,7 +69,7 @@ def call(target: str) -> Built:
 
     Raises:
         ValueError: no such module or function (says what is close), or it returns something else than a model or
-            (model, images, labels).
+            (model, images, labels), no images, or not one label per image.
     """
     name, colon, function = target.partition(":")
     if not colon or not name or not function:
@@ -79,8 +93,17 @@ def call(target: str) -> Built:
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
         model, inputs, labels = made
         if isinstance(inputs, Tensor) and isinstance(labels, Tensor):
+            _check_batch(target, inputs, labels)
             return Built(model, Batch(inputs, labels))
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
+
+
+def _check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
+    if inputs.ndim != 4 or not len(inputs):
+        raise ValueError(f"expected {target} to give at least one image, as (N, C, H, W), got {tuple(inputs.shape)}")
+    if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
+        got = f"{labels.dtype} {tuple(labels.shape)}"
+        raise ValueError(f"expected {target} to give one label per image, int64 ({len(inputs)},), got {got}")
 
 
 def images(source: str, count: int) -> Batch:
@@ -150,7 +173,9 @@ def of_batches(
     for number, start in enumerate(range(0, len(data), batch_size)):
         part = slice(start, start + batch_size)
         own: dict[str, Any] = {"method": method, "defense": defense, "mean": mean, "std": std, "seed": seed + number}
-        found.append(Subject(*from_batch(model, data.inputs[part], data.labels[part], **own)))
+        with _said_for_the_command(model, method):
+            view, truth = from_batch(model, data.inputs[part], data.labels[part], **own)
+        found.append(Subject(view, truth, prediction_error(view, truth)))
     return found
 
 
@@ -171,21 +196,65 @@ def of_update(
     Raises:
         ValueError: model, update and images do not fit each other; says which tensor.
     """
-    view = from_update(
-        model,
-        update,
-        input_shape=input_shape,
-        num_classes=_classes(model, input_shape),
-        method=method,
-        defense=defense,
-        batch_size=batch_size,
-        mean=mean,
-        std=std,
-    )
+    classes = _classes(model, input_shape)
+    if truth is not None:
+        _check_truth(truth, batch_size, input_shape, classes)
+    with _said_for_the_command(model, method):
+        view = from_update(
+            model,
+            update,
+            input_shape=input_shape,
+            num_classes=classes,
+            method=method,
+            defense=defense,
+            batch_size=batch_size,
+            mean=mean,
+            std=std,
+        )
     if truth is None:
         return Subject(view, None)
     trace = Trace(indices=torch.arange(batch_size), inputs=truth.inputs, labels=truth.labels, order=(), draws=())
-    return Subject(view, Truth(trace=trace, private={}))
+    known = Truth(trace=trace, private={})
+    # without a method the step size is a guess
+    error = prediction_error(view, known, scaled=method is None)
+    return Subject(view, known, error, _tolerance(view, batch_size))
+
+
+def _check_truth(truth: Batch, batch_size: int, input_shape: tuple[int, int, int], classes: int) -> None:
+    if len(truth) != batch_size:
+        raise ValueError(f"expected {batch_size} true image(s), as many as --batch-size says, got {len(truth)}")
+    if truth.inputs.shape[1:] != input_shape:
+        raise ValueError(f"expected true images of --input-shape {input_shape}, got {tuple(truth.inputs.shape[1:])}")
+    low, high = int(truth.labels.min()), int(truth.labels.max())
+    if low < 0 or high >= classes:
+        raise ValueError(f"expected labels in [0, {classes}), got {low} to {high}")
+
+
+def _tolerance(view: ServerView, batch_size: int) -> float:
+    """Small steps on parts of the batch come close to each other in any order, but not within `MISMATCH`."""
+    sizes = [size for steps in view.schedule or () for step in steps for size in step]
+    return MISMATCH if all(size == batch_size for size in sizes) else LOOSE
+
+
+@contextmanager
+def _said_for_the_command(model: nn.Module, method: Method | None) -> Iterator[None]:
+    """Add to errors about training mode what helps on the command line."""
+    try:
+        yield
+    except ValueError as error:
+        if "train mode" not in str(error) or not (model.training if method is None else method.train_mode):
+            raise
+        settings = "name: fedavg, steps: 1, batch_size: null" if method is None else _named(method)
+        raise ValueError(
+            f"{error}; in an audit: --method '{{{settings}, train_mode: false}}'"
+            + (", or return model.eval()" if method is None else "")
+        ) from error
+
+
+def _named(method: Method) -> str:
+    default = methods.spec(methods.build({"name": method.name}))
+    changed = {key: value for key, value in methods.spec(method).items() if default.get(key) != value}
+    return ", ".join(["name: " + method.name, *(f"{key}: {value}" for key, value in changed.items())])
 
 
 def _classes(model: nn.Module, input_shape: tuple[int, int, int]) -> int:
