@@ -145,7 +145,8 @@ class Published:
         psnr: in dB.
         ssim: by whatever convention the source has.
         lpips: likewise.
-        accuracy: in [0, 1].
+        accuracy: in [0, 1], of the aggregated model after the last round.
+        accuracy_local: likewise, of the clients' models right after their training in the last round.
         note: why ours may differ, in words.
     """
 
@@ -156,11 +157,14 @@ class Published:
     ssim: float | None = None
     lpips: float | None = None
     accuracy: float | None = None
+    accuracy_local: float | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
-        if self.accuracy is not None and not 0 <= self.accuracy <= 1:
-            raise ValueError(f"published.accuracy: expected a share in [0, 1], got {self.accuracy}")
+        for key in ("accuracy", "accuracy_local"):
+            value = getattr(self, key)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"published.{key}: expected a share in [0, 1], got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,6 +183,7 @@ class _Job:
             "name": self.options.name,
             "command": self.options.command,
             "version": version(),
+            "code": code(),
             "status": status,
             "cells": [self._about(name, cell) for name, cell in self.plan.cells()],
         }
@@ -191,7 +192,8 @@ class _Job:
     def _about(self, name: str, cell: Cell) -> dict[str, object]:
         about: dict[str, object] = {"id": cell.id, "kind": cell.settings["kind"], "name": name}
         if self.folder.finished(cell):
-            return {**about, "status": "finished", "seconds": self.folder.about(cell)["seconds"]}
+            known = self.folder.about(cell)
+            return {**about, "status": "finished", "seconds": known["seconds"], "code": known["code"]}
         if cell.id in self.failures:
             failure = self.failures[cell.id]
             return {**about, "status": "failed", "reason": failure.reason, "traceback": failure.traceback}

@@ -8,6 +8,7 @@ for every attack. The same cells give the same bytes, however often the run was 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
@@ -17,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision.utils import save_image
@@ -25,12 +25,15 @@ from torchvision.utils import save_image
 from eval import config, store
 from eval.harness import Failure
 from eval.plan import Plan, Training
+from eval.report.load import read_pictures
+from eval.report.overview import other_code
 from eval.rundir import RunDir
 from eval.score import Row
 from eval.training import ROUNDS
 from eval.watching import IMAGES, PICTURES
 
 CONFIG, ENVIRONMENT, TABLE = "config.yaml", "env.json", "table.md"
+log = logging.getLogger(__name__)
 NOTHING = "no attack was asked for"
 _PACKAGES = ("hyperleak", "torch", "torchvision", "numpy", "scipy", "scikit-image", "lpips", "opacus")
 
@@ -47,6 +50,11 @@ def assemble(plan: Plan, folder: RunDir) -> list[Row]:
     store.replace_rows(path / IMAGES, images)
     _write_pictures(done, folder)
     return images
+
+
+def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
+    """What to know of the table as a whole: cells that failed, cells that other code computed."""
+    return [note for note in (incomplete(failures, plan), other_code(folder.about_run())) if note]
 
 
 def incomplete(failures: Sequence[Failure], plan: Plan) -> str | None:
@@ -84,11 +92,16 @@ def _rounds(training: Training, folder: RunDir) -> list[Row]:
 
 
 def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[Row]:
-    """The rows of all attacks on a training, each with the accuracies of what was trained."""
-    accuracies = _accuracies(rounds)
+    """The rows of all attacks on a training, each with the accuracies of its own round and of the whole training."""
+    whole, by_round = _accuracies(rounds), {row["round"]: row for row in rounds}
+
+    def accuracies(number: int) -> Row:
+        own = by_round[number]
+        return {"accuracy": own["accuracy"], "accuracy_local": own["accuracy_local"], **whole}
+
     head = {"seed": training.seed, "method": training.method.label, "defense": training.defense.label}
     rows = [
-        {**head, "attack": watch.attack.label, **row, **accuracies}
+        {**head, "attack": watch.attack.label, **row, **accuracies(watch.round)}
         for watch in training.watches
         if folder.finished(watch.cell)
         for row in store.read_rows(folder.file(watch.cell, IMAGES))
@@ -96,7 +109,8 @@ def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[R
     if training.watches:
         return rows
     # an accuracy to compare with, without an attack
-    return [{**head, "attack": "-", "round": training.federation.rounds, "not_applicable": NOTHING, **accuracies}]
+    last = training.federation.rounds
+    return [{**head, "attack": "-", "round": last, "not_applicable": NOTHING, **accuracies(last)}]
 
 
 def _accuracies(rounds: Sequence[Row]) -> Row:
@@ -104,8 +118,8 @@ def _accuracies(rounds: Sequence[Row]) -> Row:
     scored = [row for row in rounds if row["accuracy"] is not None]
     best = max(scored, key=lambda row: row["accuracy"])  # the first of equals
     return {
-        "accuracy": scored[-1]["accuracy"],
-        "accuracy_local": rounds[-1]["accuracy_local"],
+        "accuracy_last": scored[-1]["accuracy"],
+        "accuracy_local_last": rounds[-1]["accuracy_local"],
         "accuracy_best": best["accuracy"],
         "accuracy_best_round": best["round"],
     }
@@ -119,12 +133,15 @@ def _write_pictures(trainings: Sequence[Training], folder: RunDir) -> None:
         for watch in training.watches:
             source = folder.file(watch.cell, PICTURES)
             if folder.finished(watch.cell) and source.is_file():
+                try:
+                    both = [torch.from_numpy(images) for images in read_pictures(source)]
+                except ValueError as error:
+                    log.warning("%s; they are left out; remove cells/%s to make them again", error, watch.cell.id)
+                    continue
                 words = (training.method.label, training.defense.label, watch.attack.label)
                 name = f"{'-'.join(words)}-round{watch.round}-seed{training.seed}"
                 shutil.copyfile(source, new / f"{name}.npz")
-                with np.load(source, allow_pickle=False) as file:
-                    both = torch.from_numpy(np.concatenate([file["original"], file["reconstruction"]]))
-                draw(both, new / f"{name}.png", columns=len(both) // 2)
+                draw(torch.cat(both), new / f"{name}.png", columns=len(both[0]))
     shutil.rmtree(old, ignore_errors=True)
     os.replace(new, old)
 

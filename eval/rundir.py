@@ -1,7 +1,8 @@
 """The folder of a run: finished cells, those being computed, checkpoints, and who may write.
 
 ```
-DIR/cells/ID/             a finished cell: cell.json (settings, seconds, code) and its rows, written once
+DIR/cells/ID/             a finished cell: cell.json (settings, seconds, code) and its rows, written once; one whose
+                          cell.json can't be read counts as unfinished
 DIR/cells/ID.part/        one that is not: what there is so far, and traceback.txt if it failed
 DIR/checkpoints/ID/       of a training: round-00010.npz, as long as some unfinished cell needs it
 DIR/run.json, log.txt     what the run is and how far it is
@@ -27,6 +28,7 @@ from eval.cells import Cell, code
 RUN, LOG, CELL, TRACEBACK, LOCK = "run.json", "log.txt", "cell.json", "traceback.txt", ".lock"
 OLDER = {"config.yaml", "images.jsonl"}
 """What a result folder held before there were run directories."""
+log = logging.getLogger(__name__)
 PACKAGES = ("fl", "defenses", "attacks", "eval")
 _ROUND = re.compile(r"round-(\d+)\.npz")
 
@@ -77,6 +79,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cells = path / "cells"
+        self._damaged: set[str] = set()
 
     def check(self) -> None:
         """Whether the folder may be written: new, empty, or a run's.
@@ -130,13 +133,36 @@ class RunDir:
             handler.close()
 
     def finished(self, cell: Cell) -> bool:
-        """Whether the cell is finished."""
-        return (self.cells / cell.id / CELL).is_file()
+        """Whether the cell is finished, and what is known of it can be read."""
+        if not (self.cells / cell.id / CELL).is_file():
+            return False
+        try:
+            self.about(cell)
+        except (OSError, ValueError) as error:
+            if cell.id not in self._damaged:
+                log.warning("cells/%s/%s can't be read, so the cell is computed again: %s", cell.id, CELL, error)
+                self._damaged.add(cell.id)
+            return False
+        return True
 
     def about(self, cell: Cell) -> dict[str, Any]:
-        """What is known of a finished cell: settings, seconds, and the code that computed it."""
-        found: dict[str, Any] = json.loads((self.cells / cell.id / CELL).read_text(encoding="utf-8"))
+        """What is known of a finished cell: settings, seconds, and the code that computed it.
+
+        Raises:
+            OSError, ValueError: it can't be read.
+        """
+        found = json.loads((self.cells / cell.id / CELL).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not {"code", "seconds"} <= set(found):
+            raise ValueError("expected settings, code and seconds")
         return found
+
+    def about_run(self) -> dict[str, Any]:
+        """What `run.json` says; nothing where there is none, or none that can be read."""
+        try:
+            found = json.loads((self.path / RUN).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def file(self, cell: Cell, name: str) -> Path:
         """A file of a finished cell."""
@@ -157,6 +183,7 @@ class RunDir:
         for path in folder.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        shutil.rmtree(self.cells / cell.id, ignore_errors=True)  # a damaged one
         os.replace(folder, self.cells / cell.id)
         store.sync(self.cells)
 

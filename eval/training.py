@@ -60,10 +60,9 @@ def train(
     spec, path = training.federation, folder / ROUNDS
     with federation_of(training, workers) as federation:
         rows = _resume(federation, checkpoints, store.read_rows(path) if path.exists() else [])
-        path.unlink(missing_ok=True)
         if not rows:
             rows = [row_of(federation.record())]
-        store.write_rows(path, rows)
+        store.replace_rows(path, rows)
         tick(federation.server.round)
         saved = time.monotonic()
         while True:

@@ -87,8 +87,7 @@ def attack(
         rows.extend({**head, "picture": _picture(victim, truth, row), **row} for row in scored)
         if isinstance(result, Reconstruction) and result.inputs is not None:
             pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
-    (folder / IMAGES).unlink(missing_ok=True)
-    store.write_rows(folder / IMAGES, rows)
+    store.replace_rows(folder / IMAGES, rows)
     if pairs:
         original, found = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
         np.savez_compressed(folder / PICTURES, original=original, reconstruction=found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -49,7 +50,7 @@ class World:
         augment: how images are changed before they are fed in training; None leaves them.
         dataset: all images, on the device.
         partition: who holds which.
-        digest: of images, labels and partition, in hexadecimal.
+        digest: of images, labels, names of classes and partition, in hexadecimal.
         device: where everything is computed.
     """
 
@@ -132,14 +133,20 @@ def load(task: TaskSpec, federation: FederationSpec, device: torch.device, loade
             f"{list(wanted)}; change the model's input_shape, or the data set's size if it has one"
         )
     partition = federation.partition(dataset)
-    digest = hashlib.sha256(partition.digest.encode())
-    for part in (dataset.train, dataset.test):
-        for values in (part.inputs, part.labels):
-            digest.update(values.contiguous().cpu().numpy().data)
     train, test = (Batch(part.inputs.to(device), part.labels.to(device)) for part in (dataset.train, dataset.test))
     moved = replace(dataset, train=train, test=test)
     augment = None if type(federation.augment) is Augmentation else federation.augment
-    return World(task, augment, moved, partition, digest.hexdigest(), device)
+    return World(task, augment, moved, partition, _digest(dataset, partition), device)
+
+
+def _digest(dataset: Dataset, partition: Partition) -> str:
+    """SHA-256 of all that is fed, with shapes and types: the same bytes may stand for other images."""
+    digest = hashlib.sha256(json.dumps([partition.digest, list(dataset.class_names)]).encode())
+    for part in (dataset.train, dataset.test):
+        for values in (part.inputs, part.labels):
+            digest.update(json.dumps([str(values.dtype), list(values.shape)]).encode())
+            digest.update(values.contiguous().cpu().numpy().data)
+    return digest.hexdigest()
 
 
 def _classes(wanted: Sequence[int | str], names: Sequence[str]) -> Iterator[int]:

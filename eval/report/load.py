@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,8 @@ from eval.score import Row
 CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
 KEYS = ("method", "defense", "attack", "round", "seed")
 Pixels = NDArray[np.float32]
+DAMAGED = (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What reading a damaged `.npz` may raise; RuntimeError where flags say it is encrypted or packed in another way."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,25 @@ class Run:
         path = self.folder / "images" / name
         if not path.is_file():
             raise ValueError(f"there is no images/{name}")
-        try:
-            # opened here: of a damaged file np.load would leave it open
-            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                original, found = (file[key] for key in ("original", "reconstruction"))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"images/{name} can't be read") from error
-        if original.ndim != 4 or original.shape != found.shape:
-            raise ValueError(f"images/{name} holds shapes {original.shape} and {found.shape}")
-        return original, found
+        return read_pictures(path)
+
+
+def read_pictures(path: Path) -> tuple[Pixels, Pixels]:
+    """Originals and reconstructions (N, C, H, W) in [0, 1] of an attack.
+
+    Raises:
+        ValueError: the file is damaged; says which.
+    """
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        # opened here: of a damaged file np.load would leave it open
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            original, found = (file[key] for key in ("original", "reconstruction"))
+    except DAMAGED as error:
+        raise ValueError(f"{name} can't be read") from error
+    if original.ndim != 4 or original.shape != found.shape or {original.dtype.kind, found.dtype.kind} != {"f"}:
+        raise ValueError(f"{name} holds no pictures, but {original.dtype} {original.shape}, {found.dtype} {found.shape}")
+    return original, found
 
 
 def load(folder: str | Path) -> Run:

@@ -115,7 +115,7 @@ def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:
     run = numbered.run
     given = bool(run.setting.threat.get("knows_labels", False))
     found = findings(run.groups, labels_given=given)
-    blocks: list[Block] = [*unfinished(run), *flagged(numbered), *found]
+    blocks: list[Block] = [*unfinished(run), *_mixed(run), *flagged(numbered), *found]
     guesses = floor_names([group for group in run.groups if group.scored])
     if guesses:
         blocks.append(
@@ -139,6 +139,28 @@ def unfinished(run: Run) -> list[Block]:
         return []
     entries = [(str(cell.get("name", "?")), sentence(str(cell.get("reason") or cell.get("status")))) for cell in left]
     return [Note(f"Incomplete: {len(left)} of {count(len(cells), 'part')} of this run are not finished", entries)]
+
+
+def _mixed(run: Run) -> list[Block]:
+    words = other_code(run.about)
+    return [Note("Computed by different source code", [("code", sentence(words))])] if words else []
+
+
+def other_code(about: Mapping[str, Any]) -> str | None:
+    """A sentence on finished cells that were not all computed by the code that put them together, or None.
+
+    Args:
+        about: `run.json`.
+    """
+    known = {str(cell.get("id")): cell["code"] for cell in about.get("cells") or [] if "code" in cell}
+    codes = set(known.values())
+    if len(codes) < 2 and codes <= {about.get("code")}:
+        return None
+    stale = sum(code != about.get("code") for code in known.values())
+    return (
+        f"Not all of one version: {stale} of {count(len(known), 'finished cell')} were computed by source code other "
+        "than that which put them together; remove cells/ and run it again to have all of one"
+    )
 
 
 def flagged(numbered: Numbered) -> list[Block]:

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.report.blocks import Block, Grid, Items
+from eval.report.findings import subject
+from eval.report.load import Run
 from eval.report.overview import Numbered
 from eval.report.rounds import accuracy
 from eval.report.summary import Group, lpips
 from eval.report.words import NONE, interval, number, percent
 
-FIGURES = {"psnr": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS", "accuracy": "accuracy"}
+OF_PICTURES = {"psnr": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS"}
+OF_MODELS = {"accuracy": "accuracy after the last round", "accuracy_local": "accuracy after local training"}
+FIGURES = {**OF_PICTURES, **OF_MODELS}
 
 
 def blocks(numbered: Numbered) -> list[Block]:
     """A table of published figures and ours, and in words why they may differ; nothing where the config names none."""
     lines, notes = [], []
     for figures in numbered.run.setting.published:
-        head = [str(figures["method"]), str(figures.get("attack") or NONE), str(figures["source"])]
+        method, attack, source = str(figures["method"]), str(figures.get("attack") or NONE), str(figures["source"])
         found = [group for group in numbered.run.groups if _about(group, figures)]
         given = _published(figures)
-        for group in found:
-            lines.append([*head, str(group.round), *_pairs(given, _ours(numbered, group))])
+        if not any(figures.get(name) is not None for name in OF_PICTURES):
+            for group in _trainings(found):
+                lines.append([subject(group), attack, source, NONE, *_pairs(given, _of_model(numbered.run, group))])
+        else:
+            for group in found:
+                ours = {**_of_pictures(group), **_of_model(numbered.run, group)}
+                lines.append([subject(group), attack, source, str(group.round), *_pairs(given, ours)])
         if not found:
-            lines.append([*head, NONE, *_pairs(given, dict.fromkeys(FIGURES, NONE))])
+            lines.append([method, attack, source, NONE, *_pairs(given, {})])
         if figures.get("note"):
-            notes.append((" under ".join(word for word in head[:2] if word != NONE), str(figures["note"])))
+            notes.append((" under ".join(word for word in (method, attack) if word != NONE), str(figures["note"])))
     if not lines:
         return []
     columns = ["method", "attack", "source", ">after round"]
     columns += [name for figure in FIGURES.values() for name in (f">{figure} there", ">here")]
-    kept = [*range(4)]
+    # a paper's figure that is not given has no columns; nor has the round, where none is named
+    kept = [i for i in range(3 if all(line[3] == NONE for line in lines) else 4)]
     for i in range(4, len(columns), 2):
         kept += [i, i + 1] if any(line[i] != NONE for line in lines) else []
     grid = Grid("Published figures and ours", [columns[i] for i in kept], [[line[i] for i in kept] for line in lines])
@@ -44,24 +54,39 @@ def _about(group: Group, figures: Mapping[str, Any]) -> bool:
     return method and figures.get("attack") in {None, group.attack, group.attack.partition("@")[0]}
 
 
+def _trainings(found: Sequence[Group]) -> list[Group]:
+    """One group of every method under every defence: what the model learnt does not depend on the attack."""
+    return list({group.subject: group for group in reversed(found)}.values())[::-1]
+
+
 def _published(figures: Mapping[str, Any]) -> dict[str, str]:
     return {
         "psnr": number(figures.get("psnr"), 2),
         "ssim": number(figures.get("ssim"), 3),
         "lpips": number(figures.get("lpips"), 3),
         "accuracy": percent(figures.get("accuracy"), 2),
+        "accuracy_local": percent(figures.get("accuracy_local"), 2),
     }
 
 
-def _ours(numbered: Numbered, group: Group) -> dict[str, str]:
+def _of_pictures(group: Group) -> dict[str, str]:
     perceptual = lpips(group.pictured)
     return {
         "psnr": interval(group.psnr, 2),
         "ssim": interval(group.interval("ssim"), 3),
         "lpips": interval(group.interval(perceptual), 3) if perceptual else NONE,
-        "accuracy": accuracy(numbered.run, group),
+    }
+
+
+def _of_model(run: Run, group: Group) -> dict[str, str]:
+    return {
+        "accuracy": accuracy(run, group, last=True),
+        "accuracy_local": percent(group.over_seeds("accuracy_local_last"), 2),
     }
 
 
 def _pairs(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    return [cell for name in FIGURES for cell in (there[name], here[name])]
+    """Each figure there and here; one that is not given there is left out here, too."""
+    return [
+        cell for name in FIGURES for cell in (there[name], here.get(name, NONE) if there[name] != NONE else NONE)
+    ]

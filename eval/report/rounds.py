@@ -56,33 +56,38 @@ def diagnostics(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.get("diagnostics") or {}))
 
 
-def accuracy_interval(run: Run, group: Group) -> Interval | None:
+def accuracy_interval(run: Run, group: Group, *, last: bool = False) -> Interval | None:
     """The group's accuracy with an interval over clients and seeds; None where the clients' own are not on file.
 
-    Of every seed the last round counts that gives the accuracy the group has; any other would be of another model.
+    Args:
+        run: the run.
+        group: one of its groups.
+        last: whether after the last round of training rather than in the group's.
     """
+    column = "accuracy_last" if last else "accuracy"
     clients: list[Row] = []
-    for seed, accuracy in group.accuracies.items():
+    for seed, accuracy in group.by_seed(column).items():
         rows = [
             row
             for row in run.rounds
             if (row["method"], row["defense"], row["seed"]) == (*group.subject, seed)
             and row.get("accuracy") is not None
-            and abs(row["accuracy"] - accuracy) < 1e-9
+            and (last or row["round"] == group.round)
         ]
-        if not rows:
+        own = max(rows, key=lambda row: row["round"], default=None)
+        if own is None or abs(own["accuracy"] - accuracy) > 1e-9:  # of another model
             return None
-        last = max(rows, key=lambda row: row["round"])
-        clients += [{"client": i, "seed": seed, "accuracy": a} for i, a in enumerate(last.get("accuracies") or [])]
+        clients += [{"client": i, "seed": seed, "accuracy": a} for i, a in enumerate(own.get("accuracies") or [])]
     known = [row for row in clients if row["accuracy"] is not None]
     found = statistics.mean_interval(known, "accuracy", image="client") if known else None
-    return found if found is not None and abs(found.value - (group.accuracy or 0.0)) < 1e-6 else None
+    return found if found is not None and abs(found.value - (group.over_seeds(column) or 0.0)) < 1e-6 else None
 
 
-def accuracy(run: Run, group: Group) -> str:
-    """The group's accuracy in words, with its interval where there is one."""
-    clients = accuracy_interval(run, group)
-    return percent_interval(clients, 1) if clients else percent(group.accuracy, 1)
+def accuracy(run: Run, group: Group, *, last: bool = False) -> str:
+    """The group's accuracy in words, with its interval where there is one; as `accuracy_interval`."""
+    clients = accuracy_interval(run, group, last=last)
+    known = group.over_seeds("accuracy_last") if last else group.accuracy
+    return percent_interval(clients, 1) if clients else percent(known, 1)
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,22 @@ class Group:
 
     @cached_property
     def accuracies(self) -> dict[int, float]:
-        """Accuracy by seed: each seed trains a model of its own, whatever the number of images attacked on it."""
-        return {row["seed"]: row["accuracy"] for row in self.rows if row.get("accuracy") is not None}
+        """Accuracy in the group's round by seed; empty where it was not measured."""
+        return self.by_seed("accuracy")
 
     @property
     def accuracy(self) -> float | None:
-        """Mean over seeds."""
+        """In the group's round, mean over seeds."""
         return fmean(self.accuracies.values()) if self.accuracies else None
+
+    def by_seed(self, column: str) -> dict[int, float]:
+        """A figure of the training: each seed trains a model of its own, whatever the number of images attacked."""
+        return {row["seed"]: row[column] for row in self.rows if row.get(column) is not None}
+
+    def over_seeds(self, column: str) -> float | None:
+        """Mean over seeds of a figure of the training."""
+        values = self.by_seed(column)
+        return fmean(values.values()) if values else None
 
     @cached_property
     def psnr(self) -> Interval | None:

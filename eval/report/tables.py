@@ -103,14 +103,14 @@ def _accuracies(numbered: Numbered) -> list[Block]:
     """What every method under every defence learnt, with its other readings where they are on file."""
     first: dict[tuple[str, str], Group] = {}
     for group in numbered.run.groups:
-        if group.accuracies:
+        if group.by_seed("accuracy_last"):
             first.setdefault(group.subject, group)
     lines = []
     for (method, defense), group in first.items():
-        ends = [percent(_over_seeds(group, column), 1) for column in ("accuracy_local", "accuracy_best")]
+        ends = [percent(group.over_seeds(column), 1) for column in ("accuracy_local_last", "accuracy_best")]
         best = dict.fromkeys(row.get("accuracy_best_round") for row in group.rows)
         rounds = join([str(number) for number in best if number is not None]) if any(best) else NONE
-        lines.append([method, defense, accuracy(numbered.run, group), *ends, rounds])
+        lines.append([method, defense, accuracy(numbered.run, group, last=True), *ends, rounds])
     columns = [
         "method",
         "defence",
@@ -122,12 +122,6 @@ def _accuracies(numbered: Numbered) -> list[Block]:
     filled = [i for i in range(len(columns)) if i < 3 or any(line[i] != NONE for line in lines)]
     cells = [[line[i] for i in filled] for line in lines]
     return [Grid("Accuracy", [columns[i] for i in filled], cells)] if lines else []
-
-
-def _over_seeds(group: Group, column: str) -> float | None:
-    """Mean over seeds of a column that is the same for all images."""
-    values = {row["seed"]: row[column] for row in group.rows if row.get(column) is not None}
-    return fmean(values.values()) if values else None
 
 
 def _secrets(numbered: Numbered) -> list[Block]:

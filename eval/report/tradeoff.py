@@ -39,7 +39,7 @@ def _scatter(numbered: Numbered) -> list[Block]:
     absent: list[Block] = []
     for key, group in numbered.shown.items():
         if group.psnr is None or group.accuracy is None:
-            missing = "it recovers no pictures" if group.psnr is None else "its accuracy is not on file"
+            missing = "it recovers no pictures" if group.psnr is None else "no accuracy of its round is on file"
             absent.append(Absent(f"{numbered.name(group)} in the figure", missing))
             continue
         mark, clients = numbered.mark(group), accuracy_interval(numbered.run, group)
@@ -59,7 +59,7 @@ def _scatter(numbered: Numbered) -> list[Block]:
         f"PSNR over images and seeds, {_accuracy_words(points)}{_floor_words(lines)}"
     )
     if numbered.rounds:
-        caption += " Of the rounds that were watched, each attack is shown at the one in which it leaked most."
+        caption += " Of the rounds that were watched, each attack is shown at the one in which it leaked most, with the accuracy of that same round."
     columns = [*numbered.columns(), ">accuracy", ">PSNR (dB)"]
     legend = Grid("What the marks stand for", columns, rows, marks=marks)
 
