@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import attacks
 from attacks.base import Attack, NotApplicable, Reconstruction
+from eval import checks
 from eval.audit import MARGIN
+from eval.report.summary import RECOVERED
 from eval.results import draw
 from eval.score import Row, score
 from eval.subjects import Subject
 from fl.seeds import derive
+from fl.types import ThreatModel
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Finding:
         verdict: what leaked, in a sentence.
         labels: recovered labels of every update, where the attack recovers any.
         verified: whether the attack could check its own success; None if it can't tell.
+        flags: what to know before trusting the figures (see `eval.checks`).
     """
 
     attack: str
@@ -41,6 +44,7 @@ class Finding:
     verdict: str
     labels: list[list[int]] = field(default_factory=list)
     verified: bool | None = None
+    flags: list[str] = field(default_factory=list)
 
     def best(self, figure: str) -> float | None:
         """The highest value of a figure over the images, or None."""
@@ -54,10 +58,14 @@ class Audit:
     Attributes:
         subject: what was audited.
         findings: by attack.
+        notes: what to know of the subject itself.
+        mismatch: in words, if an update is not what the model makes of its images.
     """
 
     subject: str
     findings: list[Finding]
+    notes: tuple[str, ...] = ()
+    mismatch: str = ""
 
     def best(self, figure: str) -> float | None:
         """The highest value of a figure over all attacks and images, or None."""
@@ -67,6 +75,8 @@ class Audit:
         """The audit in plain data."""
         return {
             "subject": self.subject,
+            "notes": list(self.notes),
+            "mismatch": self.mismatch or None,
             "findings": [
                 {
                     "attack": found.attack,
@@ -74,6 +84,8 @@ class Audit:
                     "verdict": found.verdict,
                     "labels": found.labels,
                     "verified": found.verified,
+                    "private": _counted(found.rows),
+                    "flags": found.flags,
                     "images": found.rows,
                 }
                 for found in self.findings
@@ -84,14 +96,14 @@ class Audit:
 
 
 def examine(
-    name: str, subjects: Sequence[Subject], tried: Sequence[Attack], *, seed: int = 0, out: Path | None = None
+    name: str, subjects: Sequence[Subject], tried: Mapping[str, Attack], *, seed: int = 0, out: Path | None = None
 ) -> Audit:
     """Run attacks on the updates of one subject.
 
     Args:
         name: of the subject.
         subjects: its updates.
-        tried: the attacks.
+        tried: the attacks, by label.
         seed: of their randomness.
         out: folder for the pictures; none are kept without.
 
@@ -99,8 +111,7 @@ def examine(
         ValueError: an attack that can't be run.
     """
     found = []
-    for attack in tried:
-        label = attacks.label(attack)
+    for label, attack in tried.items():
         seeds = [derive(seed, "attack", number) for number in range(len(subjects))]
         results = attack.run([subject.view for subject in subjects], seeds)
         pairs = [
@@ -112,19 +123,29 @@ def examine(
         for number, subject, result in pairs:
             if subject.truth is not None:
                 scored = score(result, subject.truth, seed=derive(seed, "floor", number))
-                rows += [{**row, "update": number} for row in scored]
+                own = _about(subject, result)
+                rows += [{**own, "update": number, "picture": f"{number}:{row['image']}", **row} for row in scored]
         refused = [result.reason for result in results if isinstance(result, NotApplicable)]
         labels = [result.labels.tolist() for _, _, result in pairs if result.labels is not None]
         verified = _all(result.verified for _, _, result in pairs)
         said = _said(rows, refused, "" if rows or not pairs else _unscored(verified))
-        found.append(Finding(label, rows, refused[0] if refused else "", said, labels, verified))
+        view = subjects[0].view
+        flags = _flags(rows, view.threat, defended=view.defense.name != "none", tolerance=subjects[0].tolerance)
+        found.append(Finding(label, rows, refused[0] if refused else "", said, labels, verified, flags))
         if out is not None and pairs:
             _keep(out / label, pairs)
-    return Audit(name, found)
+    return Audit(name, found, mismatch=next((_mismatch(subject) for subject in subjects if subject.mismatched), ""))
 
 
-def of_rows(name: str, rows: Sequence[Row]) -> Audit:
-    """The audit that the rows of a run's `images.jsonl` amount to."""
+def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bool) -> Audit:
+    """The audit that the rows of a run's `images.jsonl` amount to.
+
+    Args:
+        name: of the subject.
+        rows: of one method under one defence.
+        threat: what the attacker knows.
+        defended: whether there is a defence.
+    """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["attack"], []).append(row)
@@ -134,7 +155,8 @@ def of_rows(name: str, rows: Sequence[Row]) -> Audit:
         scored = [row for row in group if "not_applicable" not in row]
         verified = _all(row["verified"] for row in scored)
         reason = refused[0] if refused else ""
-        found.append(Finding(attack, scored, reason, _said(scored, refused), verified=verified))
+        flags = _flags(scored, threat, defended=defended)
+        found.append(Finding(attack, scored, reason, _said(scored, refused), verified=verified, flags=flags))
     return Audit(name, found)
 
 
@@ -154,9 +176,15 @@ def verdict(rows: Sequence[Row]) -> str:
     labels = [row["label_correct"] for row in rows if row.get("label_correct") is not None]
     if labels:
         said.append(f"{sum(labels)} of {len(labels)} label(s) recovered")
-    for what, error in _secrets(rows).items():
-        word = "recovered" if error < 0.1 else "not recovered"
-        said.append(f"private {what} {word} (relative error {error:.0e})")
+    for what, errors in _secrets(rows).items():
+        hits = _recovered(errors)
+        word = "leaked: " if hits else ""
+        best = min((error for error in errors if error is not None), default=None)
+        closest = "" if best is None else f", at best {best:.0e}"
+        said.append(
+            f"private {what} {word}recovered for {hits} of {len(errors)} update(s) "
+            f"(relative error below {RECOVERED:g}{closest})"
+        )
     return "; ".join(said) or "the attack recovers nothing that can be scored"
 
 
@@ -166,14 +194,60 @@ def floor(row: Row) -> float:
     return max(found, default=-math.inf)
 
 
-def _secrets(rows: Sequence[Row]) -> dict[str, float]:
-    """Median relative error of recovered embeddings and extractors."""
-    columns = {
-        "embedding": [row.get("private_errors", {}).get("embedding") for row in rows],
-        "extractor": [row.get("extractor_error") for row in rows],
-    }
-    known = {what: sorted(e for e in errors if e is not None) for what, errors in columns.items()}
-    return {what: errors[len(errors) // 2] for what, errors in known.items() if errors}
+def _secrets(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """For what is private and was recovered for any update, the relative error for each; None where it is missing."""
+    updates = {(row.get("seed"), row.get("update")): row for row in rows}  # the rows of an update repeat them
+    found: list[dict[str, float | None]] = []
+    for row in updates.values():
+        errors = {name: e for name, e in row.get("private_errors", {}).items() if not name.startswith("extractor/")}
+        if row.get("extractor_error") is not None or "extractor_error" in row.get("missing", {}):
+            errors["extractor"] = row["extractor_error"]
+        found.append(errors)
+    names = dict.fromkeys(name for errors in found for name in errors)
+    return {name: [errors.get(name) for errors in found] for name in names}
+
+
+def _recovered(errors: Sequence[float | None]) -> int:
+    """For how many updates a private value was recovered."""
+    return sum(error is not None and error < RECOVERED for error in errors)
+
+
+def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """For each private value, for how many updates it was recovered, in plain data."""
+    return {what: {"recovered": _recovered(errors), "updates": len(errors)} for what, errors in _secrets(rows).items()}
+
+
+def _mismatch(subject: Subject) -> str:
+    return (
+        f"the update is not what this model makes of these images (relative error {subject.error:.2g}): check the "
+        "sign, mean and std, --method, --batch-size"
+    )
+
+
+def _about(subject: Subject, result: Reconstruction) -> Row:
+    """What the rows of an update repeat, as in `images.jsonl`."""
+    history = [value if math.isfinite(value) else None for value in map(float, result.history)]
+    about: Row = {"history": history, "verified": result.verified}
+    if subject.error is not None:
+        about["forward_error"] = subject.error if math.isfinite(subject.error) else None
+    return about
+
+
+def _flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tolerance: float = 1e-4) -> list[str]:
+    """The validity flags of one attack (see `eval.checks`)."""
+    if not rows:
+        return []
+    errors = [row["forward_error"] for row in rows if "forward_error" in row]
+    found = checks.flags(
+        rows,
+        histories=[[math.nan if value is None else value for value in row.get("history") or ()] for row in rows],
+        labels_given=threat.knows_labels,
+        defence_known=defended and threat.knows_defense,
+        forward_error=max((math.inf if error is None else error for error in errors), default=None),
+        tolerance=tolerance,
+        image="picture",
+    )
+    return [name for name in found if name != "lpips-missing"]  # an audit does not ask for it
 
 
 def _said(rows: Sequence[Row], refused: Sequence[str], instead: str = "") -> str:

@@ -74,15 +74,13 @@ def _folder() -> Check:
 
 
 def _datasets() -> list[Check]:
-    from fl.data.download import names
-    from fl.data.named import available
+    from fl.data.named import available, remedy
 
     found = [Check(f"data set {name}", FINE, "inside scikit-image") for name in ("faces", "photos")]
     for name, path in available().items():
-        copied = "copy its two files into the data folder"
-        remedy = "" if path else f"hyperleak doctor --download {name}" if name in names() else copied
         words = "in the data folder" if path else "not in the data folder"
-        found.append(Check(f"data set {name}", FINE if path else ABSENT, words, remedy))
+        missing = "" if path else remedy(name) or "copy its two files into the data folder"
+        found.append(Check(f"data set {name}", FINE if path else ABSENT, words, missing))
     return found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import attacks
@@ -21,6 +23,9 @@ from fl.types import Batch
 
 OWN, METHODS = ("ig",), ("ig", "peel+ig")
 """Attacks tried by default: on a model of the user's, on a method of the registry."""
+COUNT = 4
+"""Images taken of a data set or a file where no number is given."""
+UNTOLD = "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
 NETWORKS = {(1, 28, 28): "hyperfl-grey", (3, 32, 32): "hyperfl-colour"}
 """Networks taken for images of a shape where none is named."""
 
@@ -38,7 +43,7 @@ class Request:
         images: file or data set of the true images.
         attack: names or settings.
         defense: likewise.
-        count: how many images.
+        count: how many images; None takes `COUNT`, or all that the function gives.
         batch_size: images in one update.
         rounds: of training before.
         input_shape: `C,H,W`.
@@ -56,7 +61,7 @@ class Request:
     images: str | None = None
     attack: tuple[str, ...] = ()
     defense: str = "none"
-    count: int = 4
+    count: int | None = None
     batch_size: int = 1
     rounds: int = 0
     input_shape: str | None = None
@@ -76,10 +81,19 @@ class Request:
         return f"{method} on {dict_of(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
 
     @property
-    def attacks(self) -> list[Attack]:
-        """The attacks to try."""
+    def attacks(self) -> dict[str, Attack]:
+        """The attacks to try, by label: the name, with a number where one comes again."""
         own = self.target is not None or self.update is not None
-        return [attacks.build(dict_of(text)) for text in self.attack or (OWN if own else METHODS)]
+        found: dict[str, Attack] = {}
+        for text in self.attack or (OWN if own else METHODS):
+            attack = attacks.build(dict_of(text))
+            name = label = attacks.label(attack)
+            number = 1
+            while label in found:
+                number += 1
+                label = f"{name}-{number}"
+            found[label] = attack
+        return found
 
     def plan(self) -> Plan:
         """The run that audits a method of the registry.
@@ -104,9 +118,9 @@ class Request:
             "federation": {"partition": {"name": "iid", "clients": 4}, "rounds": self.rounds},
             "method": given,
             "defense": dict_of(self.defense),
-            "attack": [plain.attack_spec(attack) for attack in self.attacks],
+            "attack": [{**plain.attack_spec(attack), "as": label} for label, attack in self.attacks.items()],
             "observe": {
-                "images": self.count,
+                "images": self.count or COUNT,
                 "batch_size": self.batch_size,
                 "method": {key: value for key, value in observed.items() if key in settings},
             },
@@ -114,8 +128,8 @@ class Request:
         }
         return harness.prepare(plain.build(data), device=self.device)
 
-    def subjects(self) -> list[Subject]:
-        """The updates of a model of the user's own.
+    def subjects(self) -> tuple[list[Subject], tuple[str, ...]]:
+        """The updates of a model of the user's own, and what to know of them.
 
         Raises:
             ValueError: no model, or model, images and update do not fit each other; says which.
@@ -145,16 +159,20 @@ class Request:
         if self.update is None:
             if data is None:
                 raise ValueError(f"{target} returns a model alone: expected --images FILE.npz or a data set's name")
-            return subjects.of_batches(model, data, self.batch_size, **rule, seed=self.seed)
+            given = len(data)
+            data = data if self.images is not None else subjects.first(data, self.count or given, target)
+            note = (f"the first {len(data)} of {given} images that {target} gives",) if len(data) < given else ()
+            return subjects.of_batches(model, data, self.batch_size, **rule, seed=self.seed), note
         update = subjects.update_file(self.update)
-        truth = None if data is None else Batch(data.inputs[: self.batch_size], data.labels[: self.batch_size])
+        truth = None if data is None else subjects.first(data, self.batch_size, self.images or target, "--batch-size")
         shape = _shape(self.input_shape, truth)
         rule |= {"input_shape": shape, "batch_size": self.batch_size, "truth": truth}
-        return [subjects.of_update(model, update, **rule)]
+        subject = subjects.of_update(model, update, **rule)
+        return [subject], (UNTOLD,) if truth is not None and subject.error is None else ()
 
     def _images(self) -> Batch:
         assert self.images is not None
-        return subjects.images(self.images, self.count if self.update is None else self.batch_size)
+        return subjects.images(self.images, (self.count or COUNT) if self.update is None else self.batch_size)
 
     def _network(self) -> dict[str, Any]:
         assert self.dataset is not None
@@ -183,7 +201,39 @@ def carry_out(plan: Plan, folder: RunDir, name: str, told: harness.Progress) -> 
         failures = harness.run(plan, folder, harness.Options(name=name), told)
         if failures:
             raise ValueError("; ".join(f"{failure.name}: {failure.reason}" for failure in failures))
-        return auditing.of_rows(name, results.assemble(plan, folder))
+        defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
+        rows = results.assemble(plan, folder)
+        return auditing.of_rows(name, rows, threat=plan.experiment.threat, defended=defended)
+
+
+def limits(**given: float | None) -> dict[str, float]:
+    """The limits that are set, by figure.
+
+    Raises:
+        ValueError: a limit that nothing could exceed, or everything: not a number, infinite, or not an SSIM.
+    """
+    for name, limit in given.items():
+        if limit is not None and not math.isfinite(limit):
+            raise ValueError(f"expected --max-{name} as a finite number, got {limit}")
+        if name == "ssim" and limit is not None and not -1 <= limit <= 1:
+            raise ValueError(f"expected --max-ssim in [-1, 1], got {limit:g}")
+    return {name: limit for name, limit in given.items() if limit is not None}
+
+
+def make_folder(path: Path | None) -> None:
+    """Make the folder for pictures, so that no attack runs for nothing.
+
+    Raises:
+        ValueError: it is a file, or can't be made or written.
+    """
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"expected --out as a folder to write to, got {path}: {error.strerror}") from error
 
 
 def _numbers(text: str, what: str) -> tuple[float, ...]:

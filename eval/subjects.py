@@ -20,7 +20,7 @@ from eval.audit import MISMATCH, prediction_error
 from fl.capture import from_batch, from_update
 from fl.data import datasets
 from fl.data.stored import read
-from fl.method import Method, methods
+from fl.method import Method
 from fl.registry import close
 from fl.simulate import Truth
 from fl.types import Batch, ServerView, Trace
@@ -121,9 +121,18 @@ def images(source: str, count: int) -> Batch:
         found, _ = read(path)
     else:
         found = datasets.build(source).load().train
-    if len(found) < count:
-        raise ValueError(f"expected at least {count} images in {source}, got {len(found)}; give a smaller --count")
-    return Batch(found.inputs[:count], found.labels[:count])
+    return first(found, count, source)
+
+
+def first(data: Batch, count: int, source: str, option: str = "--count") -> Batch:
+    """The first images of `data`.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if len(data) < count:
+        raise ValueError(f"expected at least {count} images in {source}, got {len(data)}; give a smaller {option}")
+    return Batch(data.inputs[:count], data.labels[:count])
 
 
 def update_file(path: Path) -> dict[str, Tensor]:
@@ -244,17 +253,10 @@ def _said_for_the_command(model: nn.Module, method: Method | None) -> Iterator[N
     except ValueError as error:
         if "train mode" not in str(error) or not (model.training if method is None else method.train_mode):
             raise
-        settings = "name: fedavg, steps: 1, batch_size: null" if method is None else _named(method)
-        raise ValueError(
-            f"{error}; in an audit: --method '{{{settings}, train_mode: false}}'"
-            + (", or return model.eval()" if method is None else "")
-        ) from error
-
-
-def _named(method: Method) -> str:
-    default = methods.spec(methods.build({"name": method.name}))
-    changed = {key: value for key, value in methods.spec(method).items() if default.get(key) != value}
-    return ", ".join(["name: " + method.name, *(f"{key}: {value}" for key, value in changed.items())])
+        remedy = "--method '{name: fedavg, train_mode: false}', or let your function return model.eval()"
+        if method is not None:
+            remedy = f"--method '{{name: {method.name}, ..., train_mode: false}}'"
+        raise ValueError(f"{error}. On the command line: {remedy}") from error
 
 
 def _classes(model: nn.Module, input_shape: tuple[int, int, int]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from attacks.base import Chain
-from eval import checks, config
+from eval import checks, config, grid
 from eval.experiment import Experiment
 from eval.report.describe import summary
 from eval.report.findings import subject
@@ -44,8 +44,8 @@ SSIM = "SSIM: similarity of structures, 1 for equal images."
 LPIPS = "LPIPS: perceptual distance, 0 for equal images."
 RATES = "≥20, ≥30: share of images whose PSNR reaches that. Labels: share of images whose class was recovered."
 ACCURACY = (
-    "Accuracy: what the method learnt: share of each client's test images that the aggregated model of the last round "
-    "gets right, with the client's own private weights, mean over clients."
+    "Accuracy: what the method learnt: share of each client's test images that the aggregated model of {when} gets "
+    "right, with the client's own private weights, mean over clients."
 )
 FIGURES = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels")
 COLUMNS = ("method", "defence", "attack", *FIGURES, "flags")
@@ -182,6 +182,15 @@ def _secrets(group: Group) -> list[str]:
     return lines
 
 
+def _accuracy(found: Sequence[Group], experiment: Experiment) -> str:
+    """What the column of accuracies is of: every line has that of its own round."""
+    last = {entry.label: grid.part(experiment, entry, None).federation.rounds for entry in experiment.method}
+    if all(group.round == last.get(group.method) for group in found):
+        return ACCURACY.format(when="the last round")
+    rounds = {group.round for group in found}
+    return ACCURACY.format(when="the round in brackets" if len(rounds) > 1 else f"round {min(rounds)}")
+
+
 def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The floors of all attacked images, each counted once per seed."""
     chosen, found = pictures(rows), floors(rows)
@@ -194,7 +203,15 @@ def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 def _legend(rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], *, lpips: bool) -> list[str]:
     found = groups(rows)
     several = len({group.round for group in found}) > 1
-    lines = [*_verdicts(found, several), PSNR, FLOOR, SSIM, *([LPIPS] if lpips else []), RATES, ACCURACY]
+    lines = [
+        *_verdicts(found, several),
+        PSNR,
+        FLOOR,
+        SSIM,
+        *([LPIPS] if lpips else []),
+        RATES,
+        _accuracy(found, experiment),
+    ]
     lines += [f"Method {entry.label}: {summary(type(entry.item))}." for entry in experiment.method]
     defenses = [entry for entry in experiment.defense if entry.item.name != "none"]
     lines += [f"Defence {entry.label}: {summary(type(entry.item))}." for entry in defenses]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -18,39 +18,60 @@ if TYPE_CHECKING:
     from eval.auditing import Audit
     from eval.request import Request
 
+Target = Annotated[
+    str | None, typer.Argument(help="MODULE:FUNCTION that returns your model, or (model, images, labels).")
+]
+Method = Annotated[
+    str | None, typer.Option(help="A federated method, by name or as settings: '{name: fedavg, steps: 5}'.")
+]
+Dataset = Annotated[str | None, typer.Option(help="What the method is trained on, likewise.")]
+Model = Annotated[
+    str | None, typer.Option(help="Its network, likewise; or MODULE:FUNCTION of the model --update belongs to.")
+]
+Update = Annotated[
+    Path | None, typer.Option(help="A captured update, weights before - after, by parameter name (.npz or .pt).")
+]
+Images = Annotated[
+    str | None, typer.Option(help="True images for MODULE:FUNCTION or --update: an .npz file or a data set's name.")
+]
+Attacks = Annotated[list[str] | None, typer.Option(help="An attack, by name or as settings; may be repeated.")]
+Defense = Annotated[str, typer.Option(help="The client's defence, likewise.")]
+Count = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many images to attack; 4 of --dataset or --images, all that MODULE:FUNCTION gives."),
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Images in one update.")]
+Rounds = Annotated[int, typer.Option(min=0, help="Rounds of training before the attack, with --method.")]
+InputShape = Annotated[str | None, typer.Option(help="C,H,W of the images behind --update.")]
+Mean = Annotated[str, typer.Option(help="Of the normalisation inside your model, per channel: 0.5,0.5,0.5.")]
+Std = Annotated[str, typer.Option(help="Likewise.")]
+MaxPsnr = Annotated[float | None, typer.Option(help="Exit with 3 if an image comes closer, in dB.")]
+MaxSsim = Annotated[float | None, typer.Option(help="Exit with 3 if an image is more similar, from -1 to 1.")]
+Seed = Annotated[int, typer.Option(help="Of all randomness.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Out = Annotated[Path | None, typer.Option(help="Folder to keep pictures in (with --method, the whole run).")]
+
 
 def audit(
-    target: Annotated[
-        str | None, typer.Argument(help="MODULE:FUNCTION that returns your model, or (model, images, labels).")
-    ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="A federated method, by name or as settings: '{name: fedavg, steps: 5}'.")
-    ] = None,
-    dataset: Annotated[str | None, typer.Option(help="What the method is trained on, likewise.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Its network, likewise; or MODULE:FUNCTION of the model --update belongs to.")
-    ] = None,
-    update: Annotated[
-        Path | None, typer.Option(help="A captured update, weights before - after, by parameter name (.npz or .pt).")
-    ] = None,
-    images: Annotated[
-        str | None, typer.Option(help="True images for MODULE:FUNCTION or --update: an .npz file or a data set's name.")
-    ] = None,
-    attack: Annotated[
-        list[str] | None, typer.Option(help="An attack, by name or as settings; may be repeated.")
-    ] = None,
-    defense: Annotated[str, typer.Option(help="The client's defence, likewise.")] = "none",
-    count: Annotated[int, typer.Option(min=1, help="How many images to attack, of --dataset or --images.")] = 4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images in one update.")] = 1,
-    rounds: Annotated[int, typer.Option(min=0, help="Rounds of training before the attack, with --method.")] = 0,
-    input_shape: Annotated[str | None, typer.Option(help="C,H,W of the images behind --update.")] = None,
-    mean: Annotated[str, typer.Option(help="Of the normalisation inside your model, per channel: 0.5,0.5,0.5.")] = "",
-    std: Annotated[str, typer.Option(help="Likewise.")] = "",
-    max_psnr: Annotated[float | None, typer.Option(help="Exit with 3 if an image comes closer, in dB.")] = None,
-    max_ssim: Annotated[float | None, typer.Option(help="Exit with 3 if an image is more similar.")] = None,
-    seed: Annotated[int, typer.Option(help="Of all randomness.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder to keep pictures in (with --method, the whole run).")] = None,
+    target: Target = None,
+    method: Method = None,
+    dataset: Dataset = None,
+    model: Model = None,
+    update: Update = None,
+    images: Images = None,
+    attack: Attacks = None,
+    defense: Defense = "none",
+    count: Count = None,
+    batch_size: BatchSize = 1,
+    rounds: Rounds = 0,
+    input_shape: InputShape = None,
+    mean: Mean = "",
+    std: Std = "",
+    max_psnr: MaxPsnr = None,
+    max_ssim: MaxSsim = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    out: Out = None,
     json: Json = False,
 ) -> None:
     """Attack what a client would send and say what leaked.
@@ -58,9 +79,10 @@ def audit(
     Three things can be audited: a method (--method hyperfl --dataset faces), your own model (my_model:build), and an
     update that you captured (--update update.npz --model my_model:build).
     """
-    from eval.request import Request
+    from eval.request import Request, limits
 
-    screen = console(as_json=json)
+    with errors(USAGE):
+        allowed = limits(psnr=max_psnr, ssim=max_ssim)
     request = Request(
         target=target,
         method=method,
@@ -79,9 +101,14 @@ def audit(
         seed=seed,
         device=device,
     )
-    limits = {name: limit for name, limit in (("psnr", max_psnr), ("ssim", max_ssim)) if limit is not None}
-    own = target is not None or update is not None
-    found = _of_own(request, out, limits) if own else _of_method(request, out, screen)
+    _report(request, out, allowed, json=json)
+
+
+def _report(request: Request, out: Path | None, limits: dict[str, float], *, json: bool) -> None:
+    """Carry the audit out, print it and leave with the code it comes to."""
+    screen = console(as_json=json)
+    own = request.target is not None or request.update is not None
+    found = _of_own(request, out, limited=bool(limits)) if own else _of_method(request, out, screen)
     best = {figure: found.best(figure) for figure in limits}
     above = [figure for figure, value in best.items() if value is not None and value > limits[figure]]
     unknown = [figure for figure, value in best.items() if value is None]
@@ -93,23 +120,29 @@ def audit(
         say(f"above the limit: {figure.upper()} {best[figure]:.4g} > {limits[figure]:g}")
     for figure in unknown:
         say(f"error: no {figure.upper()} could be taken, so nothing can be said about the limit {limits[figure]:g}")
-    if above or unknown:
+    if found.mismatch:
+        say(f"{'error' if limits else 'warning'}: {found.mismatch}")
+    if above or unknown or (limits and found.mismatch):
         raise typer.Exit(LEAKED if above else FAILURE)
 
 
-def _of_own(request: Request, out: Path | None, limits: Mapping[str, float]) -> Audit:
+def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
     from eval import auditing
+    from eval.request import make_folder
 
     with errors(USAGE):
-        tried, subjects = request.attacks, request.subjects()
-        if limits and subjects[0].truth is None:
+        tried = request.attacks
+        subjects, notes = request.subjects()
+        if limited and subjects[0].truth is None:
             raise ValueError("expected the true images (--images) beside a limit: nothing can be scored without them")
+        make_folder(out)
     with errors(FAILURE):
-        return auditing.examine(request.name, subjects, tried, seed=request.seed, out=out)
+        found = auditing.examine(request.name, subjects, tried, seed=request.seed, out=out)
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def _of_method(request: Request, out: Path | None, screen: Console) -> Audit:
-    from eval.request import carry_out
+    from eval.request import carry_out, make_folder
     from eval.rundir import RunDir
 
     with ExitStack() as stack:
@@ -117,21 +150,31 @@ def _of_method(request: Request, out: Path | None, screen: Console) -> Audit:
         with errors(USAGE):
             plan = request.plan()
             folder.check()
+            make_folder(folder.path)
         with errors(FAILURE), warnings_on(screen), progress(screen) as told:
             return carry_out(plan, folder, request.name, told)
 
 
 def _print(screen: Console, found: Audit) -> None:
     from eval.auditing import floor
+    from eval.checks import FLAGS
+
+    def line(words: str) -> None:
+        screen.print(words, highlight=False, markup=False, soft_wrap=True)
 
     screen.print(found.subject, style="bold", highlight=False, markup=False)
+    for note in found.notes:
+        line(f"note: {note}")
     for finding in found.findings:
-        screen.print(f"{finding.attack}: {finding.verdict}", highlight=False, markup=False, soft_wrap=True)
+        line(f"{finding.attack}: {finding.verdict}")
         for number, row in enumerate(finding.rows):
             if row.get("psnr") is not None:
                 label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
-                words = f"PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}"
-                screen.print(f"  image {number}: {words}", highlight=False, markup=False, soft_wrap=True)
+                line(f"  image {number}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}")
         if not finding.rows and finding.labels:
-            labels = ", ".join(map(str, (label for labels in finding.labels for label in labels)))
-            screen.print(f"  recovered labels: {labels}", highlight=False, markup=False, soft_wrap=True)
+            line(f"  recovered labels: {', '.join(str(label) for labels in finding.labels for label in labels)}")
+        if finding.flags:
+            line(f"  flags: {', '.join(finding.flags)}")
+    for flag in FLAGS:
+        if any(flag in finding.flags for finding in found.findings):
+            line(f"flag {flag}: {FLAGS[flag]}")

@@ -20,12 +20,17 @@ def doctor(
 ) -> None:
     """What is installed and at hand, each problem with its remedy; exit code 1 if hyperleak can't work."""
     from eval import health
+    from fl.data.download import WHERE
     from fl.data.download import download as fetch
+    from fl.data.named import remedy
     from fl.registry import UnknownNameError
 
     if source is not None and download is None:
         say("error: expected --download NAME beside --source")
         raise typer.Exit(USAGE)
+    if download in WHERE and source is None:
+        say(f"error: {download} can't be downloaded: {remedy(download)}")
+        raise typer.Exit(FAILURE)
     if download is not None:
         with errors(FAILURE):
             try:

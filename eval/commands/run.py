@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -15,7 +15,7 @@ import typer
 from eval.terminal import FAILURE, USAGE, Json, console, emit, errors, progress, say, show_table, warnings_on
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
@@ -54,29 +54,22 @@ def run(
     """
     from eval import config as configs
     from eval import harness
-    from eval.rundir import BusyError, RunDir
+    from eval.rundir import RunDir
 
     signal.signal(signal.SIGTERM, _stop)  # so that a run ended politely ends its worker processes
     screen = console(as_json=json)
-    with ExitStack() as stack:
-        with errors(USAGE):
-            path = find_config(config)
-            overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
-            experiment = configs.load(path, overrides)
-            folder = RunDir(out or default_folder(path))
-            plan = harness.prepare(experiment, device=device)
-            folder.check()  # last: what is wrong in itself is said rather than that the folder is taken
-        try:
-            stack.enter_context(folder.locked())
-        except BusyError as error:
-            say(f"error: {error}")
-            raise typer.Exit(FAILURE) from error
-        stack.enter_context(folder.logged())
+    with errors(USAGE):
+        path = find_config(config)
+        overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
+        experiment = configs.load(path, overrides)
+        folder = RunDir(out or default_folder(path))
+        plan = harness.prepare(experiment, device=device)
+    with _held(folder):  # last: what is wrong in itself is said rather than that the folder is taken
         options = harness.Options(
             workers=workers,
             every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
-            name=path.stem,
+            name=_name(path, folder, experiment.title),
             command=shlex.join(["hyperleak", *sys.argv[1:]]),
         )
         failures = _compute(plan, folder, options, screen)
@@ -118,6 +111,43 @@ def default_folder(path: Path) -> Path:
     return path.parent if (path.parent / RUN).is_file() else Path("results") / path.stem
 
 
+@contextmanager
+def _held(folder: RunDir) -> Iterator[None]:
+    """Keep a folder from other processes and log into it; says in one line why that can't be."""
+    from eval.rundir import BusyError
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(folder.locked())
+            stack.enter_context(folder.logged())
+        except BusyError as error:
+            say(f"error: {error}")
+            raise typer.Exit(FAILURE) from error
+        except ValueError as error:
+            say(f"error: {error}")
+            raise typer.Exit(USAGE) from error
+        except OSError as error:
+            say(f"error: {folder.path} can't be written to ({error.strerror or error}); choose another --out")
+            raise typer.Exit(USAGE) from error
+        yield
+
+
+def _name(path: Path, folder: RunDir, title: str) -> str:
+    """What the run is called: as its config, or as before if that is the folder's own; warns of another run's files."""
+    before = folder.about_run()
+    if not before:
+        return path.stem
+    name = str(before.get("name") or path.stem)
+    if path.resolve().parent != folder.path.resolve():
+        name, old = path.stem, name
+        if (old, before.get("title")) != (name, title):
+            say(
+                f"warning: {folder.path} holds the run {old!r} ({before.get('title') or 'no title'}): its table, "
+                "report, rows and pictures are replaced by those of this run; finished cells stay"
+            )
+    return name
+
+
 def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> list[Failure]:
     from eval import harness
 
@@ -139,8 +169,7 @@ def _write(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> Table | N
     if not rows:
         return None
     found = tables.table(rows, plan.experiment)
-    if note := results.incomplete(failures, plan):
-        found = replace(found, legend=[note, *found.legend])
+    found = replace(found, legend=[*results.notes(failures, plan, folder), *found.legend])
     store.write_text(folder.path / results.TABLE, tables.markdown(found))
     report.write(folder.path)
     return found

@@ -85,7 +85,9 @@ def read_pictures(path: Path) -> tuple[Pixels, Pixels]:
     except DAMAGED as error:
         raise ValueError(f"{name} can't be read") from error
     if original.ndim != 4 or original.shape != found.shape or {original.dtype.kind, found.dtype.kind} != {"f"}:
-        raise ValueError(f"{name} holds no pictures, but {original.dtype} {original.shape}, {found.dtype} {found.shape}")
+        raise ValueError(
+            f"{name} holds no pictures, but {original.dtype} {original.shape}, {found.dtype} {found.shape}"
+        )
     return original, found
 
 

@@ -152,7 +152,8 @@ def other_code(about: Mapping[str, Any]) -> str | None:
     Args:
         about: `run.json`.
     """
-    known = {str(cell.get("id")): cell["code"] for cell in about.get("cells") or [] if "code" in cell}
+    cells = [cell for cell in about.get("cells") or [] if isinstance(cell, Mapping) and "code" in cell]
+    known = {str(cell.get("id")): str(cell["code"]) for cell in cells}
     codes = set(known.values())
     if len(codes) < 2 and codes <= {about.get("code")}:
         return None

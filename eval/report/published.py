@@ -56,7 +56,10 @@ def _about(group: Group, figures: Mapping[str, Any]) -> bool:
 
 def _trainings(found: Sequence[Group]) -> list[Group]:
     """One group of every method under every defence: what the model learnt does not depend on the attack."""
-    return list({group.subject: group for group in reversed(found)}.values())[::-1]
+    first: dict[tuple[str, str], Group] = {}
+    for group in found:
+        first.setdefault(group.subject, group)
+    return list(first.values())
 
 
 def _published(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -81,12 +84,10 @@ def _of_pictures(group: Group) -> dict[str, str]:
 def _of_model(run: Run, group: Group) -> dict[str, str]:
     return {
         "accuracy": accuracy(run, group, last=True),
-        "accuracy_local": percent(group.over_seeds("accuracy_local_last"), 2),
+        "accuracy_local": percent(group.over_seeds("accuracy_local_last"), 1),
     }
 
 
 def _pairs(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """Each figure there and here; one that is not given there is left out here, too."""
-    return [
-        cell for name in FIGURES for cell in (there[name], here.get(name, NONE) if there[name] != NONE else NONE)
-    ]
+    return [cell for name in FIGURES for cell in (there[name], here.get(name, NONE) if there[name] != NONE else NONE)]

@@ -59,7 +59,10 @@ def _scatter(numbered: Numbered) -> list[Block]:
         f"PSNR over images and seeds, {_accuracy_words(points)}{_floor_words(lines)}"
     )
     if numbered.rounds:
-        caption += " Of the rounds that were watched, each attack is shown at the one in which it leaked most, with the accuracy of that same round."
+        caption += (
+            " Of the rounds that were watched, each attack is shown at the one in which it leaked most, with the "
+            "accuracy of that same round."
+        )
     columns = [*numbered.columns(), ">accuracy", ">PSNR (dB)"]
     legend = Grid("What the marks stand for", columns, rows, marks=marks)
 

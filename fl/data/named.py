@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from fl.data import Dataset, datasets
+from fl.data.download import WHERE, names
 from fl.data.stored import Limited, folder, load_pair
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Named(Limited):
     stem: ClassVar[str]
-    downloadable: ClassVar[bool] = True
 
     def load(self) -> Dataset:
         """Read `STEM_train.npz` and `STEM_test.npz` in the data folder.
@@ -22,9 +22,8 @@ class _Named(Limited):
             DatasetMissingError: a file is not there.
             ValueError: a file does not hold what it should; says which key.
         """
-        name: str = type(self).name  # type: ignore[attr-defined]
-        remedy = f"Run `hyperleak doctor --download {name}`" if self.downloadable else ""
-        return load_pair(self.stem, self, remedy)
+        found = remedy(type(self).name)  # type: ignore[attr-defined]
+        return load_pair(self.stem, self, found[:1].upper() + found[1:])
 
 
 @datasets.register("cifar10")
@@ -73,7 +72,6 @@ class Handwritten62(_Named):
     """Handwritten digits and letters, 28x28 grey, in the 62 classes and the order of EMNIST ByClass (not EMNIST)."""
 
     stem: ClassVar[str] = "handwritten62"
-    downloadable: ClassVar[bool] = False
 
 
 @datasets.register("mnist")
@@ -98,6 +96,13 @@ class TinyImagenet(_Named):
     """Tiny-ImageNet (Le and Yang, 2015): 64x64 colour, 200 classes; its labelled validation images are the test set."""
 
     stem: ClassVar[str] = "tiny-imagenet"
+
+
+def remedy(name: str) -> str:
+    """How to get the files of a data set; nothing for one that can't be fetched."""
+    if name in WHERE:
+        return f"{WHERE[name]}, and run `hyperleak doctor --download {name} --source FOLDER` with that folder"
+    return f"run `hyperleak doctor --download {name}`" if name in names() else ""
 
 
 def available() -> dict[str, Path | None]:

@@ -9,9 +9,12 @@ from support.tiny import Registered
 from typer.testing import CliRunner
 
 from eval import cli, terminal
+from eval.auditing import of_rows, verdict
 from eval.request import Request
 from fl.capture import from_batch
 from fl.data import stored
+from fl.methods.fedavg import FedAvg
+from fl.types import ThreatModel
 
 MODULE = """
 import torch
@@ -29,6 +32,16 @@ def whole():
 
 def nothing():
     return 3
+
+def empty():
+    return build(), torch.rand(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64)
+
+def unlabelled():
+    return build(), torch.rand(4, 1, 8, 8), torch.tensor([0, 1])
+
+def dropping():
+    hidden = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 3))
+    return torch.nn.Sequential(torch.nn.Flatten(), hidden), torch.rand(1, 1, 8, 8), torch.tensor([0])
 """
 
 
@@ -74,7 +87,11 @@ def test_a_method_that_keeps_its_secrets_badly():
     words = ("--method", "{name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}", "--dataset", "faces")
     result = audit(*words, "--attack", "peel", "--count", 1)
     assert result.exit_code == 0, result.output
-    assert "private embedding recovered (relative error" in result.output
+    assert (
+        "private embedding leaked: recovered for 1 of 1 update(s) (relative error below 0.1, at best" in result.output
+    )
+    assert "  flags: single-image\n" in result.output
+    assert "\nflag single-image: All figures come from one image" in result.output
 
 
 def test_a_model_with_its_own_images(mine, tmp_path):
@@ -166,6 +183,20 @@ def test_a_captured_update(mine, tmp_path, suffix):
         (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "3,9,9"], "that fit the model"),
         (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "1,8,8", "--max-psnr", "9"], "true images"),
         (["--update", "TEXT", "--model", "MINE:build", "--input-shape", "1,8,8"], "expected tensors by parameter name"),
+        (["MINE:whole", "--max-psnr", "nan"], "expected --max-psnr as a finite number, got nan"),
+        (["MINE:whole", "--max-psnr", "inf"], "expected --max-psnr as a finite number, got inf"),
+        (["MINE:whole", "--max-ssim", "nan"], "expected --max-ssim as a finite number, got nan"),
+        (["MINE:whole", "--max-ssim", "1.5"], "expected --max-ssim in [-1, 1], got 1.5"),
+        (["MINE:whole", "--max-ssim", "-1.5"], "expected --max-ssim in [-1, 1], got -1.5"),
+        (["MINE:whole", "--count", "5"], "at least 5 images"),
+        (["MINE:empty"], "to give at least one image"),
+        (["MINE:unlabelled"], "to give one label per image, int64 (4,), got torch.int64 (2,)"),
+        (["MINE:dropping"], "--method '{name: fedavg, train_mode: false}', or let your function return model.eval()"),
+        (["MINE:dropping", "--method", "fedper"], "--method '{name: fedper, ..., train_mode: false}'"),
+        (["MINE:whole", "--attack", "crash", "--out", "text.pt"], "expected --out as a folder to write to"),
+        (["MINE:whole", "--attack", "crash", "--out", "text.pt/below"], "expected --out as a folder to write to"),
+        (["--update", "UPDATE", "--model", "MINE:whole", "--batch-size", "5"], "give a smaller --batch-size"),
+        (["--update", "UPDATE", "--model", "MINE:whole", "--input-shape", "1,4,16"], "true images of --input-shape"),
         (["--update", "OBJECT", "--model", "MINE:build", "--input-shape", "1,8,8"], "got other objects"),
     ],
 )
@@ -199,3 +230,139 @@ def test_a_failing_attack_is_a_failure(mine):
     method = audit("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--attack", "crash")
     assert method.exit_code == terminal.FAILURE
     assert "expected the sky to hold" in method.output
+
+
+def test_a_limit_is_exceeded_from_just_above_it(mine):
+    """Half a decibel above the limit is above it; the limit itself is not."""
+    best = json.loads(audit(f"{mine}:whole", "--attack", "guess", "--json").stdout)["max_psnr"]
+    for limit, code in ((best - 0.5, terminal.LEAKED), (best, 0), (best + 0.5, 0)):
+        assert audit(f"{mine}:whole", "--attack", "guess", "--max-psnr", repr(limit)).exit_code == code
+
+
+def test_an_ssim_is_exceeded_from_just_above_its_limit():
+    words = ("--method", "fedavg", "--dataset", "{name: faces, size: 12}", "--attack", "guess", "--count", 1)
+    words += ("--model", "{name: linear, input_shape: [1, 12, 12]}")
+    best = json.loads(audit(*words, "--json").stdout)["max_ssim"]
+    for limit, code in ((best - 0.01, terminal.LEAKED), (best, 0)):
+        assert audit(*words, "--max-ssim", repr(limit)).exit_code == code
+
+
+def altered(mine, path, change):
+    """A captured update that does not belong to the model and the images any more."""
+    with np.load(path) as file:
+        update = {name: torch.from_numpy(file[name]) for name in file.files}
+    wrong = path.with_name("wrong.npz")
+    np.savez(wrong, **{name: change(value).numpy() for name, value in update.items()})
+    return ("--update", wrong, "--model", f"{mine}:build", "--images", "true.npz", "--attack", "guess")
+
+
+@pytest.mark.parametrize(
+    "change", [torch.neg, lambda value: torch.rand(value.shape, generator=torch.Generator().manual_seed(0)) - 0.5]
+)
+def test_an_update_that_does_not_belong_passes_no_limit(mine, tmp_path, change):
+    words = altered(mine, captured(mine, tmp_path, "npz"), change)
+    said = "the update is not what this model makes of these images"
+    warned = audit(*words)
+    assert warned.exit_code == 0, warned.output
+    assert f"warning: {said}" in warned.output
+    limited = audit(*words, "--max-psnr", 60, "--json")
+    assert limited.exit_code == terminal.FAILURE
+    assert f"error: {said}" in limited.stderr
+    assert "check the sign, mean and std, --method, --batch-size" in limited.stderr
+    found = json.loads(limited.stdout)
+    assert found["mismatch"].startswith(said)
+    assert "forward-mismatch" in found["findings"][0]["flags"]
+    assert found["findings"][0]["images"][0]["forward_error"] > 0.5
+    assert audit(*words, "--max-psnr", 1).exit_code == terminal.LEAKED
+
+
+def test_an_update_of_more_images_passes_no_limit(mine, tmp_path):
+    model, inputs, labels = __import__(mine).whole()
+    view, _ = from_batch(model, inputs, labels)
+    np.savez(tmp_path / "four.npz", **{name: value.numpy() for name, value in view.update.items()})
+    words = ("--update", tmp_path / "four.npz", "--model", f"{mine}:whole", "--attack", "guess", "--max-psnr", 60)
+    assert audit(*words).exit_code == terminal.FAILURE
+    assert audit(*words, "--batch-size", 4).exit_code == 0
+
+
+def test_an_update_that_belongs_passes_whatever_its_step_size(mine, tmp_path):
+    path = captured(mine, tmp_path, "npz")
+    for factor in (1, 0.01):
+        result = audit(*altered(mine, path, lambda value, factor=factor: value * factor), "--max-psnr", 60)
+        assert result.exit_code == 0, result.output
+    stated = altered(mine, path, lambda value: value * 0.01)
+    assert audit(*stated, "--max-psnr", 60, "--method", "{name: fedavg, lr: 0.01}").exit_code == 0
+    assert audit(*stated, "--max-psnr", 60, "--method", "{name: fedavg, lr: 0.1}").exit_code == terminal.FAILURE
+
+
+def test_an_update_of_steps_in_an_unknown_order_belongs_unless_it_is_far_off(mine, tmp_path):
+    model, inputs, labels = __import__(mine).whole()
+    settings = {"steps": 4, "batch_size": 1, "lr": 0.02}
+    view, _ = from_batch(model, inputs, labels, method=FedAvg(**settings), seed=2)
+    for name, sign, code in (("right", 1, 0), ("flipped", -1, terminal.FAILURE)):
+        np.savez(tmp_path / f"{name}.npz", **{key: sign * value.numpy() for key, value in view.update.items()})
+        words = ("--update", tmp_path / f"{name}.npz", "--model", f"{mine}:whole", "--batch-size", 4)
+        result = audit(
+            *words, "--method", json.dumps({"name": "fedavg", **settings}), "--attack", "guess", "--max-psnr", 60
+        )
+        assert result.exit_code == code, result.output
+
+
+def test_what_can_not_be_checked_is_said(mine, tmp_path):
+    words = altered(mine, captured(mine, tmp_path, "npz"), torch.neg)
+    result = audit(*words, "--defense", "noise")
+    assert result.exit_code == 0, result.output
+    assert "note: not checked whether the update belongs to these images" in result.output
+
+
+def test_the_images_of_a_function_are_counted(mine):
+    found = json.loads(audit(f"{mine}:whole", "--attack", "guess", "--count", 1, "--json").stdout)
+    assert len(found["findings"][0]["images"]) == 1
+    assert found["notes"] == [f"the first 1 of 4 images that {mine}:whole gives"]
+    assert (
+        f"note: the first 2 of 4 images that {mine}:whole gives"
+        in audit(f"{mine}:whole", "--attack", "guess", "--count", 2).output
+    )
+
+
+def test_attacks_of_one_name_keep_pictures_of_their_own(mine, tmp_path):
+    twice = ("--attack", "guess", "--attack", "{name: guess, spread: 0}")
+    assert audit(f"{mine}:whole", *twice, "--out", tmp_path / "kept").exit_code == 0
+    spreads = [np.load(tmp_path / "kept" / f"{name}.npz")["reconstruction"].std() for name in ("guess", "guess-2")]
+    assert spreads[0] > 0.05
+    assert spreads[1] == 0
+    words = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", *twice, "--count", 1)
+    result = audit(*words, "--json")
+    assert [finding["attack"] for finding in json.loads(result.stdout)["findings"]] == ["guess", "guess-2"]
+
+
+def test_a_model_with_dropout_is_audited_as_the_error_says(mine):
+    words = (f"{mine}:dropping", "--attack", "guess", "--method", "{name: fedavg, train_mode: false}")
+    assert audit(*words).exit_code == 0
+
+
+def test_a_method_has_flags_and_forward_errors():
+    words = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--attack", "guess")
+    (finding,) = json.loads(audit(*words, "--json").stdout)["findings"]
+    assert "ssim-missing" in finding["flags"]
+    assert "forward-mismatch" not in finding["flags"]
+    assert finding["images"][0]["forward_error"] < 1e-4
+    wrong = [{**row, "forward_error": 0.1} for row in finding["images"]]
+    (flagged,) = of_rows(
+        "x", [{**row, "attack": "guess"} for row in wrong], threat=ThreatModel(), defended=True
+    ).findings
+    assert {"forward-mismatch", "defence-known"} <= set(flagged.flags)
+
+
+def test_one_recovered_secret_of_many_leaks():
+    """Most updates keep the embedding; a missing value is none recovered, and rows of one update count once."""
+    errors = ({"embedding": 1e-3}, {"embedding": 1e-3}, {"embedding": 2.0}, {}, {"embedding": None})
+    rows = [
+        {"attack": "peel", "update": number, "private_errors": error, "missing": {}, "verified": None}
+        for number, error in zip((0, 0, 1, 2, 3), errors, strict=True)
+    ]
+    said = verdict(rows)
+    assert said == "private embedding leaked: recovered for 1 of 4 update(s) (relative error below 0.1, at best 1e-03)"
+    assert verdict(rows[2:]) == (
+        "private embedding recovered for 0 of 3 update(s) (relative error below 0.1, at best 2e+00)"
+    )

@@ -1,6 +1,9 @@
 """What a cell is known by: everything its numbers depend on, and nothing else."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from support.runs import tiny
 from support.tiny import Registered
 
@@ -86,6 +89,32 @@ def test_the_data_themselves_count(monkeypatch):
 
     monkeypatch.setattr(type(tiny().task.dataset), "load", darker)
     assert not set(ids()) & set(before)
+
+
+@pytest.mark.parametrize("kind", ["names", "shape", "type"])
+def test_what_the_same_bytes_stand_for_counts(monkeypatch, kind):
+    before = ids()
+    load = type(tiny().task.dataset).load
+
+    def other(self):
+        found = load(self)
+        if kind == "names":
+            return replace(found, class_names=("one", "other"))
+        labels = found.test.labels
+        # both read back as the same bytes
+        test = replace(found.test, labels=labels.view(torch.float64) if kind == "type" else labels.reshape(-1, 1))
+        return replace(found, test=test)
+
+    monkeypatch.setattr(type(tiny().task.dataset), "load", other)
+    assert not set(ids()) & set(before)
+
+
+def test_another_kind_of_device_is_another_cell():
+    first = harness.prepare(tiny(), device="cpu").trainings[0]
+    words = (first.federation, first.method.item, first.defense.item, first.seed)
+    assert cells.training_cell(first.world, *words).id == first.cell.id
+    elsewhere = replace(first.world, device=torch.device("cuda"))
+    assert cells.training_cell(elsewhere, *words).id != first.cell.id
 
 
 def test_run_ids_follow_config_and_version(monkeypatch):

@@ -177,6 +177,25 @@ def test_two_runs_do_not_share_a_folder(path, monkeypatch):
     assert "error: out is in use by another process" in result.output
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(path, monkeypatch):
+    result = call("run", path, "--out", "/proc/hyperleak", "--device", "cpu")
+    assert result.exit_code == terminal.USAGE
+    assert "error: /proc/hyperleak can't be written to (" in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_another_run_in_the_folder_is_said(path):
+    assert "warning" not in run(path, "--set", "attack=guess").stderr
+    assert "warning" not in run(path, "--set", "attack=guess").stderr
+    own = call("run", path.parent / "out" / "config.yaml", "--device", "cpu")
+    assert "warning" not in own.stderr + run(path, "--set", "attack=guess").stderr
+    other = path.with_name("other.yaml")
+    other.write_text(CONFIG.replace("A tiny experiment", "Another"))
+    said = run(other, "--set", "attack=guess").stderr
+    assert "out holds the run 'tiny' (A tiny experiment): its table, report," in said
+    assert "fedavg: training" not in said
+
+
 def test_config_by_name():
     assert running.find_config("quickstart") == running.CONFIGS / "quickstart.yaml"
     with pytest.raises(FileNotFoundError, match="did you mean 'quickstart'"):

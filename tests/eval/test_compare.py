@@ -47,6 +47,16 @@ def test_what_a_run_lacks(tmp_path):
     assert all(line.difference is None for line in found.lines)
 
 
+def test_accuracies_are_those_of_the_round(tmp_path):
+    runs = [FakeRun(), FakeRun()]
+    for run in runs:
+        for number, accuracy in ((0, 0.1), (10, 0.6)):
+            run.attack("fedavg", "ig", [20.0], round=number, accuracy=accuracy, accuracy_last=0.6)
+        run.train("fedavg", [0.1, 0.5, 0.6])
+    found = compare([run.write(tmp_path / str(i)) for i, run in enumerate(runs)])
+    assert [(line.round, line.accuracy[:4]) for line in found.lines] == [(0, "10.0")] * 2 + [(10, "60.0")] * 2
+
+
 def test_all_three_forms(tmp_path):
     config = CONFIG.replace("lr: 0.1", "lr: .inf").replace("A made-up run", '"a | b"')
     runs = [FakeRun(), FakeRun(config=config)]

@@ -30,7 +30,11 @@ def test_every_absence_has_a_remedy(folder):
     assert found["data folder"]["found"] == str(folder)
     assert found["data set faces"]["state"] == "ok"
     assert found["data set cifar10"]["state"] == "absent"
-    assert found["data set cifar10"]["remedy"] == "hyperleak doctor --download cifar10"
+    assert found["data set cifar10"]["remedy"] == "run `hyperleak doctor --download cifar10`"
+    for name, host in (("cinic10", "datashare.ed.ac.uk"), ("tiny-imagenet", "cs231n.stanford.edu")):
+        remedy = found[f"data set {name}"]["remedy"]
+        assert host in remedy
+        assert f"`hyperleak doctor --download {name} --source FOLDER`" in remedy
     assert "--download" not in found["data set handwritten62"]["remedy"]
     assert found["LPIPS weights"]["state"] == "absent"
     assert all(check["remedy"] for check in found.values() if check["state"] != "ok")
@@ -42,7 +46,9 @@ def test_a_data_set_in_the_folder_is_found(folder):
         stored.save(folder / f"mnist_{part}.npz", images, labels, [str(i) for i in range(10)])
     output = doctor().output
     assert "ok      data set mnist: in the data folder\n" in output
-    assert "absent  data set svhn: not in the data folder\n        -> hyperleak doctor --download svhn\n" in output
+    assert (
+        "absent  data set svhn: not in the data folder\n        -> run `hyperleak doctor --download svhn`\n" in output
+    )
 
 
 def test_what_is_broken_is_a_failure(folder, monkeypatch):
@@ -80,4 +86,7 @@ def test_download_errors(folder):
     absent = doctor("--download", "cinic10", "--source", folder)
     assert absent.exit_code == terminal.FAILURE
     assert "is not in" in absent.output
+    alone = doctor("--download", "cinic10")
+    assert alone.exit_code == terminal.FAILURE
+    assert "`hyperleak doctor --download cinic10 --source FOLDER`" in alone.output
     assert doctor("--source", folder).exit_code == terminal.USAGE

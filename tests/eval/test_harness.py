@@ -10,7 +10,7 @@ import torch
 from support.runs import run, tiny
 from support.tiny import Registered
 
-from eval import harness, tables, worlds
+from eval import harness, tables, training, watching, worlds
 from eval.experiment import Entry
 from eval.store import read_rows
 from fl.defense import Defense
@@ -68,9 +68,22 @@ def test_rounds_and_accuracies(done):
         own = [row for row in rounds if row["method"] == method]
         best = max(own, key=lambda row: row["accuracy"])
         (row, *_) = (row for row in rows if row["method"] == method)
-        assert row["accuracy"] == own[-1]["accuracy"]
-        assert row["accuracy_local"] == own[-1]["accuracy_local"]
+        assert row["accuracy"] == row["accuracy_last"] == own[-1]["accuracy"]
+        assert row["accuracy_local"] == row["accuracy_local_last"] == own[-1]["accuracy_local"]
         assert (row["accuracy_best"], row["accuracy_best_round"]) == (best["accuracy"], best["round"])
+
+
+def test_accuracies_are_those_of_the_rows_own_round(tmp_path):
+    words = ("federation.rounds=3", "federation.evaluate_every=3", "observe.rounds=[0, 1, 3]", "attack=guess")
+    rows = [row for row in run(tiny(*words), tmp_path / "a") if row["method"] == "fedavg"]
+    rounds = {row["round"]: row for row in read_rows(tmp_path / "a" / "rounds.jsonl") if row["method"] == "fedavg"}
+    assert {row["round"] for row in rows} == {0, 1, 3}
+    for row in rows:
+        own = rounds[row["round"]]
+        assert (row["accuracy"], row["accuracy_local"]) == (own["accuracy"], own["accuracy_local"])
+        assert (row["accuracy"] is None) == (row["round"] == 1)  # not evaluated
+        assert row["accuracy_last"] == rounds[3]["accuracy"]
+        assert row["accuracy_local_last"] == rounds[3]["accuracy_local"]
 
 
 def test_options_of_the_federation_take_effect(tmp_path):
@@ -149,6 +162,29 @@ def test_victims_hold_the_classes_asked_for():
     assert all((victim.data.labels == 0).all() and len(victim.data) == 2 for victim in found)
     for victim in found:
         assert torch.isin(victim.samples, world.partition.train[victim.client]).all()
+
+
+def test_a_guess_from_other_images_has_none_of_the_watched_clients():
+    world, found = victims("observe.clients=[0, 2]")
+    known = world.reference(found)
+    own = torch.cat([world.partition.train[client] for client in (0, 2)])
+    assert len(known) == len(world.dataset.train) - len(own) > 0
+    held = world.dataset.train.inputs[own].flatten(1)
+    assert (torch.cdist(known.flatten(1), held) > 0).all()
+
+
+def test_every_victim_is_observed_with_draws_of_its_own(monkeypatch):
+    one = harness.prepare(tiny("observe.batch_size=1", "attack=guess"), device="cpu").trainings[0]
+    seeds, observe = [], watching.observe
+
+    def noted(*words, **settings):
+        seeds.append(settings["seed"])
+        return observe(*words, **settings)
+
+    monkeypatch.setattr(watching, "observe", noted)
+    with training.federation_of(one) as federation:
+        watching.look(federation, one, one.watches[0].scene)
+    assert len(seeds) == len(set(seeds)) == 4
 
 
 def test_whole_client():

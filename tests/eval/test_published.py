@@ -31,6 +31,7 @@ def test_published_figures_survive_the_round_trip_and_a_sweep() -> None:
         ({"attack": "gi"}, "did you mean 'ig'"),
         ({"pnsr": 3.0}, "did you mean 'psnr'"),
         ({"accuracy": 73.03}, "share in \\[0, 1\\]"),
+        ({"accuracy_local": -0.1}, "published.accuracy_local: expected a share"),
         ({"source": None}, "published.source"),
     ],
 )
@@ -62,5 +63,29 @@ published:
     assert fedavg[4:6] == ["16.16", interval(ours, 2)]
     assert joint[3:6] == [NONE, "8.35", NONE]
     assert {(row[0], row[1], row[-2]) for row in accuracies} == {("hyperfl", NONE, "73.03\N{NO-BREAK SPACE}%")}
-    assert any(row[-1].startswith("71.0") for row in accuracies)
+    assert [row[-1] for row in accuracies] == ["71.0\N{NO-BREAK SPACE}%"]
     assert "Another metric." in (report.write(tmp_path / "run")[0]).read_text()
+
+
+def test_accuracies_stand_once_for_every_method(tmp_path: Path) -> None:
+    run = FakeRun()
+    for number, accuracy in ((0, 0.1), (10, 0.62)):
+        for attack in ("ig", "peel+ig"):
+            ends = {"accuracy_last": 0.62, "accuracy_local": 0.0, "accuracy_local_last": 0.7}
+            run.attack("hyperfl", attack, [20.0, 21.0], round=number, accuracy=accuracy, **ends)
+    run.config = (
+        CONFIG
+        + """
+published:
+- {method: hyperfl, accuracy: 0.7303, source: "Table 1"}
+- {method: hyperfl, accuracy_local: 0.74, source: "Table 2"}
+"""
+    )
+    built = report.build(run.write(tmp_path / "run"))
+    grids = [block for section in built.sections for block in section.blocks if isinstance(block, Grid)]
+    (grid,) = [grid for grid in grids if grid.caption == "Published figures and ours"]
+    assert "after round" not in grid.names
+    assert [[cell.replace("\N{NO-BREAK SPACE}", "") for cell in row] for row in grid.rows] == [
+        ["hyperfl", NONE, "Table 1", "73.03%", "62.0%", NONE, NONE],
+        ["hyperfl", NONE, "Table 2", NONE, NONE, "74.00%", "70.0%"],
+    ]

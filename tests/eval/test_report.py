@@ -8,9 +8,10 @@ from statistics import fmean
 import numpy as np
 import pytest
 from support.fakerun import CONFIG, FakeRun
+from support.reports import blocks, grid, reasons
 
 from eval import report, statistics
-from eval.report.blocks import Absent, Figure, Finding, Gallery, Grid, Note
+from eval.report.blocks import Figure, Finding, Gallery, Grid, Note
 from eval.report.words import error, interval
 
 VOID = {"meta", "img", "br"}
@@ -76,18 +77,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def page(folder) -> Page:
     return Page((folder / "report.html").read_text())
-
-
-def blocks(content, kind):
-    return [block for section in content.sections for block in section.blocks if isinstance(block, kind)]
-
-
-def grid(content, caption) -> Grid:
-    return next(block for block in blocks(content, Grid) if block.caption == caption)
-
-
-def reasons(content) -> str:
-    return " ".join(f"{block.what}: {block.why}" for block in blocks(content, Absent))
 
 
 def test_the_page_stands_alone_and_is_accessible(folder, page):
@@ -202,34 +191,6 @@ def test_words_from_files_are_escaped(tmp_path):
         assert "<b>" not in drawing.read_text()
 
 
-def test_what_is_not_on_file_is_left_out_with_the_reason(tmp_path):
-    run = FakeRun(environment={}).attack("fedavg", "ig", [20.0, 21.0]).attack("hyperfl", "ig", [20.0, 21.0])
-    del run.pictures["hyperfl-none-ig-round10-seed0"]
-    content = report.build(run.write(tmp_path / "out"))
-    said = reasons(content)
-    for part in ("rounds.jsonl", "run.json", "env.json", "no images/hyperfl-none-ig-round10-seed0.npz"):
-        assert part in said
-    (gallery,) = blocks(content, Gallery)
-    assert [case.rule for case in gallery.cases] == ["best", "worst"]
-    assert not any("LPIPS" in column for column in grid(content, "How close the pictures are").columns)
-
-
-def test_pictures_of_other_rows_are_not_shown(tmp_path):
-    run = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0])
-    original, found = run.pictures["fedavg-none-ig-round10-seed0"]
-    run.pictures["fedavg-none-ig-round10-seed0"] = (original, found[::-1])
-    content = report.build(run.write(tmp_path / "out"))
-    assert not blocks(content, Gallery)
-    assert "its PSNR differs" in reasons(content)
-
-
-@pytest.mark.parametrize("damage", [b"", b"not a zip file", b"PK\x03\x04 cut off"])
-def test_damaged_pictures_are_a_reason(tmp_path, damage):
-    folder = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0]).write(tmp_path / "out")
-    (folder / "images" / "fedavg-none-ig-round10-seed0.npz").write_bytes(damage)
-    assert "can't be read" in reasons(report.build(folder))
-
-
 def test_cases_are_chosen_by_rule(folder):
     content = report.build(folder)
     shown = {gallery.title: gallery for gallery in blocks(content, Gallery)}
@@ -323,36 +284,6 @@ def test_attacks_that_recover_no_pictures(tmp_path):
     assert found.what == ["private values"]
     assert "it recovers no pictures" in reasons(content)
     report.write(tmp_path / "out")
-
-
-def test_rounds_and_defences(tmp_path):
-    config = CONFIG.replace("[{name: none}]", "[{name: none}, {name: noise, as: loud}]")
-    run = FakeRun(config=config)
-    for defense in ("none", "loud"):
-        for number in (0, 10):
-            run.attack("fedavg", "ig", [12.0, 14.0, 16.0 + number], round=number, defense=defense, accuracy=0.6)
-        for seed in (0, 1):
-            run.train("fedavg", [0.1, 0.5, 0.6 + 0.1 * seed], defense=defense, seed=seed)
-    content = report.build(run.write(tmp_path / "out"))
-    names = [figure.name for figure in blocks(content, Figure)]
-    assert names == ["tradeoff", "images", "accuracy", "accuracy-local", "leakage-rounds"]
-    assert [block.subject for block in blocks(content, Finding)] == ["fedavg", "fedavg with loud"]
-    assert grid(content, "How close the pictures are").columns[:5] == [">no.", "method", "defence", "attack", ">round"]
-    communication = grid(content, "Communication").rows[0]
-    assert communication[2:4] == ["1,000", "2,000"]
-    assert any("defence-known" in term for note in blocks(content, Note) for term, _ in note.entries)
-
-
-def test_a_run_that_is_not_finished_says_so(tmp_path):
-    run = full()
-    run.about["cells"] = [
-        {"name": "fedavg: ig", "status": "finished"},
-        {"name": "fedavg: dlg", "status": "failed", "reason": "ValueError: too cold"},
-    ]
-    content = report.build(run.write(tmp_path / "out"))
-    note = blocks(content, Note)[0]
-    assert note.title == "Incomplete: 1 of 2 parts of this run are not finished"
-    assert note.entries == [("fedavg: dlg", "ValueError: too cold.")]
 
 
 def test_papers_and_commands(page):

@@ -9,8 +9,8 @@ import pytest
 from support.runs import run, tiny
 from support.tiny import Registered
 
-from eval import config, harness, results, training
-from eval.rundir import BusyError, RunDir
+from eval import config, harness, results, rundir, store, training
+from eval.rundir import BusyError, Checkpoints, RunDir
 from eval.store import read_rows
 from fl.federation import Federation
 
@@ -195,6 +195,67 @@ def test_cells_of_other_code_are_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(harness, "code", lambda: "something else")
     run(tiny(), tmp_path / "a")
     assert "5 finished cells are of other source code" in caplog.text
+
+
+def test_cells_of_other_code_stand_in_the_table_and_in_run_json(tmp_path, monkeypatch):
+    folder = RunDir(tmp_path / "a")
+    run(tiny("attack=guess"), folder.path)
+    plan = harness.prepare(tiny(), device="cpu")
+    assert not results.notes([], plan, folder)
+    for place in (harness, rundir):
+        monkeypatch.setattr(place, "code", lambda: "something else")
+    run(tiny(), folder.path)
+    about = folder.about_run()
+    assert about["code"] == "something else"
+    assert [cell["code"] == about["code"] for cell in about["cells"]] == [False, False, True, False, False]
+    (note,) = results.notes([], plan, folder)
+    assert "4 of 5 finished cells were computed by source code other than" in note
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", "\x00"])
+def test_a_cell_that_cannot_be_read_is_computed_again(tmp_path, caplog, rounds, damage):
+    run(tiny(), tmp_path / "a")
+    before = left(tmp_path / "a")
+    first = harness.prepare(tiny(), device="cpu").trainings[0]
+    for cell in (first.cell, first.watches[0].cell):
+        (tmp_path / "a" / "cells" / cell.id / "cell.json").write_text(damage)
+    rounds.clear()
+    run(tiny(), tmp_path / "a")
+    assert rounds == [0, 1]
+    assert caplog.text.count("can't be read, so the cell is computed again") == 2
+    assert left(tmp_path / "a") == before
+
+
+def test_damaged_pictures_are_left_out(tmp_path, caplog):
+    run(tiny(), tmp_path / "a")
+    first = harness.prepare(tiny(), device="cpu").trainings[0]
+    (tmp_path / "a" / "cells" / first.watches[0].cell.id / "pictures.npz").write_bytes(b"PK\x03\x04 cut off")
+    rows = run(tiny(), tmp_path / "a")
+    assert {path.stem for path in (tmp_path / "a" / "images").iterdir()} == {"hyperfl-none-guess-round2-seed0"}
+    assert {row["method"] for row in rows if "psnr" in row} == {"fedavg", "hyperfl"}
+    assert "pictures.npz can't be read; they are left out" in caplog.text
+
+
+def test_rows_are_never_away_while_a_training_goes_on(tmp_path, monkeypatch):
+    one = harness.prepare(tiny("federation.rounds=4", "attack=guess"), device="cpu").trainings[0]
+    folder, kept = tmp_path / "cell", Checkpoints(tmp_path / "states")
+    folder.mkdir()
+
+    def stop(done):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    def dead(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training.train(one, folder, kept, watched=(), every=0.0, tick=stop)
+    before = read_rows(folder / "rounds.jsonl")
+    monkeypatch.setattr(store.os, "fsync", dead)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(one, folder, kept, watched=(), every=0.0)
+    assert read_rows(folder / "rounds.jsonl") == before
+    assert len(before) == 4
 
 
 def test_only_runs_and_empty_folders_are_written_to(tmp_path):

@@ -71,6 +71,16 @@ def test_several_rounds_are_told_apart():
     assert "fedavg under ig (round 10): " in "\n".join(found.legend)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "words"), [((10,), "of the last round"), ((4,), "of round 4"), ((0, 10), "of the round in brackets")]
+)
+def test_it_says_of_which_round_accuracies_are(rounds, words):
+    made = FakeRun()
+    for number in rounds:
+        made.attack("fedavg", "ig", [22.0] * 6, round=number)
+    assert f"that the aggregated model {words} gets right" in legend(made)
+
+
 def test_it_needs_rows():
     with pytest.raises(ValueError, match="expected rows"):
         tables.table([], experiment())

@@ -230,9 +230,8 @@ def test_what_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     save(tmp_path / "svhn_test.npz", _random(2, 4, 4, 3), np.arange(2), ["a", "b"])
     assert available() == everything | {"svhn": tmp_path / "svhn_train.npz"}
     assert len(load("svhn").train) == 2
-    with pytest.raises(
-        DatasetMissingError, match="Run `hyperleak doctor --download tiny-imagenet`, or set HYPERLEAK_DATA"
-    ):
+    fetched = r"Unpack http.*, and run `hyperleak doctor --download tiny-imagenet --source FOLDER` with that folder, or"
+    with pytest.raises(DatasetMissingError, match=fetched):
         load("tiny-imagenet")
 
 

@@ -62,7 +62,7 @@ class FakeRun:
         defense: str = "none",
         round: int = 10,
         seed: int = 0,
-        accuracy: float = 0.5,
+        accuracy: float | None = 0.5,
         **more: Any,
     ) -> FakeRun:
         """Add an attack that reached these PSNRs, image by image; `more` goes to every row."""
@@ -75,6 +75,7 @@ class FakeRun:
             found.append(guess)
             row = self.row(method, attack, image, guess)
             head = {"defense": defense, "round": round, "seed": seed, "accuracy": accuracy}
+            head["accuracy_last"] = accuracy
             self.rows.append({**row, **head, **more})
         self.pictures[f"{method}-{defense}-{attack}-round{round}-seed{seed}"] = (np.stack(originals), np.stack(found))
         return self
@@ -106,12 +107,13 @@ class FakeRun:
     def refuse(self, method: str, attack: str, reason: str, *, accuracy: float = 0.5) -> FakeRun:
         """Add an attack that does not apply."""
         head = {"seed": 0, "method": method, "defense": "none", "attack": attack, "round": 10, "accuracy": accuracy}
-        self.rows.append({**head, "not_applicable": reason})
+        self.rows.append({**head, "accuracy_last": accuracy, "not_applicable": reason})
         return self
 
     def train(self, method: str, course: Sequence[float], *, defense: str = "none", seed: int = 0) -> FakeRun:
-        """Add a training whose accuracy ran like this, over three clients."""
-        for number, accuracy in enumerate(course):
+        """Add a training whose accuracy ran like this from round 0 to round 10, over three clients."""
+        for step, accuracy in enumerate(course):
+            number = step * 10 // (len(course) - 1)
             self.rounds.append(
                 {
                     **{"method": method, "defense": defense, "seed": seed, "round": number, "clients": [0, 1, 2]},

@@ -1,0 +1,20 @@
+"""Finding one's way in a report."""
+
+from __future__ import annotations
+
+from eval.report.blocks import Absent, Grid, Report
+
+
+def blocks(content: Report, kind: type) -> list:
+    """All blocks of a kind, in order."""
+    return [block for section in content.sections for block in section.blocks if isinstance(block, kind)]
+
+
+def grid(content: Report, caption: str) -> Grid:
+    """The table of this caption."""
+    return next(block for block in blocks(content, Grid) if block.caption == caption)
+
+
+def reasons(content: Report) -> str:
+    """What was left out, and why."""
+    return " ".join(f"{block.what}: {block.why}" for block in blocks(content, Absent))
