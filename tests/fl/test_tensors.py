@@ -36,8 +36,9 @@ EACH = pytest.mark.parametrize("x", KINDS.values(), ids=KINDS.keys())
 OTHER = pytest.mark.parametrize("y", KINDS.values(), ids=KINDS.keys())
 
 
-def near(x: Tensor, y: Tensor, tolerance: float = 1e-13) -> None:
-    torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+def near(x: Tensor, y: Tensor, tolerance: float = 1e-13) -> bool:
+    torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)  # says where they differ
+    return True
 
 
 def by_hand(x: tensors.Value) -> Tensor:
@@ -52,46 +53,46 @@ def by_hand(x: tensors.Value) -> Tensor:
 
 @EACH
 def test_dense_shape_and_count(x: tensors.Value) -> None:
-    near(dense(x), by_hand(x))
+    assert near(dense(x), by_hand(x))
     assert x.shape == (N, M)
     assert x.numel() == N * M
 
 
 @EACH
 def test_products_with_vectors(x: tensors.Value) -> None:
-    near(tensors.matvec(x, numbers(M)), by_hand(x) @ numbers(M))
-    near(tensors.rmatvec(x, numbers(N)), by_hand(x).mT @ numbers(N))
+    assert near(tensors.matvec(x, numbers(M)), by_hand(x) @ numbers(M))
+    assert near(tensors.rmatvec(x, numbers(N)), by_hand(x).mT @ numbers(N))
 
 
 @EACH
 @OTHER
 @pytest.mark.parametrize("alpha", [-1.0, 0.3])
 def test_sums(x: tensors.Value, y: tensors.Value, alpha: float) -> None:
-    near(dense(tensors.add(x, y, alpha)), by_hand(x) + alpha * by_hand(y))
-    near(tensors.minus(x, y), by_hand(x) - by_hand(y))
+    assert near(dense(tensors.add(x, y, alpha)), by_hand(x) + alpha * by_hand(y))
+    assert near(tensors.minus(x, y), by_hand(x) - by_hand(y))
 
 
 @EACH
 @OTHER
 def test_inner_products_and_distances(x: tensors.Value, y: tensors.Value) -> None:
-    near(tensors.inner(x, y), (by_hand(x) * by_hand(y)).sum())
-    near(tensors.squared_distance(x, y), (by_hand(x) - by_hand(y)).square().sum(), 1e-12)
+    assert near(tensors.inner(x, y), (by_hand(x) * by_hand(y)).sum())
+    assert near(tensors.squared_distance(x, y), (by_hand(x) - by_hand(y)).square().sum(), 1e-12)
     sets = {"x": x, "y": y}
-    near(tensors.norm(sets).square(), by_hand(x).square().sum() + by_hand(y).square().sum())
-    near(tensors.total(sets, {"y": x, "x": y}), 2 * (by_hand(x) * by_hand(y)).sum())
+    assert near(tensors.norm(sets).square(), by_hand(x).square().sum() + by_hand(y).square().sum())
+    assert near(tensors.total(sets, {"y": x, "x": y}), 2 * (by_hand(x) * by_hand(y)).sum())
 
 
 @EACH
 def test_multiples(x: tensors.Value) -> None:
-    near(dense(tensors.scaled({"x": x}, -3.0)["x"]), -3 * by_hand(x))
+    assert near(dense(tensors.scaled({"x": x}, -3.0)["x"]), -3 * by_hand(x))
     if isinstance(x, LowRank):
-        near(dense(-x), -by_hand(x))
-        near(dense(x - x), 0 * by_hand(x))
+        assert near(dense(-x), -by_hand(x))
+        assert near(dense(x - x), 0 * by_hand(x))
 
 
 def test_a_known_base_takes_no_learnt_factor() -> None:
     factor = torch.tensor(0.5, dtype=torch.float64)
-    near(dense(KINDS["bare"] * factor), by_hand(KINDS["bare"]) * 0.5)
+    assert near(dense(KINDS["bare"] * factor), by_hand(KINDS["bare"]) * 0.5)
     with pytest.raises(TypeError, match="expected a number"):
         KINDS["over a base"] * factor
 
@@ -100,7 +101,7 @@ def test_different_bases_do_not_add_structurally() -> None:
     one, other = LowRank.of(BASE), LowRank.of(BASE.clone())
     with pytest.raises(ValueError, match="same base"):
         one + other
-    near(dense(tensors.add(one, other)), 2 * BASE)
+    assert near(dense(tensors.add(one, other)), 2 * BASE)
 
 
 def test_equal_outer_products_merge() -> None:
@@ -115,7 +116,7 @@ def test_equal_outer_products_merge() -> None:
     update = start - weights
     assert update.base is None
     assert len(update.terms) == 1
-    near(dense(update), by_hand(g) * float(update.terms[0].coef))
+    assert near(dense(update), by_hand(g) * float(update.terms[0].coef))
 
 
 def test_what_cancels_is_zero_with_a_type() -> None:
@@ -159,11 +160,11 @@ def test_each_reaches_all_factors_and_keeps_the_structure() -> None:
 
 def test_compress_finds_the_best_outer_products() -> None:
     low = by_hand(structured("c", scale=0.0))
-    near(dense(tensors.compress(low, 3)), low, 1e-10)
+    assert near(dense(tensors.compress(low, 3)), low, 1e-10)
     full = numbers(N, M, key="full")
     values = torch.linalg.svdvals(full)
     error = (dense(tensors.compress(full, 2)) - full).square().sum()
-    near(error, values[2:].square().sum(), 1e-10)
+    assert near(error, values[2:].square().sum(), 1e-10)
     for rank in (0, M + 1):
         with pytest.raises(ValueError, match="expected rank"):
             tensors.compress(full, rank)
@@ -181,8 +182,8 @@ def test_stacks_of_structured_values() -> None:
     left, right = numbers(4, N), numbers(M)
     stack = vmap(lambda row: {"x": LowRank.outer(row, right)})(left)
     assert stack["x"].terms[0].left.shape == (4, 1, N)
-    near(vmap(tensors.norm)(stack), torch.stack([torch.outer(row, right).norm() for row in left]))
-    near(vmap(lambda s: dense(s["x"]))(stack), torch.einsum("tn,m->tnm", left, right))
+    assert near(vmap(tensors.norm)(stack), torch.stack([torch.outer(row, right).norm() for row in left]))
+    assert near(vmap(lambda s: dense(s["x"]))(stack), torch.einsum("tn,m->tnm", left, right))
 
 
 def test_structured_values_are_differentiable() -> None:
@@ -191,7 +192,7 @@ def test_structured_values_are_differentiable() -> None:
     found = torch.autograd.grad(tensors.squared_distance(LowRank.outer(left, right), target), [left, right])
     expected = torch.autograd.grad((torch.outer(left, right) - target).square().sum(), [left, right])
     for f, e in zip(found, expected, strict=True):
-        near(f, e, 1e-12)
+        assert near(f, e, 1e-12)
 
 
 def test_a_tensor_times_a_base_is_dense() -> None:
