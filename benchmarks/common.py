@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fl.files import replacing
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -40,9 +42,8 @@ def publish(name: str, result: Mapping[str, Any], lines: Sequence[str]) -> None:
         (RESULTS / f"{name}.json", text),
         (RESULTS / f"{name}.md", "\n".join([*lines, "", f"Machine: {described}."])),
     ):
-        part = path.with_suffix(path.suffix + ".part")
-        part.write_text(content + "\n")
-        part.replace(path)
+        with replacing(path) as file:
+            file.write(content.encode() + b"\n")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from eval import store
 from eval.cells import Cell, code
+from fl.files import sync
 
 RUN, LOG, CELL, TRACEBACK, LOCK = "run.json", "log.txt", "cell.json", "traceback.txt", ".lock"
 OLDER = {"config.yaml", "images.jsonl"}
@@ -185,7 +186,7 @@ class RunDir:
                 os.fsync(file.fileno())
         shutil.rmtree(self.cells / cell.id, ignore_errors=True)  # a damaged one
         os.replace(folder, self.cells / cell.id)
-        store.sync(self.cells)
+        sync(self.cells)
 
     def fail(self, cell: Cell, text: str) -> Path:
         """Keep the traceback of a cell that failed; returns the file."""

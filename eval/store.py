@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fl.files import replacing
+
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a JSON-lines file, all of them or none.
@@ -28,21 +30,12 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """
     path, lines = Path(path), list(_lines(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")  # one writer per folder, so whatever lies there is a dead one's
-    with _locked(path.parent) as folder:
-        try:
-            with part.open("wb") as file:
-                if path.exists():
-                    with path.open("rb") as old:
-                        shutil.copyfileobj(old, file)
-                    shutil.copymode(path, part)
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-        os.fsync(folder)
+    with _locked(path.parent), replacing(path) as file:
+        if path.exists():
+            with path.open("rb") as old:
+                shutil.copyfileobj(old, file)
+            shutil.copymode(path, file.name)
+        file.writelines(lines)
 
 
 def replace_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -56,22 +49,8 @@ def replace_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in one piece, in place of what was there."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    sync(path.parent)
-
-
-def sync(folder: Path) -> None:
-    """Make renamings in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
@@ -95,12 +74,12 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[int]:
+def _locked(folder: Path) -> Iterator[None]:
     """An exclusive lock on a folder, given up when the process ends however it ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
+        yield
     finally:
         os.close(descriptor)
 

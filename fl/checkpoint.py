@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fl.federation import Federation
+from fl.files import replacing
 from fl.simulate import ClientState
 from fl.tensors import Payloads, Tensors, dense
 
@@ -31,20 +31,8 @@ def save(path: Path, run: Federation) -> None:
     arrays |= {name: dense(value).detach().cpu().numpy() for name, value in _named(run)}
     arrays[_DIGEST] = np.array(_digest(arrays))
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with replacing(path) as file:
+        np.savez(file, **arrays)
 
 
 def load(path: Path, run: Federation) -> None:

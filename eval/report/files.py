@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from eval.report import html, markdown
 from eval.report.content import build
+from fl.files import replacing
 
 HTML, MARKDOWN = "report.html", "report.md"
 _OURS = re.compile(r"(picture-\d+-(best|median|worst|only)-(original|reconstruction)\.png|[a-z0-9-]+\.svg|\..*\.part)")
@@ -47,12 +47,5 @@ def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
 
 def _put(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(content)

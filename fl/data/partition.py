@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fl.data import Dataset
 from fl.data.dominant import dominant_groups, published_groups
-from fl.data.files import replacing
 from fl.data.published import OFFSETS, sequential_slices
+from fl.files import replacing
 from fl.registry import Registry
 from fl.seeds import derive, stream
 
@@ -58,8 +58,8 @@ class Partition:
         """Write the index lists as JSON, whole or not at all, with their digest and what tells `dataset` apart."""
         train, test = self._lists()
         content = {"digest": self.digest, **_identity(dataset), "train": train, "test": test}
-        with replacing(Path(path)) as part:
-            part.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
+        with replacing(Path(path)) as file:
+            file.write(json.dumps(content, separators=(",", ":")).encode() + b"\n")
 
     @classmethod
     def load(cls, path: Path, dataset: Dataset) -> Partition:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl.data import Dataset, Source, datasets, stratified
-from fl.data.files import replacing
+from fl.files import replacing
 from fl.types import Batch
 
 VARIABLE = "HYPERLEAK_DATA"
@@ -200,8 +200,8 @@ def save(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], class_name
     """
     names = np.array(class_names, dtype=str)
     _check(images, labels, names, path)
-    with replacing(path) as part:
-        np.savez_compressed(part, images=images, labels=labels, class_names=names)
+    with replacing(path) as file:
+        np.savez_compressed(file, images=images, labels=labels, class_names=names)
 
 
 def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path: Path) -> None:
