@@ -75,6 +75,7 @@ class Round:
     """One client's round: what it sends, keeps and fed, and its result before the defence touched the update.
 
     Attributes:
+        trace: what was fed; empty where another process trained the client.
         accuracy: share of the client's test images classified right after training, where it was asked for.
     """
 

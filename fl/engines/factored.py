@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fl.client import Client, Gradient, LocalResult, gather
+from fl.client import Client, Gradient, LocalResult, autograd_derivative, gather
 from fl.defense import overrides
 from fl.engines.base import Engine
 from fl.method import Method, Step
 from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias, head_weight
 from fl.optim import OptimState, clipped, optimise
-from fl.simulate import Round, Start, finish
+from fl.simulate import Round, Start, finish, train
 from fl.tensors import LowRank, Tensors, Term, combine, dense
 from fl.types import Group, Phase, Task
 
@@ -60,18 +60,18 @@ class Factored(Engine):
 
     def _together(self, run: Federation, numbers: Sequence[int], evaluate: bool) -> list[Round]:
         starts = [run.start(number) for number in numbers]
-        if not _fits(run.client, starts):
-            return super().train(run, numbers, evaluate=evaluate)
-        heads = _Heads.of(run.client, starts[0].download.shared)
-        trainees = [_Trainee(start, heads) for start in starts]
-        with torch.no_grad():
-            for p, phase in enumerate(run.client.method.phases(run.client.task, run.server.round)):
-                _run_phase(heads, trainees, p, phase)
-        rounds = []
-        for trainee in trainees:
-            done = finish(trainee.start, trainee.result())
-            rounds.append(run.scored(done) if evaluate else done)
-        return rounds
+        fits = _fits(run.client, starts)
+        rounds = _by_factors(run.client, starts) if fits else [train(start) for start in starts]
+        return [run.scored(done) if evaluate else done for done in rounds]
+
+
+def _by_factors(client: Client, starts: Sequence[Start]) -> list[Round]:
+    heads = _Heads.of(client, starts[0].download.shared)
+    trainees = [_Trainee(start, heads) for start in starts]
+    with torch.no_grad():
+        for p, phase in enumerate(client.method.phases(client.task, starts[0].round)):
+            _run_phase(heads, trainees, p, phase)
+    return [finish(trainee.start, trainee.result()) for trainee in trainees]
 
 
 def _fits(client: Client, starts: Sequence[Start]) -> bool:
@@ -81,8 +81,9 @@ def _fits(client: Client, starts: Sequence[Start]) -> bool:
         return False
     names = [name for name in first if name.startswith("hypernet.")] + [COEFFICIENTS, BIAS]
     for phase in client.method.phases(client.task, starts[0].round):
-        groups = {id(group) for group in phase.assign(dict.fromkeys(names)).values()}
-        together = len(groups) == 1 and len(phase.assign(dict.fromkeys(names))) == len(names)
+        moving = phase.assign(dict.fromkeys(names))
+        groups = {id(group) for group in moving.values()}
+        together = len(groups) == 1 and len(moving) == len(names)
         if phase.optimizer != "sgd" or phase.batches_per_step != 1 or (groups and not together):
             return False
     # with more steps than hidden units the factors outgrow the matrices they stand for
@@ -167,8 +168,8 @@ class _Trainee:
         lifted = method.parametrisation.lift(given)
         self.step = Step(task, lifted, start.download.received, start.state.memory, {}, start.round)
 
-    def begin(self, phase: Phase) -> bool:
-        """Start a phase; returns whether the generated weights move in it."""
+    def begin(self, phase: Phase) -> None:
+        """Start a phase."""
         groups = phase.assign(self.params)
         plain = {id(g): replace(g, max_norm=None) for g in groups.values()}  # clipped before, by the true norms
         self.phase, self.groups, self.optim = phase, groups, OptimState()
@@ -176,7 +177,6 @@ class _Trainee:
         if COEFFICIENTS in groups and not len(self.left):
             room = sum(len(steps) for steps in self.batches)
             self.left, self.right = (x.new_empty(room, x.shape[1]) for x in (self.left, self.right))
-        return any(name not in self.heads.task.parameters for name in groups)
 
     def hidden(self) -> tuple[Tensor, Tensor]:
         """Pre-activations and activations of the hidden layer (H,)."""
@@ -197,8 +197,7 @@ class _Trainee:
         """Of the loss at step `s` of phase `p`, with respect to the network's weights."""
         client, batch = self.start.client, self.batches[p][s][0]
         step = replace(self.step, draws=self.start.trace.draws[p][s])
-        model = client.task.model
-        raw = Gradient(client, step, tuple(self.groups), self.buffers, model, None, lambda *_: {})
+        raw = Gradient(client, step, tuple(self.groups), self.buffers, client.task.model, None, autograd_derivative)
         if not len(batch):  # Poisson sampling may draw no image
             wanted = client.method.parametrisation.sources(client.task, raw.live)
             return {name: torch.zeros_like(weights[name]) for name in wanted}
@@ -264,8 +263,9 @@ class _Trainee:
 
 
 def _run_phase(heads: _Heads, trainees: Sequence[_Trainee], p: int, phase: Phase) -> None:
-    moving = {trainee.begin(phase) for trainee in trainees}
-    if moving == {False}:  # only the network's own weights: generate the others once
+    for trainee in trainees:
+        trainee.begin(phase)
+    if all(name in heads.task.parameters for name in trainees[0].groups):  # generated weights rest: make them once
         for trainee, made in zip(trainees, _generate(heads, trainees), strict=True):
             for s in range(len(trainee.batches[p])):
                 own = {name: dense(trainee.params[name]) for name in trainee.groups}

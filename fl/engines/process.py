@@ -35,7 +35,7 @@ class Processes(Engine):
         self.pool: ProcessPoolExecutor | None = None
 
     def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> list[Round]:
-        """As `Engine.train`; the traces, which a worker does not send, are replayed."""
+        """As `Engine.train`, but traces come empty: `Federation.start` replays them, whoever needs one."""
         rounds = []
         for number, packed in zip(numbers, self._spread(run, numbers, _train, evaluate), strict=True):
             done, state = (unpack(part) for part in packed)
@@ -47,8 +47,7 @@ class Processes(Engine):
                 private=state.private,
                 memory=state.memory,
             )
-            trace = run.start(number).trace
-            rounds.append(replace(done, upload=upload, result=result, state=state, trace=trace))
+            rounds.append(replace(done, upload=upload, result=result, state=state))
         return rounds
 
     def accuracy(self, run: Federation, numbers: Sequence[int]) -> list[float]:
