@@ -1,19 +1,18 @@
 """Cutting the classifier off: the true image explains what is left of the update, whatever the label."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import pytest
 import torch
 from support import worlds
 from support.compare import assert_near
+from support.loud import Loud
 from torch import nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.headless import SIGNAL, Headless, Signal, tapped
 from fl.client import Client, func_derivative, predict
-from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -21,7 +20,7 @@ from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
 from fl.simulate import Truth
-from fl.tensors import Tensors, dense, scaled
+from fl.tensors import dense
 from fl.types import Candidate, ServerView, Task
 
 STEP = FedAvg(lr=0.1, steps=1, weight_decay=1e-2, momentum=0.5)
@@ -149,19 +148,6 @@ def test_what_lies_above_the_layer_is_left_out() -> None:
     rewritten = cut(view)
     assert "scale" not in rewritten.update
     assert_near(predict(rewritten, truth_without_label(truth)), rewritten.update, 1e-11)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loud(Defense):
-    """Everything sent is multiplied by 1024, and the server knows it."""
-
-    name: ClassVar[str] = "loud"
-
-    def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
-        return scaled(update, 1024.0)
-
-    def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        return scaled(predicted, 1024.0)
 
 
 def test_a_known_defence_is_counted_once() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from support import worlds
 from support.compare import assert_same, tensors
+from support.loud import Loud
 from support.matrix import COLUMNS, ROWS, shares
 
 from attacks import NotApplicable, Reconstruction, attacks
@@ -30,19 +31,6 @@ EVERY = pytest.mark.parametrize(
         for name in ATTACKS
     ],
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loud(Defense):
-    """Everything sent is multiplied by 1024, and the server knows it."""
-
-    name: ClassVar[str] = "loud"
-
-    def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
-        return scaled(update, 1024.0)
-
-    def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        return scaled(predicted, 1024.0)
 
 
 @cache

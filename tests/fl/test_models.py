@@ -171,3 +171,17 @@ def test_layers_with_no_known_start_are_refused() -> None:
 def test_specs_of_networks_round_trip() -> None:
     for _, network in models.examples():
         assert models.build(models.spec(network)) == network
+
+
+@pytest.mark.parametrize(("name", "shape"), [("hyperfl-grey", (1, 28, 28)), ("hyperfl-colour", (3, 32, 32))])
+def test_pooling_before_the_activation_is_the_published_network(name, shape):
+    task = build(name, num_classes=10, seed=0)
+    layers = dict(task.model.body.named_children())
+    order = [f"{kind}{i}" for i in (1, 2, 3) for kind in ("conv", "act", "pool") if f"{kind}{i}" in layers]
+    published = nn.Sequential(*(layers[key] for key in [*order, "flatten", "fc1", "act"]), task.model.head)
+    inputs = torch.rand(6, *shape, generator=torch.Generator().manual_seed(0))
+    there, here = published(task.model.normalise(inputs)), task.model(inputs)
+    assert torch.equal(there, here)
+    weights = list(task.model.parameters())
+    for mine, other in zip(*(torch.autograd.grad(out.square().sum(), weights) for out in (here, there)), strict=True):
+        torch.testing.assert_close(mine, other)
