@@ -31,6 +31,21 @@ class Term:
     right: Tensor
 
 
+WIDE = 16
+"""From so many outer products on a term is multiplied by itself: joining terms would copy more than it saves."""
+
+
+def _blocks(terms: Iterable[Term]) -> list[tuple[Tensor, Tensor]]:
+    """The sums of `terms` as few products: thin ones joined, wide ones by themselves, coefficients on the right."""
+    scaled_terms = [(term.left, term.right * term.coef) for term in terms]
+    thin = [pair for pair in scaled_terms if pair[0].shape[0] < WIDE]
+    wide = [pair for pair in scaled_terms if pair[0].shape[0] >= WIDE]
+    if len(thin) > 1:
+        lefts, rights = zip(*thin, strict=True)
+        thin = [(torch.cat(lefts), torch.cat(rights))]
+    return thin + wide
+
+
 @dataclass(frozen=True)
 class LowRank:
     """An (n, m) matrix `scale * base + sum of terms`, never made dense unless asked.
@@ -68,14 +83,13 @@ class LowRank:
 
     def dense(self) -> Tensor:
         """The matrix itself (n, m)."""
-        base = None if self.base is None else self.base * self.scale
-        if not self.terms:
-            if base is None:
-                raise ValueError("expected a matrix with a base or a term, got an empty one")
-            return base
-        left = torch.cat([term.left * term.coef for term in self.terms])
-        product = left.mT @ torch.cat([term.right for term in self.terms])  # one product, however many terms
-        return product if base is None else base + product
+        total, kept = self.base, self.scale
+        for left, right in _blocks(self.terms):
+            total = left.mT @ right if total is None else torch.addmm(total, left.mT, right, beta=kept)
+            kept = 1.0
+        if total is None:
+            raise ValueError("expected a matrix with a base or a term, got an empty one")
+        return total if kept == 1 and self.terms else total * kept
 
     def matvec(self, x: Tensor) -> Tensor:
         """`A x` (n,) for x (m,)."""
