@@ -213,8 +213,9 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
                     position += len(batch)
                 phase.append(tuple(batches))
             changed.append(tuple(phase))
-        none = data.take(torch.empty(0, dtype=torch.int64))
-        inputs, labels = (torch.cat(part) for part in zip(*((b.inputs, b.labels) for b in [*fed, none]), strict=True))
+        # an empty tensor among them would change the layout in memory: only where there is nothing else
+        parts = fed or [data.take(torch.empty(0, dtype=torch.int64))]
+        inputs, labels = (torch.cat(part) for part in zip(*((b.inputs, b.labels) for b in parts), strict=True))
         order, indices = tuple(changed), torch.cat([*index, torch.empty(0, dtype=torch.int64)])
     else:
         flat = [chosen for steps in order for step in steps for chosen in step]

@@ -50,7 +50,10 @@ class CropFlip(Augmentation):
             raise ValueError(f"expected padding >= 0, got {self.padding}")
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """Every image cropped and flipped by its own draw: first all rows, then all columns, then all flips."""
+        """Every image cropped and flipped by its own draw: first all rows, then all columns, then all flips.
+
+        The layout in memory stays: channels innermost makes convolutions on a CPU a third cheaper.
+        """
         inputs = batch.inputs
         count, _, height, width = inputs.shape
         top, left = (torch.randint(2 * self.padding + 1, (count, 1), generator=generator) for _ in range(2))
@@ -61,4 +64,7 @@ class CropFlip(Augmentation):
         images = torch.arange(count, device=inputs.device)[:, None, None]
         rows, columns = rows.to(inputs.device)[:, :, None], columns.to(inputs.device)[:, None, :]
         padded = F.pad(inputs, (self.padding,) * 4).permute(0, 2, 3, 1)
-        return Batch(padded[images, rows, columns].permute(0, 3, 1, 2).contiguous(), batch.labels)
+        innermost = inputs.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if innermost else torch.contiguous_format
+        changed = padded[images, rows, columns].permute(0, 3, 1, 2).contiguous(memory_format=layout)
+        return Batch(changed, batch.labels)

@@ -2,7 +2,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import fl.models
+from fl.client import Client
 from fl.data.augment import Augmentation, CropFlip, augmentations
+from fl.federation import ClientData, Federation
+from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.types import Batch
 
@@ -38,6 +42,17 @@ def test_crop_flip_is_the_naive_loop(padding: int, flip: bool) -> None:
     assert got.labels is batch.labels
     assert got.inputs.is_contiguous()
     assert torch.equal(batch.inputs, before)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_training_keeps_the_layout_of_augmented_images(layout: torch.memory_format) -> None:
+    batch = _batch(12, height=32, width=32)
+    data = Batch(batch.inputs.to(memory_format=layout), batch.labels)
+    assert CropFlip()(data, stream(1, "augment")).inputs.is_contiguous(memory_format=layout)
+    client = Client(fl.models.build("hyperfl-colour", num_classes=3, seed=0), FedAvg(lr=0.1, batch_size=5))
+    federation = Federation(client, [ClientData(data, data, CropFlip())])
+    # a federation lays images out channels innermost, however they came
+    assert federation.start(0).trace.inputs.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_no_padding_and_no_flip_change_nothing() -> None:
