@@ -16,7 +16,7 @@ from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.method import Method, Step
 from fl.parametrisation import Parametrisation
-from fl.tensors import Tensors, Value, dense
+from fl.tensors import LowRank, Tensors, Value, dense
 from fl.types import Batch, Group, Phase, Scope, ServerView, Task
 
 SIGNAL = "signal"
@@ -114,13 +114,13 @@ class Headless(ViewAttack):
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         """The view of the network up to the layer, without labels."""
-        reason = _obstacle(view)
+        reason = obstacle(view)
         if reason is not None:
             return NotApplicable(reason)
         layer = self.layer or _last_linear(view)
         if layer is None:
             return NotApplicable("no linear layer with a bias outside the classifier is in the update")
-        gradient = _gradient(view)
+        gradient = one_gradient(view)
         if isinstance(gradient, NotApplicable):
             return gradient
         weight, bias = f"{layer}.weight", f"{layer}.bias"
@@ -130,7 +130,7 @@ class Headless(ViewAttack):
         if not bool(delta.any()):
             return NotApplicable(f"no signal flows back into {layer!r}: its bias did not move")
         features = delta @ dense(gradient[weight]) / (delta @ delta)
-        return _cut(view, layer, gradient, _undefended(view, bias, delta), features)
+        return _cut(view, layer, gradient, undefended(view, bias, delta), features)
 
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the layer's input under `features`; labels were not searched for."""
@@ -138,7 +138,7 @@ class Headless(ViewAttack):
         return replace(result, private=private, labels=view.labels)
 
 
-def _obstacle(view: ServerView) -> str | None:
+def obstacle(view: ServerView) -> str | None:
     """Why the classifier can't be cut off, or None."""
     if not view.update:
         return "nothing is shared"
@@ -168,7 +168,7 @@ def _last_linear(view: ServerView) -> str | None:
     return found
 
 
-def _gradient(view: ServerView) -> Tensors | NotApplicable:
+def one_gradient(view: ServerView) -> Tensors | NotApplicable:
     """The gradient the update is a step along, up to the clip factor."""
     phases = view.method.phases(view.client.task, view.round)
     assert view.schedule is not None
@@ -176,20 +176,30 @@ def _gradient(view: ServerView) -> Tensors | NotApplicable:
     if phase.optimizer != "sgd":
         return NotApplicable(f"{phase.optimizer} rescales every number apart: its step is not the gradient's direction")
     groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
+    if any(signs_only(view.update[n]) for n in groups if len(view.update[n].shape) > 1):
+        return NotApplicable("only signs are sent: they look like a rank-one gradient whatever its factors are")
     shares = decay_shares(phases, view.schedule, groups)
-    surrogate = partial(view.defense.surrogate, observed=view.update) if view.threat.knows_defense else None
-    change = without_decay(view.update, view.shared, shares, surrogate)
+    passed = partial(view.defense.passed, observed=view.update) if view.threat.knows_defense else None
+    change = without_decay(view.update, view.shared, shares, passed)
     moved = {n: _heard(value, view.shared[n]) for n, value in change.items() if n in groups}
     # momentum is zero before the first step, but Nesterov's form adds it to the gradient at once
     factor = 1 + phase.momentum if phase.nesterov else 1.0
     return {n: value * (1 / (groups[n].lr * factor)) for n, value in moved.items()}
 
 
-def _undefended(view: ServerView, name: str, delta: Tensor) -> Tensor:
+def signs_only(value: Value) -> bool:
+    """Whether a dense matrix holds one size and its negative, zeros aside: no fit of it can be told to be wrong."""
+    if isinstance(value, LowRank):
+        return False
+    sizes = value.abs()
+    return bool(((sizes == 0) | (sizes == sizes.max())).all() and sizes.any())
+
+
+def undefended(view: ServerView, name: str, delta: Tensor) -> Tensor:
     """`delta` at the scale it had before a known defence: a prediction passes through the defence once more."""
-    if not view.threat.knows_defense or not overrides(view.defense, "surrogate"):
+    if not view.threat.knows_defense:
         return delta
-    again = dense(view.defense.surrogate({name: delta}, {name: view.update[name]})[name])
+    again = dense(view.defense.rescaled().passed({name: delta}, {name: view.update[name]})[name])
     return delta * (delta.norm() / again.norm()) if bool(again.any()) else delta
 
 
@@ -216,6 +226,7 @@ def _cut(
     return replace(
         view,
         method=method,
+        defense=view.defense.rescaled(),
         shared={n: v for n, v in view.shared.items() if n in weights},
         update={n: gradient[n] for n in below if n in gradient},
         private={n: shape for n, shape in view.private.items() if n in weights or n in buffers},

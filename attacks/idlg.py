@@ -25,8 +25,8 @@ class IDLG(DLG):
     labels: Literal["auto", "joint"] = "auto"
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
-        """Needs one image and a shared classifier, or known labels."""
+        """Needs a shared classifier and a known number of images, or known labels."""
         reason = super().refuse(view)
         if reason is None and fixed_labels(view, "auto") is None:
-            reason = NotApplicable("the label can't be read off: it takes one image and a shared classifier")
+            reason = NotApplicable("labels can't be read off: it takes a shared classifier and a known batch size")
         return reason

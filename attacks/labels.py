@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import copy
+from dataclasses import dataclass
 
-from fl.tensors import Tensors, dense
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from attacks.linear import let_through
+from fl.defense import overrides
+from fl.method import Method
+from fl.seeds import stream
+from fl.tensors import Tensors, add, dense
 from fl.types import ServerView
+
+PROBES = 64
+"""Images of noise that tell what the features look like."""
+ALTERNATIONS = 15
+RIDGE = 0.05
+"""Pull of a class's mean feature towards its last estimate, as a share of what the gradient says of it."""
+SIZES = 24
+"""Sizes tried for a gradient of which only the direction is known."""
+POINTS = 16
+"""Interpolated heads between the start and the end of a round, at most."""
 
 
 def classifier(view: ServerView, update: Tensors) -> tuple[Tensor | None, Tensor | None]:
     """The classifier's part of an update: weight (K, d) and bias (K,), each None where it is not shared."""
-    mine = {n: dense(v) for n, v in update.items() if n.startswith(view.task.head)}
-    rows = [v for v in mine.values() if v.ndim == 2 and v.shape[0] == view.task.num_classes]
-    biases = [v for v in mine.values() if v.ndim == 1 and v.shape[0] == view.task.num_classes]
-    return (rows[-1] if rows else None), (biases[-1] if biases else None)
+    weight, bias = _names(view, update)
+    return tuple(None if name is None else dense(update[name]) for name in (weight, bias))  # type: ignore[return-value]
 
 
 def idlg(view: ServerView, update: Tensors) -> Tensor | None:
@@ -35,3 +52,238 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     if weight is None:
         return None
     return ((weight @ weight.mT) < 0).sum(1).argmax().view(1)
+
+
+def recovered(view: ServerView, update: Tensors) -> Tensor | None:
+    """The labels of all images (N,), in ascending order, or None where the view does not give them away.
+
+    One image: the iDLG rule. Several: with n_k of N images in class k, the bias's gradient is g_k = mean p_k - n_k / N
+    (Geng et al. 2021; LLG, Wainakh et al. 2022), which for known mean predictions p counts the classes, and shows by
+    its sign alone that a class is there. A prediction differs by class: P_c = softmax(W h_c + b) at the class's mean
+    feature h_c, which its row of the weight gradient over that of the bias gives roughly (Ma et al. 2023). Here counts
+    and features are then fitted in turn: counts n to g = sum of n_c / N (P_c - e_c) in whole numbers, features to
+    gW = sum of n_c / N (P_c - e_c) h_c^T, not negative where the network's features on noise are not. The counts that
+    leave least of both are taken. Without a bias, rows of gW in the direction of the features of noise stand for g,
+    predictions on noise for P.
+
+    After several steps the sum of their gradients is seen, weighted by momentum; P is the mean over networks on the
+    line from the one sent to the one returned (after Dimitrov et al. 2022), where class features drift as those of
+    noise do, and images count as used equally often. Where clipping hides the size of the gradient, its direction is
+    fitted.
+
+    Threat model: an honest server with the classifier, its update and the number of images; without a bias the whole
+    network.
+
+    Args:
+        view: of known batch size.
+        update: the observed one, decay removed.
+    """
+    if view.batch_size == 1:
+        return idlg(view, update)
+    head = _Head.of(view, update)
+    if head is None or view.batch_size is None:
+        return None
+    counts = head.counts(view.batch_size)
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts.long())
+
+
+def _names(view: ServerView, update: Tensors) -> tuple[str | None, str | None]:
+    """Names of the classifier's weight and bias, each None where it is not in the update."""
+    mine = {n: v.shape for n, v in update.items() if n.startswith(view.task.head)}
+    rows = [n for n, s in mine.items() if len(s) == 2 and s[0] == view.task.num_classes]
+    biases = [n for n, s in mine.items() if len(s) == 1 and s[0] == view.task.num_classes]
+    return (rows[-1] if rows else None), (biases[-1] if biases else None)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A linear classifier's mean gradient over a round, in float64.
+
+    Attributes:
+        weight: gradient (K, d).
+        bias: gradient (K,), or what stands for it.
+        heads: weights (T, K, d) and biases (T, K) along the round, and how much each counts (T,).
+        noise: features of noise along the round (T, M, d), or None where the network is not known.
+        sent: where a known defence let the bias through (K,) bool.
+        measured: whether the bias is one.
+        exact: whether the bias is a mean over the images to rounding, so that its signs are proofs.
+        sized: whether the gradient's size is known.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    heads: tuple[Tensor, Tensor, Tensor]
+    noise: Tensor | None
+    sent: Tensor
+    measured: bool
+    exact: bool
+    sized: bool
+
+    @classmethod
+    def of(cls, view: ServerView, update: Tensors) -> _Head | None:
+        """From an update without decay, or None where it says nothing of labels."""
+        name, bias_name = _names(view, update)
+        plain = type(view.method).gradient is Method.gradient and type(view.method).loss is Method.loss
+        if name is None or not plain or name not in view.shared:
+            return None
+        spread = _spread(view, name)
+        if spread is None:
+            return None
+        lr, shares, clipped = spread
+        whole = float(shares.sum()) * lr
+        weight = dense(update[name]).double() / whole
+        start = dense(view.shared[name]).double()
+        marks = torch.linspace(0, 1, len(shares) + 1, dtype=torch.float64)[:-1].tolist()
+        noise = _features(view, name.removesuffix(".weight"), marks)
+        hooks = [overrides(view.defense, hook) for hook in ("gradient", "surrogate", "transform_update")]
+        if bias_name is not None:
+            bias = dense(update[bias_name]).double() / whole
+            offset = dense(view.shared[bias_name]).double()
+        elif noise is not None and bool(noise.any()):
+            mean = noise.mean((0, 1))
+            bias, offset = weight @ mean / (mean @ mean), start.new_zeros(len(start))
+        else:
+            return None
+        heads = torch.stack([start - weight * whole * t for t in marks])
+        offsets = torch.stack([offset - (bias * whole * t if bias_name else 0 * bias) for t in marks])
+        sent = torch.ones_like(bias, dtype=torch.bool)
+        if view.threat.knows_defense and bias_name is not None:
+            sent = let_through(view, bias_name)
+        if not bool(bias.isfinite().all() and weight.isfinite().all() and bias.any() and sent.any()):
+            return None
+        sized = not (clipped or view.scaled or hooks[0] or hooks[1])
+        exact = sized and bias_name is not None and len(shares) == 1 and not any(hooks)
+        weights = (shares / shares.sum()).to(start)
+        return cls(weight, bias, (heads, offsets, weights), noise, sent, bias_name is not None, exact, sized)
+
+    def counts(self, images: int) -> Tensor:
+        """Images of each class (K,), whole numbers that add up to `images`."""
+        signs = (-images * self.bias - 1e-3).ceil().clamp_min(0) if self.exact else torch.zeros_like(self.bias)
+        if float(signs.sum()) > images:  # then something is not as it was taken to be: prove nothing
+            signs = torch.zeros_like(signs)
+        if not self.measured:
+            assert self.noise is not None
+            mean = self.predictions(self.noise.mean(0)).mean(0)
+            return self._fit(mean.expand(len(mean), -1), images, signs)[0]
+        return self._alternate(images, signs)
+
+    def predictions(self, features: Tensor) -> Tensor:
+        """Mean softmax (M, K) over the round at features (M, d), which drift as those of noise do."""
+        weights, biases, shares = self.heads
+        if self.noise is not None:
+            centres = self.noise.mean(1, keepdim=True)
+            features = features + centres - (centres * shares[:, None, None]).sum(0)
+        logits = features @ weights.mT + biases[:, None]
+        return (logits.softmax(-1) * shares[:, None, None]).sum(0)
+
+    def _alternate(self, images: int, least: Tensor) -> Tensor:
+        """Counts and mean features in turn, from the row ratios."""
+        g, rows = self.bias, self.weight
+        positive = self.noise is not None and float(self.noise.min()) >= -0.05 * float(self.noise.abs().max())
+        low = 0.0 if positive else -float("inf")
+        damp = 1e-3 * g.square().mean()
+        features = (g[:, None] * rows + damp * (g @ rows) / (g @ g)) / (g.square() + damp)[:, None]
+        features = features.clamp_min(low)
+        longest = 10 * features.norm(dim=1).median().clamp_min(1e-300)
+        best, least_left = least, float("inf")
+        for _ in range(ALTERNATIONS):
+            predictions = self.predictions(features)
+            counts, left = self._fit(predictions, images, least)
+            there = counts > 0
+            signals = ((predictions - torch.eye(len(g)).to(g)) * (counts / images)[:, None])[there].mT
+            scale = 1.0 if self.sized else float((signals.sum(1) @ g) / signals.sum(1).square().sum().clamp_min(1e-300))
+            signals = signals * max(scale, 0.0)
+            pull = (RIDGE * signals.square().sum(0).mean()).sqrt() * torch.eye(signals.shape[1]).to(g)
+            known = torch.cat([rows, pull @ features[there]])
+            solved = torch.linalg.lstsq(torch.cat([signals, pull]), known).solution.clamp_min(low)
+            left = left + float((signals @ solved - rows).norm() / rows.norm())
+            if left < least_left:
+                best, least_left = counts, left
+            long = solved.norm(dim=1, keepdim=True) / longest  # a class predicted surely sends next to nothing back
+            features = features.clone()
+            features[there] = solved / long.clamp_min(1)
+        return best
+
+    def _fit(self, predictions: Tensor, images: int, least: Tensor) -> tuple[Tensor, float]:
+        """Whole counts >= `least` (K,) that explain the bias best, class c predicting as row c, and what is left."""
+        signals = (predictions.mT - torch.eye(len(predictions)).to(predictions))[self.sent] / images
+        target = self.bias[self.sent]
+        if self.sized:
+            counts = _nearest(signals, target, images, least)
+            return counts, float((signals @ counts - target).norm() / target.norm())
+        best, least_left = least, float("inf")
+        for size in torch.logspace(-5, 0, SIZES, base=2, dtype=torch.float64).tolist():
+            # no class has more than all images: the bias's lowest entry can't lie below -1
+            counts = _nearest(signals, target * (size / float(-target.min())), images, least)
+            made = signals @ counts
+            left = float((made / made.norm() - target / target.norm()).norm())
+            if left < least_left:
+                best, least_left = counts, left
+        return best, least_left
+
+
+def _nearest(signals: Tensor, target: Tensor, images: int, least: Tensor) -> Tensor:
+    """Whole counts >= `least` (K,), `images` in all, for which `signals` (K, K) times them is near `target` (K,).
+
+    Images are given out one by one where they help most, then moved between classes as long as that helps.
+    """
+    gram, reach = signals.mT @ signals, signals.mT @ target
+    own, counts = gram.diagonal(), least.clone()
+    while counts.sum() < images:
+        counts[(2 * (gram @ counts - reach) + own).argmin()] += 1
+    pairs = own + own[:, None] - 2 * gram
+    floor = 1e-9 * float(target @ target)
+    while True:
+        slope = 2 * (gram @ counts - reach)
+        change = (slope - slope[:, None] + pairs).masked_fill((counts <= least)[:, None], float("inf"))
+        if not float(change.min()) < -floor:
+            return counts
+        a, b = divmod(int(change.argmin()), len(counts))
+        counts[a] -= 1
+        counts[b] += 1
+
+
+def _spread(view: ServerView, name: str) -> tuple[float, Tensor, bool] | None:
+    """Step size, the weight of each (of up to `POINTS`) steps' gradient in the update, and whether steps are clipped.
+
+    None where the classifier does not move in one phase of SGD.
+    """
+    phases = view.method.phases(view.client.task, view.round)
+    moving = [(p, s) for p, s in zip(phases, view.schedule or (), strict=True) if s and name in p.assign({name: 0})]
+    if view.schedule is None or len(moving) != 1 or moving[0][0].optimizer != "sgd":
+        return None
+    phase, steps = moving[0]
+    group = phase.assign({name: 0})[name]
+    if group.lr == 0:
+        return None
+    after = torch.arange(len(steps), 0, -1, dtype=torch.float64)  # steps a gradient acts in, its own included
+    shares = (1 - phase.momentum**after) / (1 - phase.momentum)
+    if phase.nesterov:
+        shares = 1 + phase.momentum * shares
+    points = [part.sum() for part in shares.tensor_split(min(len(shares), POINTS))]
+    return group.lr, torch.stack(points), group.max_norm is not None
+
+
+def _features(view: ServerView, layer: str, marks: list[float]) -> Tensor | None:
+    """What the classifier `layer` is given for images of noise (T, M, d); None where part of the network is private.
+
+    `marks` are shares in [0, 1) of the way from the weights sent to those returned, one per row.
+    """
+    if view.private:
+        return None
+    model = copy.deepcopy(view.client.predictor)
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0])
+
+    model.get_submodule(layer).register_forward_pre_hook(note)
+    images = torch.rand(PROBES, *view.task.input_shape, generator=stream(0, "labels"))
+    images = images.to(device=view.device, dtype=view.dtype)
+    moved = {name: value for name, value in view.update.items() if name in view.shared}
+    for mark in marks:
+        now = {**view.shared, **{name: add(view.shared[name], value, -mark) for name, value in moved.items()}}
+        state = {**view.client.network(now, {}).weights, **view.client.task.buffers, **view.buffers}
+        with torch.no_grad():
+            functional_call(model, state, (images,))
+    return torch.stack(seen).double() if len(seen) == len(marks) and seen[0].ndim == 2 else None

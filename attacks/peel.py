@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.headless import Headless, Signal
+from attacks.headless import Headless, Signal, signs_only
 from attacks.rank_one import HypernetUpdate
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
@@ -221,15 +221,17 @@ def open_view(view: ServerView) -> Opened | NotApplicable:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
     (phase,) = _training(phases, view.schedule)
     steps = len(view.schedule[phase]) if view.schedule is not None else 1
-    surrogate = partial(view.defense.surrogate, observed=view.update) if view.threat.knows_defense else None
-    change = without_decay(view.update, view.shared, shares, surrogate)
+    known = view.threat.knows_defense
+    cuts = known and overrides(view.defense, "surrogate")
+    passed = partial(view.defense.passed, observed=view.update) if known else None
+    change = without_decay(view.update, view.shared, shares, passed)
     update = HypernetUpdate.of(
         view.shared,
         change,
         tuple(generator.generates(task)),
         bias=generator.bias,
         rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
-        surrogate=surrogate if overrides(view.defense, "surrogate") else None,
+        passed=partial(view.defense.rescaled().passed, observed=view.update) if cuts else None,
     )
     return Opened(view, phase, change, update)
 
@@ -257,6 +259,10 @@ def _obstacle(view: ServerView) -> str | None:
         return f"expected one phase that trains the hypernetwork, got {len(training)}"
     if phases[training[0]].optimizer != "sgd":
         return f"{phases[training[0]].optimizer} rescales every number apart: its steps are not sums of outer products"
+    if view.threat.knows_defense and not view.defense.keeps_ratios():
+        return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
+    if signs_only(view.update[TRUNK_WEIGHT]):
+        return "only signs are sent: they satisfy the equations of an outer product whatever its factors are"
     return None
 
 
@@ -277,6 +283,7 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
     return replace(
         view,
         method=method,
+        defense=view.defense.rescaled(),
         shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},
         update=update,
         scaled=opened.steps == 1 and opened.group.max_norm is not None,

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from attacks.labels import idlg
+from attacks.labels import recovered
+from attacks.latent import IMAGES, Space
 from attacks.objectives import OBJECTIVES, direction, squared
-from attacks.priors import total_variation
+from attacks.priors import Term, total_variation
 from fl.client import Client, autograd_derivative, func_derivative, predict
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
@@ -23,7 +24,10 @@ from fl.types import Candidate, ServerView
 
 Variables = dict[str, Tensor]
 INPUTS, LABELS = "inputs", "labels"
-"""Names of the guessed images (in normalised units) and label logits; private tensors go under `private:name`."""
+"""Names of the guessed images, in the units of the space searched, and label logits.
+
+Private tensors go under `private:name`.
+"""
 
 
 def private_key(name: str) -> str:
@@ -41,6 +45,9 @@ class Problem:
         objective: "cosine" or "l2".
         tv: weight of the total variation.
         landmarks: weight of the squared distance at the method's landmarks.
+        tv_units: whether the total variation is taken of "normalised" images or of their "pixels".
+        space: what the images are made from.
+        terms: what else the objective adds up.
     """
 
     view: ServerView
@@ -48,6 +55,9 @@ class Problem:
     objective: str
     tv: float = 0.0
     landmarks: float = 0.0
+    tv_units: str = "normalised"
+    space: Space = IMAGES
+    terms: tuple[Term, ...] = ()
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -59,8 +69,8 @@ class Problem:
     def without_decay(self, values: Tensors, shared: Tensors, update: Tensors) -> Tensors:
         """An update without the part that decay makes of `shared`, as far as the defence lets that part through."""
         known = self.view.threat.knows_defense
-        surrogate = partial(self.view.defense.surrogate, observed=update) if known else None
-        return without_decay(values, shared, self.shares, surrogate)
+        passed = partial(self.view.defense.passed, observed=update) if known else None
+        return without_decay(values, shared, self.shares, passed)
 
     @cached_property
     def observed(self) -> Tensors:
@@ -76,7 +86,10 @@ class Problem:
             known = view.defense.weights(view.update)
             weights = {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in view.update}
         observed, size = direction(_weighed(self.observed, weights))
-        std = torch.tensor(view.task.std, dtype=view.dtype, device=view.device)
+        spread = view.task.std if self.tv_units == "normalised" else (1.0,) * len(view.task.std)
+        offset, scale = (
+            torch.tensor(x, dtype=view.dtype, device=view.device).view(-1, 1, 1) for x in self.space.units(view.task)
+        )
         return {
             "shared": view.shared,
             "update": view.update,
@@ -88,8 +101,10 @@ class Problem:
             "draws": view.draws,
             "labels": self.labels,
             "weights": weights,
-            "mean": torch.tensor(view.task.mean, dtype=view.dtype, device=view.device).view(-1, 1, 1),
-            "std": std.view(-1, 1, 1),
+            "offset": offset,
+            "scale": scale,
+            "spread": torch.tensor(spread, dtype=view.dtype, device=view.device),
+            "terms": tuple(term.constants(view) for term in self.terms),
         }
 
     def _marks(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
@@ -118,7 +133,17 @@ class Problem:
             self.objective,
             self.tv,
             self.landmarks,
+            self.tv_units,
+            self.space,
+            self.terms,
         )
+
+    def pixels(self, values: Tensor) -> Tensor:
+        """The images (N, C, H, W) that the variable `INPUTS` stands for, in [0, 1] but for what no box holds."""
+        return self._pixels(values, self.constants)
+
+    def _pixels(self, values: Tensor, constants: dict[str, Any]) -> Tensor:
+        return self.space.decode(values * constants["scale"] + constants["offset"])
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
         """The objective of one guess: distance of the updates, plus the prior."""
@@ -132,10 +157,13 @@ class Problem:
             draws=constants["draws"],
         )
         labels = variables[LABELS].softmax(-1) if LABELS in variables else constants["labels"]
-        pixels = variables[INPUTS] * constants["std"] + constants["mean"]
+        pixels = self._pixels(variables[INPUTS], constants)
         private: Tensors = {name: variables[private_key(name)] for name in view.private}
         derivative = func_derivative if stacked else autograd_derivative
-        predicted = predict(view, Candidate(pixels, labels, private), derivative=derivative, client=client)
+        candidate = Candidate(pixels, labels, private)
+        predicted = predict(view, candidate, derivative=derivative, client=client, defended=False)
+        if view.threat.knows_defense:
+            predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weighed(self.without_decay(predicted, shared, view.update), constants["weights"])
         if view.scaled:  # the best factor for this guess, so that no distance depends on it
             ratio = total(constants["observed"], predicted) / total(predicted, predicted).clamp_min(1e-38)
@@ -145,7 +173,9 @@ class Problem:
             marks, share = constants["marks"]
             value = value + self.landmarks * squared(predicted, marks, share)
         if self.tv:
-            value = value + self.tv * total_variation(pixels, constants["std"].flatten())
+            value = value + self.tv * total_variation(pixels, constants["spread"])
+        for term, mine in zip(self.terms, constants["terms"], strict=True):
+            value = value + term(view, candidate, client, mine)
         return value
 
 
@@ -197,7 +227,7 @@ class Stack:
 
 
 def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
-    """The labels a search takes as given: known ones, else by the iDLG rule, else None.
+    """The labels a search takes as given: known ones, else read off the classifier's update, else None.
 
     Args:
         view: the server's.
@@ -209,4 +239,4 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
         return view.labels
     if rule == "joint":
         return None
-    return idlg(view, Problem(view, None, "l2").observed)
+    return recovered(view, Problem(view, None, "l2").observed)

@@ -50,13 +50,13 @@ class HypernetUpdate:
         *,
         bias: bool,
         rounding: float,
-        surrogate: Callable[[Tensors], Tensors] | None = None,
+        passed: Callable[[Tensors], Tensors] | None = None,
     ) -> HypernetUpdate:
         """From parameters and update of any floating-point type, and what a known defence lets through."""
         keep = [TRUNK_WEIGHT, TRUNK_BIAS, *map(head_weight, names), *(map(head_bias, names) if bias else ())]
         # the published head weights stay in their own type: they are only multiplied with vectors
         mine, moved = {n: shared[n] for n in keep}, each({n: change[n] for n in keep}, torch.Tensor.double)
-        return cls(mine, moved, names, bias, rounding, None if surrogate is None else _seen(moved, surrogate))
+        return cls(mine, moved, names, bias, rounding, None if passed is None else _seen(moved, passed))
 
     def complete(self, layer: str) -> bool:
         """Whether the fit of the input of `layer` ("trunk" or "heads") finds each of its numbers in the update."""
@@ -269,10 +269,10 @@ def _bare(value: Value) -> bool:
     return isinstance(value, LowRank) and (value.base is None or value.scale == 0)
 
 
-def _seen(change: Tensors, surrogate: Callable[[Tensors], Tensors]) -> dict[str, Tensor] | None:
+def _seen(change: Tensors, passed: Callable[[Tensors], Tensors]) -> dict[str, Tensor] | None:
     """1 where something passes a known defence, 0 elsewhere; None if it cuts nothing."""
-    passed = surrogate({n: torch.ones_like(c) for n, c in change.items() if isinstance(c, Tensor)})
-    seen = {n: (dense(value) != 0).double() for n, value in passed.items()}
+    ones: Tensors = {n: torch.ones_like(c) for n, c in change.items() if isinstance(c, Tensor)}
+    seen = {n: (dense(value) != 0).double() for n, value in passed(ones).items()}
     if all(bool(mask.all()) for mask in seen.values()):
         return None
     return {n: seen[n] if n in seen else torch.ones(c.shape).to(dense(change[TRUNK_BIAS])) for n, c in change.items()}

@@ -46,9 +46,9 @@ class Noise(Defense):
         """A tenth of each tensor's size."""
         return cls(std=0.1)
 
-    def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
+    def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
         """The update plus noise."""
-        if self.std == 0:
+        if self.std == 0 or generator is None:
             return update
         noisy: Tensors = {}
         for name, value in update.items():

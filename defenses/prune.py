@@ -43,7 +43,7 @@ class Prune(Defense):
         """Half of every tensor."""
         return cls(ratio=0.5)
 
-    def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
+    def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
         """The update with its smallest entries at zero."""
         if self.ratio == 0:
             return update
@@ -64,6 +64,6 @@ class Prune(Defense):
 
     def _kept(self, matrix: Tensor) -> Tensor:
         """True at the largest entries of `matrix`."""
-        kept = torch.zeros(matrix.numel(), dtype=torch.bool, device=matrix.device)
-        kept[matrix.abs().flatten().topk(matrix.numel() - int(self.ratio * matrix.numel())).indices] = True
-        return kept.view(matrix.shape)
+        sizes = matrix.detach().abs().flatten()
+        largest = sizes.topk(matrix.numel() - int(self.ratio * matrix.numel())).indices
+        return torch.zeros_like(sizes, dtype=torch.bool).scatter(0, largest, True).view(matrix.shape)

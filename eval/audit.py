@@ -73,7 +73,8 @@ def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientS
     with torch.no_grad():
         predicted, observed = predict(view, truth.candidate()), view.update
         if _draws(client.defense, observed):
-            observed = client.defense.surrogate(_noiseless(truth.trace, client, state, download, view.round), observed)
+            undefended = _noiseless(truth.trace, client, state, download, view.round)
+            observed = client.defense.transform_update(undefended, None)
     return relative_error(predicted, {name: observed[name] for name in predicted})
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.func import grad as func_grad
+from torch.nn import functional
 
 from fl import sampling
 from fl.defense import Defense
@@ -76,6 +77,23 @@ class Client:
                 module.track_running_stats = False
         return model
 
+    @cached_property
+    def stackable(self) -> nn.Module:
+        """The same network for `vmap`: batch norm in train mode applies its weight and bias as steps of their own.
+
+        In one step with them, the gradient of its gradient is wrong under `vmap` (seen with torch 2.15).
+        """
+
+        def concerned(module: nn.Module) -> bool:
+            return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.affine
+
+        if not any(map(concerned, self.predictor.modules())):
+            return self.predictor
+        model = copy.deepcopy(self.predictor)
+        for module in filter(concerned, model.modules()):
+            module.forward = partial(_normalise_apart, module)  # type: ignore[arg-type]
+        return model
+
     def scopes(self, names: Mapping[str, object]) -> dict[str, Scope]:
         """Who holds each of `names`."""
         return {name: self.method.scope(name, self.task) for name in names}
@@ -83,6 +101,12 @@ class Client:
     def network(self, params: Tensors, buffers: dict[str, Tensor]) -> Network:
         """The client's network with the weights that `params` stand for."""
         return Network(self.predictor, self.method.parametrisation.network(params, self.task), buffers)
+
+
+def _normalise_apart(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
+    normalised = functional.batch_norm(inputs, None, None, training=True, eps=norm.eps)
+    shape = (-1, *[1] * (inputs.ndim - 2))
+    return normalised * norm.weight.view(shape) + norm.bias.view(shape)
 
 
 @dataclass(frozen=True)
@@ -240,7 +264,8 @@ def local_update(
     start = method.parametrisation.lift({**shared, **private})
     buffers = {k: v.clone() for k, v in buffers.items()} if track else buffers
     base = Step(task, start, received or {}, memory or {}, {}, round)
-    params, count, model = start, 0, task.model if track else client.predictor
+    predictor = client.stackable if derivative is func_derivative else client.predictor
+    params, count, model = start, 0, task.model if track else predictor
     for p, (phase, steps) in enumerate(zip(method.phases(task, round), batches, strict=True)):
         groups, state = phase.assign(params), OptimState()
         # where only the network's own weights move, what is generated stays as it is: generate it once
@@ -288,6 +313,7 @@ def predict(
     *,
     derivative: Derivative = autograd_derivative,
     client: Client | None = None,
+    defended: bool = True,
 ) -> Tensors:
     """What the server would have observed if `candidate` were the truth: differentiable in all its tensors.
 
@@ -298,6 +324,7 @@ def predict(
         candidate: the guess.
         derivative: how gradients are taken; `func_derivative` under `vmap`.
         client: the view's local rule where the caller has built it already; the view builds its own otherwise.
+        defended: whether a known defence changes the finished update; what it does during training it always does.
 
     Returns:
         By the names of `view.update`.
@@ -332,8 +359,10 @@ def predict(
         round=view.round,
         derivative=derivative,
     )
-    sent = {name: value for name, value in result.sent().items() if name in view.update}
-    return view.defense.surrogate(sent, view.update) if view.threat.knows_defense else sent
+    sent = result.sent()
+    if defended and view.threat.knows_defense:
+        sent = view.defense.transform_update(sent, None)
+    return {name: value for name, value in sent.items() if name in view.update}
 
 
 def _check(view: ServerView, candidate: Candidate) -> None:

@@ -1,4 +1,4 @@
-"""What a defence may do to a client: five hooks, each the identity until overridden."""
+"""What a defence may do to a client, and what an attacker who knows it does about that; nothing until overridden."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ class Defense:
     plain: ClassVar[str] = "the client sends its update as it is."
     """What it does, in words for a reader who knows none of the papers."""
 
+    def members(self) -> tuple[Defense, ...]:
+        """The defences it is made of: itself, but for a chain."""
+        return (self,)
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """The network the client trains instead of `model`; what both have keeps its name."""
         return model
@@ -46,13 +50,29 @@ class Defense:
         """The gradient a client steps along instead of `grad(params, batch)`."""
         return grad(params, batch)
 
-    def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
+    def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
         """What the client sends instead of `update`, which holds further payloads under `payload/name`."""
         return update
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """What an attacker who knows the defence expects to observe: a differentiable stand-in for the defence."""
+        """What a search of an attacker who knows the defence compares with `observed`, in place of `predicted`.
+
+        A guide and no prediction: it need not be what the defence would send (`transform_update` without a generator
+        is that), but its distance from `observed` should fall smoothly towards the truth. Names may be fewer than all.
+        """
         return predicted
+
+    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+        """What is left in `observed` of a known part of the update that adds to the rest, such as weight decay."""
+        return self.surrogate(known, observed)
+
+    def keeps_ratios(self) -> bool:
+        """Whether tensors keep their lengths relative to each other, but for noise and rounding."""
+        return True
+
+    def rescaled(self) -> Defense:
+        """What an attacker knows of it where the update's unit is lost, as after an attack that rewrites a view."""
+        return self
 
     def weights(self, observed: Tensors) -> dict[str, float]:
         """How much an attacker who knows the defence trusts each tensor: factors on both sides of its objective."""
@@ -75,6 +95,6 @@ class Unknown(Defense):
 
 
 def overrides(defense: Defense, hook: str) -> bool:
-    """Whether `defense` changes the hook of that name."""
-    mine: Callable[..., object] = getattr(type(defense), hook)
-    return mine is not getattr(Defense, hook)
+    """Whether `defense`, or one that it is made of, changes the hook of that name."""
+    found: list[Callable[..., object]] = [getattr(type(part), hook) for part in defense.members()]
+    return any(mine is not getattr(Defense, hook) for mine in found)

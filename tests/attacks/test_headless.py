@@ -189,3 +189,11 @@ def test_an_unknown_schedule_and_a_silent_layer_are_told() -> None:
     answer = Headless()(replace(view, update=silent))
     assert isinstance(answer, NotApplicable)
     assert "signal" in answer.reason
+
+
+def test_signs_alone_are_refused() -> None:
+    view, _ = victim(STEP)
+    signs = {name: dense(value).sign() * 0.01 for name, value in view.update.items()}
+    result = Headless().rewrite(replace(view, update=signs))
+    assert isinstance(result, NotApplicable)
+    assert "signs" in result.reason

@@ -1,0 +1,270 @@
+"""A fully connected layer as the server sees it: its weights, its gradient, and what is around it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from attacks.base import NotApplicable
+from attacks.headless import signs_only
+from fl.client import Network
+from fl.decay import decay_shares, without_decay
+from fl.defense import overrides
+from fl.method import Method, Step
+from fl.seeds import stream
+from fl.tensors import Tensors, dense
+from fl.types import Batch, Phase, ServerView
+
+PROBES = 8
+"""Random images that tell what a layer is given and whether a ReLU follows it."""
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """The first linear layer with a bias whose update was sent, in float64.
+
+    Over a batch, its gradient is `sum of delta_i x_i^T` and `sum of delta_i`: both stand here up to one factor.
+
+    Attributes:
+        view: the server's.
+        name: of the layer.
+        weight: as sent by the server (m, n).
+        bias: likewise (m,).
+        moved: the weight's update without decay (m, n), its largest entry of size 1.
+        moved_bias: the bias's (m,), in the same unit.
+        sent: 1 where a known defence let an entry through, 0 elsewhere (m, n); None is everywhere.
+        trust: how far a known defence lets the bias be trusted, relative to the weight.
+        images: whether its input is the image itself, normalised.
+        steps: optimiser steps in which it moves; None if unknown.
+        scale: size of the moved tensors for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
+            a defence that changes sizes).
+    """
+
+    view: ServerView
+    name: str
+    weight: Tensor
+    bias: Tensor
+    moved: Tensor
+    moved_bias: Tensor
+    sent: Tensor | None
+    trust: float
+    images: bool
+    steps: int | None
+    scale: float | None
+
+    @cached_property
+    def _probe(self) -> _Probe:
+        return _Probe(self.view)
+
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """Inputs of the layer (N, n) as images (N, C, H, W) in [0, 1]."""
+        task = self.view.task
+        mean, std = (torch.tensor(v).to(inputs).view(-1, 1, 1) for v in (task.mean, task.std))
+        images = inputs.view(len(inputs), *task.input_shape) * std + mean
+        return images.clamp(0, 1).to(self.view.dtype)
+
+    def rectified(self) -> bool:
+        """Whether the signal that flows back is zero where the layer's output is negative, and nowhere else."""
+        outputs, signals = self._probe.back(self.name)
+        silent = signals == 0
+        return bool(silent[outputs < 0].all() and not silent[outputs > 0].all())
+
+    def signals(self, inputs: Tensor, label: int) -> Tensor:
+        """What flows back into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
+        return self._probe.signals(self.name, inputs, label)
+
+    def labels(self, inputs: Tensor, signals: Tensor, tolerance: float) -> Tensor | None:
+        """The labels (N,) under which the network sends back `signals` (N, m), up to factors; None if none fit.
+
+        Args:
+            inputs: of the layer (N, n).
+            signals: observed.
+            tolerance: largest distance of two unit vectors that counts as none.
+        """
+        if self.view.private or not self.view.method.uses_labels or not self.images:
+            return None
+        each = torch.stack([self.signals(inputs, k) for k in range(self.view.task.num_classes)])
+        unit = nn.functional.normalize
+        far, labels = (unit(each, dim=-1) - unit(signals, dim=-1)).norm(dim=-1).min(0)
+        return labels if bool((far <= tolerance).all()) else None
+
+
+def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
+    """The first linear layer with a bias that the update says something of, or why there is none."""
+    reason = _obstacle(view)
+    if reason is not None:
+        return NotApplicable(reason)
+    phases = view.method.phases(view.client.task, view.round)
+    shares = decay_shares(phases, view.schedule, view.shared)
+    if len(shares) < len(view.shared):
+        return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
+    passed = partial(view.defense.passed, observed=view.update) if view.threat.knows_defense else None
+    change = without_decay(view.update, view.shared, shares, passed)
+    probe = _Probe(view)
+    for name, images in probe.layers.items():
+        names = f"{name}.weight", f"{name}.bias"
+        if not set(names) <= set(change):
+            continue
+        if signs_only(view.update[names[0]]):
+            return NotApplicable("only signs are sent: they look like a rank-one gradient whatever its factors are")
+        weight, bias = (dense(change[n]).double() for n in names)
+        if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
+            return NotApplicable(f"the update of {name!r} is zero or not finite")
+        unit = weight.abs().max()
+        unit = unit if unit > 0 else bias.abs().max()
+        start, start_bias = (dense(view.shared[n]).double() for n in names)
+        steps = _steps(view, names[0])
+        sent, trust = _defended(view, *names)
+        scale = _scale(view, names[0]) if steps == 1 else None
+        scale = None if scale is None else scale / float(unit)
+        return LinearLayer(view, name, start, start_bias, weight / unit, bias / unit, sent, trust, images, steps, scale)
+    return NotApplicable("no linear layer with a bias, given one vector per image, is in the update")
+
+
+def _obstacle(view: ServerView) -> str | None:
+    if not view.update:
+        return "nothing is shared"
+    if type(view.method).gradient is not Method.gradient:
+        return f"{view.method.name} does not step along the gradient of its loss alone"
+    if view.threat.knows_defense and not view.defense.keeps_ratios():
+        return f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
+    if any(phase.optimizer != "sgd" for phase in view.method.phases(view.client.task, view.round)):
+        return "Adam rescales every number apart: its step is not the gradient's direction"
+    return None
+
+
+def _moving(view: ServerView, name: str) -> list[tuple[Phase, int | None]]:
+    """The phases in which a parameter moves, and how many steps each has, as far as that is known."""
+    phases = view.method.phases(view.client.task, view.round)
+    counts = [p.steps for p in phases] if view.schedule is None else [len(steps) for steps in view.schedule]
+    return [(p, n) for p, n in zip(phases, counts, strict=True) if n != 0 and name in p.assign({name: None})]
+
+
+def _steps(view: ServerView, name: str) -> int | None:
+    counts = [count for _, count in _moving(view, name)]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+def _scale(view: ServerView, name: str) -> float | None:
+    """What one step makes of a gradient of size 1 for the parameter `name`, or None if it can't be told."""
+    ((phase, _),) = _moving(view, name)
+    group = phase.assign({name: None})[name]
+    changed = any(overrides(view.defense, hook) for hook in ("surrogate", "gradient"))
+    if group.max_norm is not None or view.scaled or changed:
+        return None
+    return group.lr * (1 + phase.momentum if phase.nesterov else 1.0)  # Nesterov adds the momentum at once
+
+
+def let_through(view: ServerView, name: str) -> Tensor:
+    """Where a known defence lets an entry of the update's tensor `name` through (bool): a zero may not be one."""
+    seen = dense(view.update[name])
+    probe: Tensors = {name: torch.where(seen != 0, seen, seen.abs().max())}
+    return dense(view.defense.passed(probe, view.update)[name]) != 0
+
+
+def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
+    """Which entries of the weight's update a known defence let through, and its trust in the bias's."""
+    if not view.threat.knows_defense:
+        return None, 1.0
+    sent = let_through(view, weight).double() if overrides(view.defense, "surrogate") else None
+    trusts = view.defense.weights(view.update)
+    return sent, trusts[bias] / trusts[weight]
+
+
+@dataclass
+class _Probe:
+    """The client's network in float64, with what the server can't know drawn at random."""
+
+    view: ServerView
+    model: nn.Module = field(init=False)
+    weights: dict[str, Tensor] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        view = self.view
+        self.model = copy.deepcopy(view.client.predictor).double()
+        draw = stream(0, "probe")
+        self.weights, known = {}, {**view.shared}
+        for name, value in self.model.named_parameters():
+            guess = torch.randn(value.shape, generator=draw, dtype=torch.float64) * value[0].numel() ** -0.5
+            self.weights[name] = (dense(known[name]) if name in known else guess).to(value).detach()
+        own = {**dict(self.model.named_buffers()), **view.buffers}
+        self.buffers = {n: v.double() if v.is_floating_point() else v for n, v in own.items()}
+
+    @property
+    def images(self) -> Tensor:
+        """Random pixels."""
+        shape = (PROBES, *self.view.task.input_shape)
+        return torch.rand(shape, generator=stream(0, "images"), dtype=torch.float64).to(self.view.device)
+
+    @property
+    def layers(self) -> dict[str, bool]:
+        """Every linear layer given one vector per image, in the order they run; True if that is the image itself."""
+        task, images, seen = self.view.task, self.images, dict[str, bool]()
+        mean, std = (torch.tensor(v).to(images).view(-1, 1, 1) for v in (task.mean, task.std))
+        flat = ((images - mean) / std).flatten(1)
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+                if args[0].ndim == 2 and len(args[0]) == PROBES and name not in seen:
+                    seen[name] = args[0].shape == flat.shape and torch.allclose(args[0], flat, atol=1e-5)
+
+            return hook
+
+        linear = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+        handles = [module.register_forward_hook(note(name)) for name, module in linear]
+        with torch.no_grad():
+            self.run(images)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    def run(self, images: Tensor) -> Any:
+        """What the network returns."""
+        return functional_call(self.model, {**self.weights, **self.buffers}, (images,))
+
+    def back(self, layer: str) -> tuple[Tensor, Tensor]:
+        """The layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
+        with _Tapped(self.model, layer) as tap, torch.enable_grad():
+            result = self.run(self.images)
+            weights = torch.randn(result.shape, generator=stream(0, "signal"), dtype=torch.float64).to(result)
+            (grad,) = torch.autograd.grad((result * weights).sum(), tap.outputs)
+        return tap.outputs[0].detach(), grad
+
+    def signals(self, layer: str, inputs: Tensor, label: int) -> Tensor:
+        """Gradients (N, m) of each image's own loss at the layer's output, from the layer's inputs (N, n)."""
+        view, count = self.view, len(inputs)
+        task = view.task
+        mean, std = (torch.tensor(v).to(inputs).view(-1, 1, 1) for v in (task.mean, task.std))
+        images = inputs.view(count, *task.input_shape) * std + mean
+        batch = Batch(images, torch.full((count,), label, device=inputs.device))
+        step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
+        with _Tapped(self.model, layer) as tap, torch.enable_grad():
+            loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)
+            (grad,) = torch.autograd.grad(loss, tap.outputs)
+        return grad * count
+
+
+class _Tapped:
+    """Keeps a layer's output as the leaf that gradients are taken of."""
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        self.outputs: list[Tensor] = []
+        self.handle = model.get_submodule(layer).register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.outputs.append(output.detach().requires_grad_())
+        return self.outputs[-1].clone()  # an activation may work in place, which a leaf can't bear
+
+    def __enter__(self) -> _Tapped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()

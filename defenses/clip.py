@@ -1,0 +1,118 @@
+"""Clipping: an update is shortened to a fixed length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from defenses import defenses
+from fl.defense import Defense
+from fl.tensors import Tensors, norm, scaled, total
+
+Scope = Literal["global", "tensor"]
+
+
+@defenses.register("clip")
+@dataclass(frozen=True, kw_only=True)
+class Clip(Defense):
+    """The update, if it is longer than `max_norm`, is shortened to it (McMahan et al., ICLR 2018, section 2.2).
+
+    By itself it hides nothing but a length: no direction changes, and there is no differential privacy without noise.
+    A structured update stays so, unless weight decay has given it a base. An attacker who knows it clips its own
+    predictions; where a rewrite has lost the update's unit, it compares directions.
+
+    Attributes:
+        max_norm: longest Euclidean norm, in units of the update (weights, so it depends on learning rate and number
+            of steps).
+        scope: "global" takes the norm of all that is sent, further payloads included, "tensor" that of each tensor.
+
+    Raises:
+        ValueError: if `max_norm` is not positive.
+    """
+
+    plain: ClassVar[str] = "an update that is too long is shortened, in the same direction."
+
+    max_norm: float = 1.0
+    scope: Scope = "global"
+
+    def __post_init__(self) -> None:
+        if not self.max_norm > 0:
+            raise ValueError(f"expected max_norm > 0, got {self.max_norm}")
+
+    @classmethod
+    def example(cls) -> Clip:
+        """Shortens some tensors of a small update."""
+        return cls(max_norm=0.01, scope="tensor")
+
+    def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
+        """The update, shortened."""
+        clipped: Tensors = {}
+        for part in _parts(update, self.scope):
+            clipped.update(scaled(part, (self.max_norm / norm(part)).clamp(max=1)))
+        return {name: clipped[name] for name in update}
+
+    def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
+        """The predicted update, shortened."""
+        return self.transform_update(predicted, None)
+
+    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+        """The known part times the factor, which the server has to guess: the best multiple in [0, 1] of that part."""
+        left: Tensors = {}
+        for part in _parts(known, self.scope):
+            whole = {name: observed[name] for name in (observed if self.scope == "global" else part)}
+            short = norm(whole) < self.max_norm * (1 - 1e-4)  # nothing was clipped
+            size = total(part, part)
+            fitted = (total(part, observed) / torch.where(size > 0, size, 1.0)).clamp(0, 1)
+            left.update(scaled(part, torch.where(short, 1.0, fitted)))
+        return left
+
+    def keeps_ratios(self) -> bool:
+        """Where all is shortened as one."""
+        return self.scope == "global"
+
+    def rescaled(self) -> Defense:
+        """An update of unknown length."""
+        return Unscaled(scope=self.scope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unscaled(Defense):
+    """What is known of a clipped update in another unit: nothing of its length, or of the length of each tensor.
+
+    Attributes:
+        scope: of the clipping.
+    """
+
+    scope: Scope
+
+    def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
+        """The predicted update at the observed length."""
+        fitted: Tensors = {}
+        for part in _parts(predicted, self.scope):
+            fitted.update(scaled(part, _ratio({name: observed[name] for name in part}, part)))
+        return {name: fitted[name] for name in predicted}
+
+    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+        """All of it, as far as can be told."""
+        return known
+
+    def keeps_ratios(self) -> bool:
+        """As the clipping does."""
+        return self.scope == "global"
+
+
+def _parts(update: Tensors, scope: Scope) -> Iterator[Tensors]:
+    """What is clipped as one."""
+    if scope == "global":
+        yield update
+    else:
+        yield from ({name: value} for name, value in update.items())
+
+
+def _ratio(observed: Tensors, predicted: Tensors) -> Tensor:
+    """By what a prediction is to be multiplied to have the observed length."""
+    return norm(observed) / norm(predicted)

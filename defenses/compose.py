@@ -1,0 +1,100 @@
+"""Several defences, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from defenses import defenses
+from fl.client import Gradient
+from fl.defense import Defense, overrides
+from fl.tensors import Tensors
+from fl.types import Batch
+
+
+@defenses.register("chain")
+@dataclass(frozen=True, kw_only=True)
+class Chain(Defense):
+    """Each defence works on what the one before it leaves.
+
+    An attacker who knows it passes its predictions through their stand-ins in the same order. Each stand-in looks at
+    the update as it was sent, so one that reads something off it (which entries were pruned) can do so only where
+    the defences behind it leave that in place: `[noise, prune]`, `[prune, signsgd]`, but not `[prune, noise]`.
+
+    Attributes:
+        parts: defences, the first one first.
+
+    Raises:
+        ValueError: if there are none, or more than one changes the gradient, which none can do to another's.
+    """
+
+    parts: tuple[Defense, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("expected at least 1 defence in a chain, got none")
+        changing = [part.name for part in self.members() if overrides(part, "gradient")]
+        if len(changing) > 1:
+            raise ValueError(f"expected at most 1 defence that changes the gradient, got {', '.join(changing)}")
+
+    @classmethod
+    def example(cls) -> Chain:
+        """Half of every tensor, shortened."""
+        return cls(parts=(defenses.build({"name": "prune", "ratio": 0.5}), defenses.build({"name": "clip"})))
+
+    def members(self) -> tuple[Defense, ...]:
+        """The parts, and theirs."""
+        return tuple(member for part in self.parts for member in part.members())
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """The network in all its wrappings."""
+        for part in self.parts:
+            model = part.wrap_model(model)
+        return model
+
+    def transform_batch(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """The batch, changed by each."""
+        for part in self.parts:
+            batch = part.transform_batch(batch, generator)
+        return batch
+
+    def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
+        """The gradient of the one that changes it."""
+        changing = [part for part in self.parts if overrides(part, "gradient")]
+        return changing[0].gradient(grad, params, batch, generator) if changing else grad(params, batch)
+
+    def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
+        """The update, changed by each."""
+        for part in self.parts:
+            update = part.transform_update(update, generator)
+        return update
+
+    def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
+        """The prediction through the stand-in of each."""
+        for part in self.parts:
+            predicted = part.surrogate(predicted, observed)
+        return predicted
+
+    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+        """What all of them let through."""
+        for part in self.parts:
+            known = part.passed(known, observed)
+        return known
+
+    def keeps_ratios(self) -> bool:
+        """If all of them do."""
+        return all(part.keeps_ratios() for part in self.parts)
+
+    def rescaled(self) -> Defense:
+        """The chain of what is left of each."""
+        return Chain(parts=tuple(part.rescaled() for part in self.parts))
+
+    def weights(self, observed: Tensors) -> dict[str, float]:
+        """The product of their trust; the largest is 1."""
+        each = [part.weights(observed) for part in self.parts]
+        joint = {name: prod(weights[name] for weights in each) for name in observed}
+        largest = max(joint.values(), default=1.0)
+        return {name: weight / largest for name, weight in joint.items()}

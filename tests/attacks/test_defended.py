@@ -1,0 +1,73 @@
+"""What a search compares where it knows the defence: the truth stays the best guess."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import worlds
+
+from attacks.headless import Headless
+from attacks.problem import INPUTS, Problem, Stack
+from defenses.clip import Clip, Unscaled
+from defenses.compose import Chain
+from defenses.prune import Prune
+from defenses.quantize import Quantize
+from defenses.signsgd import SignSGD
+from fl.defense import Defense
+from fl.methods.fedavg import FedAvg
+from fl.simulate import Truth
+from fl.types import ServerView
+
+
+def observed(defense: Defense, *, known: bool = True, **settings: Any) -> tuple[ServerView, Truth]:
+    method = replace(worlds.one_step(FedAvg.example()), **settings)
+    run = worlds.federation(method, defense)
+    view, truth = run.observe(1, data=worlds.images(1, "victim"))
+    return replace(view, threat=replace(view.threat, knows_defense=known), labels=truth.labels), truth
+
+
+def value(view: ServerView, truth: Truth, objective: str, *, wrong: bool = False) -> float:
+    """The objective at the true image, or at its negative."""
+    problem = Problem(view, truth.labels if view.method.uses_labels else torch.zeros(1, dtype=torch.int64), objective)
+    pixels = 1 - truth.inputs if wrong else truth.inputs
+    mean, std = (torch.tensor(x, dtype=pixels.dtype).view(-1, 1, 1) for x in (view.task.mean, view.task.std))
+    found, _ = Stack([problem]).evaluate({INPUTS: ((pixels - mean) / std)[None]})
+    return float(found)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "defense",
+    [
+        Clip(max_norm=1e-2),
+        Clip(max_norm=1e-3, scope="tensor"),
+        Quantize(bits=2),
+        Chain(parts=(Prune(ratio=0.5), Clip(max_norm=1e-3))),
+    ],
+    ids=str,
+)
+def test_nothing_is_left_at_the_truth(defense: Defense, weight_decay: float) -> None:
+    for objective in ("l2", "cosine"):
+        assert value(*observed(defense, weight_decay=weight_decay), objective) < 1e-12
+    assert value(*observed(defense, known=False, weight_decay=weight_decay), "l2") > 0.05
+
+
+@pytest.mark.parametrize("step", [None, 0.1])
+def test_signs_agree_at_the_truth(step: float | None) -> None:
+    for objective in ("l2", "cosine"):
+        right, wrong = (value(*observed(SignSGD(step=step)), objective, wrong=w) for w in (False, True))
+        unaware = value(*observed(SignSGD(step=step), known=False), objective)
+        assert right < 0.9 * wrong
+        assert right < 0.9 * unaware
+
+
+def test_a_rewritten_view_knows_no_lengths() -> None:
+    view, truth = observed(Clip(max_norm=1e-3, scope="tensor"))
+    cut = Headless().rewrite(view)
+    assert isinstance(cut, ServerView)
+    assert cut.defense == Unscaled(scope="tensor")
+    assert value(cut, truth, "cosine") < 1e-12
+    assert value(replace(cut, defense=Defense()), truth, "cosine") > 1e-3
