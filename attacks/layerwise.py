@@ -1,0 +1,236 @@
+"""What the attacks share that undo a network one layer at a time, from the last to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.equations import Outputs, Solved, invert, slope_below, solve
+from attacks.headless import obstacle, one_gradient, undefended
+from attacks.logits import biasless
+from attacks.unroll import Stage, unroll
+from fl.defense import overrides
+from fl.tensors import dense
+from fl.types import ServerView
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a descent begins: the number of a linear layer's stage, and what flows back into the layer (1, out)."""
+
+    top: int
+    signal: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layerwise(Attack):
+    """Undoes a chain of layers from the top, for one step on one image.
+
+    The last linear layer with a bias gives what flows back into it (its bias gradient) and its own input, as its weight
+    gradient is the outer product of both; the classifier, label and loss above it play no part. Without any such layer,
+    the logits follow from the loss (`attacks.logits`). Then, stage by stage: what a layer returned and what flows back
+    into it follow from the input of the stage above; its own input solves linear equations (`attacks.equations`).
+
+    All runs in float64 on the CPU. `private` holds for every layer, under `rank/name`, how many numbers come in, how
+    many the layer's gradient equations determine, and how many all equations used do; under `condition/name` the
+    condition number of the latter. No prior is used: what no equation determines is left at the shortest solution.
+
+    Attributes:
+        fits: verified where no layer's gradient of the recovered image is off by more than this share of the observed
+            one, and the input of every layer is determined.
+        cutoff: singular values below this share of the largest count as zero.
+        gigabytes: size up to which one matrix of equations is built.
+    """
+
+    inverts: ClassVar[bool] = True
+    """Whether it needs activations that can be inverted."""
+
+    fits: float = 1e-3
+    cutoff: float = 1e-10
+    gigabytes: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("fits", "cutoff"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"expected {name} in (0, 1), got {getattr(self, name)}")
+        if not self.gigabytes > 0:
+            raise ValueError(f"expected gigabytes > 0, got {self.gigabytes}")
+
+    @property
+    def share(self) -> float | None:
+        """How far gradient equations are trusted before weight equations (`attacks.equations.solve`)."""
+        return None
+
+    def one(self, view: ServerView, seed: int) -> Result:
+        """Attack one view; nothing is random."""
+        reason = obstacle(view)
+        gradient = NotApplicable(reason) if reason is not None else one_gradient(view)
+        if isinstance(gradient, NotApplicable):
+            return gradient
+        stages = unroll(view)
+        if isinstance(stages, NotApplicable):
+            return stages
+        gradients = {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()}
+        starts = _starts(view, stages, gradients)
+        if isinstance(starts, NotApplicable):
+            return starts
+        reason = self._refusal(stages[: starts[0].top + 1], gradients)
+        if reason is not None:
+            return NotApplicable(reason)
+        found = [self._attempt(view, stages, gradients, start) for start in starts]
+        best = min(found, key=lambda result: result.objective)
+        if sum(bool(result.verified) for result in found) > 1:
+            return replace(best, verified=False)  # several images explain the update
+        return best
+
+    def _refusal(self, stages: Sequence[Stage], gradients: Gradients) -> str | None:
+        """Why the stages up to the first known signal can't be undone, or None."""
+        for stage in stages:
+            weight = gradients.get(f"{stage.name}.weight")
+            if weight is None:
+                return f"the gradient of {stage.name} was not sent"
+            if not bool(weight.isfinite().all()):
+                return f"the gradient of {stage.name} has numbers that are not finite"
+            if not bool(weight.any()):
+                return f"no signal flows back into {stage.name}: its weight did not move"
+            needed = sizes(stage)[0 if self.share is None else 1]
+            if needed > self.gigabytes:
+                return f"the equations of {stage.name} take {needed:.1f} GB in one matrix (gigabytes={self.gigabytes})"
+        if self.inverts:
+            for stage in stages[:-1]:
+                if slope_below(stage.activation) == 0:
+                    return f"the activation above {stage.name} can't be inverted; rconv does without"
+        return None
+
+    def _attempt(self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: Start) -> Reconstruction:
+        solved = descend(stages, gradients, start, self.share, self.cutoff, self.gigabytes)
+        names = [stage.name for stage in stages[: start.top + 1]]
+        pixels = solved[0].values.nan_to_num(0.5, 1.0, 0.0).clamp(0, 1)
+        again = backward(stages, start, pixels)
+        off = max(_apart(again[n], gradients[n]) for n in again if n in gradients)
+        whole = all(layer.rank == layer.unknowns for layer in solved)
+        head = f"{stages[start.top].name}.".startswith(view.task.head or "?") and start.top == len(stages) - 1
+        ranks = {
+            f"rank/{n}": torch.tensor([s.unknowns, s.gradient, s.rank]) for n, s in zip(names, solved, strict=True)
+        }
+        conditions = {f"condition/{n}": torch.tensor(s.condition) for n, s in zip(names, solved, strict=True)}
+        return Reconstruction(
+            inputs=pixels.to(view.device, view.dtype),
+            labels=start.signal.argmin(1).to(view.device) if head else view.labels,
+            objective=off,
+            private={**ranks, **conditions},
+            verified=whole and off <= self.fits,
+        )
+
+
+def _starts(view: ServerView, stages: Sequence[Stage], gradients: Gradients) -> list[Start] | NotApplicable:
+    """The highest stages whose signal the update gives away; several where the loss has several solutions."""
+    for top in reversed(range(len(stages))):
+        bias = gradients.get(f"{stages[top].name}.bias")
+        if isinstance(stages[top].layer, nn.Linear) and bias is not None and bool(bias.any()):
+            return [Start(top, bias[None])]
+    last = stages[-1]
+    name = f"{last.name}.weight"
+    bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
+    if not bare or name not in gradients or not isinstance(last.activation, nn.Identity):
+        return NotApplicable("no linear layer whose bias moved, and no classifier without bias: nothing to begin with")
+    if not _sized(view):
+        return NotApplicable(
+            "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
+        )
+    observed = gradients[name]
+    weight = last.layer.get_parameter("weight").detach()
+    unit = undefended(view, name, observed)
+    ratio = observed.norm() / unit.norm()
+    found = [Start(len(stages) - 1, signal * ratio) for signal in biasless(weight, unit)]
+    return found or NotApplicable("no logits explain the gradient of the classifier, which has no bias")
+
+
+def _sized(view: ServerView) -> bool:
+    """Whether the size of the gradient is known, not only its direction."""
+    clipped = any(group.max_norm is not None for p in view.method.phases(view.task, view.round) for group in p.groups)
+    changed = not view.threat.knows_defense or overrides(view.defense, "gradient")
+    return not (view.scaled or clipped or changed)
+
+
+def descend(
+    stages: Sequence[Stage], gradients: Gradients, start: Start, trust: float | None, cutoff: float, gigabytes: float
+) -> list[Solved]:
+    """The input of every stage up to the start's, bottom first.
+
+    Args:
+        stages: of the network, bottom first.
+        gradients: dL/dweight by name.
+        start: where to begin.
+        trust: as in `attacks.equations.solve`.
+        cutoff: likewise.
+        gigabytes: likewise; weight equations that take more are left out.
+    """
+    signal = start.signal
+    outputs: Outputs | None = None
+    found: list[Solved] = []
+    for stage in reversed(stages[: start.top + 1]):
+        gradient = gradients[f"{stage.name}.weight"]
+        usable = outputs if sizes(stage)[2] <= gigabytes else None
+        with torch.no_grad():
+            solved = solve(stage, signal, gradient, usable, trust=trust, cutoff=cutoff)
+        found.insert(0, solved)
+        signal = _pull(nn.Sequential(stage.before, stage.layer), stage.shape, signal)
+        if len(found) <= start.top:
+            below = stages[start.top - len(found)]
+            outputs, slope = invert(below.activation, solved.values)
+            signal = _pull(below.after, returned(below), signal * slope)
+    return found
+
+
+def backward(stages: Sequence[Stage], start: Start, pixels: Tensor) -> Gradients:
+    """The gradient of <signal, output of the start's layer> at an image, by the layers' parameters."""
+    values = pixels
+    parameters: dict[str, nn.Parameter] = {}
+    with torch.enable_grad():
+        for i, stage in enumerate(stages[: start.top + 1]):
+            parameters |= {f"{stage.name}.{n}": p for n, p in stage.layer.named_parameters()}
+            given = stage.given(values)
+            values = stage.layer(given) if i == start.top else stage.activation(stage.linear(given))
+        grads = torch.autograd.grad((values * start.signal).sum(), list(parameters.values()))
+    return dict(zip(parameters, grads, strict=True))
+
+
+def sizes(stage: Stage) -> tuple[float, float, float]:
+    """Gigabytes that a stage's equations take in one matrix: all, its gradient equations, its weight equations."""
+    layer, unknowns, outputs = stage.layer, stage.shape.numel(), returned(stage).numel()
+    if not isinstance(layer, nn.Conv2d):
+        return 0.0, 0.0, 8e-9 * outputs * unknowns
+    with torch.no_grad():
+        positions = stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64))[0, 0].numel()
+    rows = positions * layer.in_channels + outputs
+    return 8e-9 * rows * unknowns, 8e-9 * layer.weight[:, 0].numel() * positions, 8e-9 * outputs * unknowns
+
+
+def _apart(x: Tensor, y: Tensor) -> float:
+    """Relative distance of two tensors, at most 2; 0 where both are zero."""
+    size = max(float(x.norm()), float(y.norm()))
+    return float((x - y).norm()) / size if size else 0.0
+
+
+def returned(stage: Stage) -> torch.Size:
+    """The shape of what a stage's layer returns, without the batch."""
+    with torch.no_grad():
+        shape: torch.Size = stage.layer(stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64))).shape
+    return shape[1:]
+
+
+def _pull(linear: Callable[[Tensor], Tensor], shape: torch.Size, signal: Tensor) -> Tensor:
+    """What flows back into a linear map."""
+    with torch.enable_grad():
+        at = torch.zeros(1, *shape, dtype=torch.float64, requires_grad=True)
+        returned = linear(at)
+    (pulled,) = torch.autograd.grad(returned, at, signal.view_as(returned))
+    return pulled

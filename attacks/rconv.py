@@ -1,0 +1,61 @@
+"""R-CONV: inputs of convolutions from their gradients (Eltaras et al. 2024, arXiv 2406.04227; 2025, 2509.18871)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attacks.base import attacks
+from attacks.layerwise import Layerwise
+
+
+@attacks.register("rconv")
+@dataclass(frozen=True, kw_only=True)
+class RConv(Layerwise):
+    """Inverts a network layer by layer from its gradients first, through ReLU as well (Eltaras et al. 2024, 2025).
+
+    With x the input of a layer, o its output and A the activation:
+
+    - the first fully connected layer: x_n = (dL/dw_nm) / (dL/db_m), here over all units m at once, dL/dx = W^T dL/db;
+    - back through an activation: dL/do = dL/dA(o) * A'(o), where A' of the common activations is a function of A(o),
+      the input of the layer above, which is known by then. No activation has to be inverted for this;
+    - a convolution: dL/dw[d, i] = sum over outputs m of dL/do[d, m] x[r_i(m)] with r_i(m) the value that tap i sees at
+      output m. These are linear equations for each channel of x by itself, kernel area times filters of them;
+    - where they are too few, which is mostly so in the first layer, R-CONV takes the first layer's weight equations
+      W x = o - b instead, and the extension (R-CONV++, its algorithm for large inputs) both kinds together. Here the
+      gradient equations fix what they determine well, and weight equations of all outputs that are known fix the rest:
+      all outputs of an invertible activation, of a ReLU only the active ones.
+
+    From the extension this takes the joint use of both kinds of equations, in every layer; its algorithm for batches is
+    not here. Written after the abstracts of both papers and the equations in the authors' public description of their
+    code; the papers' texts were not at hand.
+
+    Threat model: an honest-but-curious server that knows all weights below the last linear layer with a bias, and sees
+    one step on one image, in a plain chain of layers. Max pooling is beyond it: see `cascade`.
+
+    Attributes:
+        trust: what belongs to singular values of a layer's gradient equations of at least this share of the largest is
+            taken from them alone; weaker equations are weighed against the weight equations.
+    """
+
+    plain: ClassVar[str] = (
+        "computes the input of each layer from its gradient alone where that suffices, so that ReLU need not stop it."
+    )
+    inverts: ClassVar[bool] = False
+
+    trust: float = 0.03
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.trust < 1:
+            raise ValueError(f"expected trust in (0, 1), got {self.trust}")
+
+    @classmethod
+    def example(cls) -> RConv:
+        """As it is."""
+        return cls()
+
+    @property
+    def share(self) -> float | None:
+        """Gradient equations first."""
+        return self.trust

@@ -1,0 +1,177 @@
+"""A network as a chain of weighted layers, for attacks that undo it one layer at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import NotApplicable
+from fl.models.layers import Normalize
+from fl.tensors import dense
+from fl.types import ServerView
+
+WEIGHTED = (nn.Conv2d, nn.Linear)
+ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh)
+POINTWISE = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d, nn.BatchNorm2d, Normalize)
+"""Linear maps that move or scale numbers one by one, so that they can be undone."""
+POOLING = (nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+"""Linear maps that lose numbers."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A weighted layer with the linear maps around it and the activation above, in float64 on the CPU.
+
+    Attributes:
+        name: of the layer, as in the update.
+        layer: the layer, with the weights that the server sent.
+        shape: of what comes in, (C, H, W) or (F,).
+        before: linear maps between the activation below and the layer.
+        after: linear maps between the layer and its activation.
+        activation: above; `nn.Identity` where there is none.
+    """
+
+    name: str
+    layer: nn.Module
+    shape: torch.Size
+    before: nn.Sequential = field(default_factory=nn.Sequential)
+    after: nn.Sequential = field(default_factory=nn.Sequential)
+    activation: nn.Module = field(default_factory=nn.Identity)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether what comes in follows from what the layer is given."""
+        return all(isinstance(module, POINTWISE) for module in self.before)
+
+    def given(self, values: Tensor) -> Tensor:
+        """What the layer is given, from what comes in (N, *shape)."""
+        result: Tensor = self.before(values)
+        return result
+
+    def undo(self, given: Tensor) -> Tensor:
+        """What comes in, from what the layer is given (1, ...); for pointwise maps."""
+        zero = torch.zeros(1, *self.shape, dtype=given.dtype)
+        offset, slope = self.given(zero), self.given(zero + 1)
+        return ((given - offset) / (slope - offset)).view(1, *self.shape)
+
+    def linear(self, given: Tensor) -> Tensor:
+        """What the activation is given, from what the layer is given."""
+        result: Tensor = self.after(self.layer(given))
+        return result
+
+
+def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] | NotApplicable:
+    """The network of `view` as stages, bottom first, or why it is no such chain.
+
+    `max_pooling` lets it stand among the linear maps, for attacks that know what to do with it.
+
+    The order is traced on an image of grey: each module without children must take what the one before it returned, and
+    all of them together must return what the network does.
+    """
+    model = copy.deepcopy(view.client.predictor).to(device="cpu", dtype=torch.float64)
+    known = {**view.shared, **view.buffers}
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if name in known:
+                value.copy_(dense(known[name]))
+    probe = torch.full((1, *view.task.input_shape), 0.5, dtype=torch.float64)
+    calls = _trace(model, probe)
+    if isinstance(calls, NotApplicable):
+        return calls
+    stages = _stages(calls, max_pooling)
+    if isinstance(stages, NotApplicable):
+        return stages
+    hidden = sorted(
+        name
+        for name in view.private
+        if any(name.startswith(f"{call.name}.") for call in calls) and not name.startswith(view.task.head or "?")
+    )
+    if hidden:
+        return NotApplicable(f"the server does not know {hidden[0]}")
+    return stages
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    module: nn.Module
+    taken: Tensor
+    given: Tensor
+
+
+def _trace(model: nn.Module, probe: Tensor) -> tuple[_Call, ...] | NotApplicable:
+    """The modules without children in the order they run, up to the one that the network returns."""
+    calls: list[_Call] = []
+
+    def keep(name: str) -> Any:
+        return lambda module, args, output: calls.append(_Call(name, module, args[0], output))
+
+    leaves = {name: module for name, module in model.named_modules() if not any(True for _ in module.children())}
+    hooks = [module.register_forward_hook(keep(name)) for name, module in leaves.items()]
+    with torch.no_grad():
+        returned = model(probe)
+    for hook in hooks:
+        hook.remove()
+    ends = [i for i, call in enumerate(calls) if call.given is returned]
+    if not ends:
+        return NotApplicable("the network computes something after its last module")
+    calls = calls[: ends[-1] + 1]
+    given = probe
+    for call in calls:
+        if call.taken.data_ptr() != given.data_ptr() or call.taken.numel() != given.numel():
+            return NotApplicable(f"the network is no plain chain of modules: {call.name} takes something else as well")
+        given = call.given
+    if len({id(call.module) for call in calls}) < len(calls):
+        return NotApplicable("a module runs twice, so that its gradients are summed")
+    return tuple(calls)
+
+
+def _stages(calls: Sequence[_Call], max_pooling: bool) -> tuple[Stage, ...] | NotApplicable:
+    """The calls cut into stages."""
+    stages: list[Stage] = []
+    pending: list[nn.Module] = []
+    shape, closed = calls[0].taken.shape[1:], True
+    for call in calls:
+        reason = None if max_pooling and isinstance(call.module, nn.MaxPool2d) else _refusal(call)
+        if reason is not None:
+            return NotApplicable(reason)
+        if isinstance(call.module, WEIGHTED):
+            if not closed:
+                stages[-1] = replace(stages[-1], after=nn.Sequential(*pending))
+                pending, shape = [], call.taken.shape[1:]
+            stages.append(Stage(call.name, call.module, shape, nn.Sequential(*pending)))
+            pending, closed = [], False
+        elif isinstance(call.module, ACTIVATIONS):
+            if closed:
+                return NotApplicable(f"no weighted layer stands between the activation {call.name} and the one below")
+            stages[-1] = replace(stages[-1], after=nn.Sequential(*pending), activation=call.module)
+            pending, shape, closed = [], call.given.shape[1:], True
+        else:
+            pending.append(call.module)
+    if stages and not closed:
+        stages[-1] = replace(stages[-1], after=nn.Sequential(*pending))
+    return tuple(stages) if stages else NotApplicable("the network has no convolution and no linear layer")
+
+
+def _refusal(call: _Call) -> str | None:
+    """Why a module can't be undone, or None."""
+    module, name = call.module, f"{call.name} ({type(call.module).__name__})"
+    if isinstance(module, nn.MaxPool2d | nn.AdaptiveMaxPool2d):
+        return f"{name}: max pooling is not linear and hides which values it took; see the attack cascade"
+    if isinstance(module, nn.Conv2d):
+        if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return f"{name}: groups and padding other than a number of zeros are not handled"
+    elif isinstance(module, nn.Linear):
+        if call.taken.ndim != 2:
+            return f"{name} sees more than one input per image"
+    elif isinstance(module, nn.BatchNorm2d):
+        if module.training or not module.track_running_stats:
+            return f"{name}: batch statistics couple all values of a channel"
+    elif not isinstance(module, ACTIVATIONS + POINTWISE + POOLING):
+        return f"{name} is neither a linear map nor an activation whose slope follows from its output"
+    return None
