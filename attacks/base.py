@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fl.registry import Registry
+from fl.registry import Registry, UnknownNameError
 from fl.tensors import Tensors
 from fl.types import ServerView
 
@@ -49,6 +49,19 @@ class NotApplicable:
 Result = Reconstruction | NotApplicable
 
 
+@dataclass(frozen=True)
+class Preset:
+    """Published settings of an attack.
+
+    Attributes:
+        source: where they stand.
+        settings: by the names of the attack's fields; the others keep their defaults.
+    """
+
+    source: str
+    settings: Mapping[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attack:
     """The base of every attack: settings in the object, the view in the call.
@@ -60,6 +73,8 @@ class Attack:
     registry: ClassVar[Registry[Any]] = attacks
     plain: ClassVar[str] = ""
     """What it does, in words for a reader who knows none of the papers."""
+    presets: ClassVar[Mapping[str, Preset]] = {}
+    """Published settings by name: `build({"name": "ig", "preset": "paper"})`."""
 
     def __call__(self, view: ServerView, *, seed: int = 0) -> Result:
         """Attack one view; the same seed gives the same result."""
@@ -130,17 +145,30 @@ class Chain(Attack):
 def build(spec: str | Mapping[str, Any] | Attack) -> Attack:
     """An attack from its name or its settings; `first+then` chains two, other settings then go to the last.
 
+    `preset` takes the attack's published settings of that name; what is given beside it goes before them.
+
     Raises:
-        fl.registry.UnknownNameError: unknown attack or setting; says what is close.
+        fl.registry.UnknownNameError: unknown attack, preset or setting; says what is close.
     """
     if isinstance(spec, Attack):
         return spec
     settings = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = str(settings.get("name", ""))
     if "+" not in name:
-        return attacks.build(settings)
+        return attacks.build(_unfolded(settings))
     first, _, then = name.partition("+")
     return Chain(first=attacks.build(first), then=build({**settings, "name": then}))
+
+
+def _unfolded(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with those of their preset written out."""
+    if "preset" not in settings:
+        return settings
+    name, preset = settings["name"], settings.pop("preset")
+    presets = attacks.get(name).presets
+    if preset not in presets:
+        raise UnknownNameError(f"preset of attack {name!r}", preset, list(presets))
+    return {**presets[preset].settings, **settings}
 
 
 def label(attack: Attack) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attacks.base import attacks
+from attacks.base import Preset, attacks
 from attacks.matching import Matching
 
 
@@ -24,6 +24,25 @@ class InvertingGradients(Matching):
     """
 
     plain: ClassVar[str] = "changes a guessed picture step by step until it would cause the update that was sent."
+    presets: ClassVar[dict[str, Preset]] = {
+        "untrained": Preset(
+            "Geiping et al. 2020, appendix C: LeNet of Zhu et al., untrained",
+            {"iterations": 4800, "tv": 1e-2},
+        ),
+        "command": Preset(
+            "the authors' reconstruct_image.py: defaults of its command line", {"iterations": 4000, "tv": 1e-4}
+        ),
+        "tables": Preset(
+            "the authors' rec_mult.py, which made the paper's tables, with its default weight",
+            {"iterations": 4800, "tv": 1e-4},
+        ),
+        "library": Preset("the authors' DEFAULT_CONFIG: unsigned", {"iterations": 4800, "tv": 1e-1, "signed": False}),
+        "hyperfl": Preset("HyperFL, Table 3 (50 images, batch 1)", {"iterations": 10_000, "tv": 1e-6}),
+        "breaching": Preset(
+            "breaching 0.1.2, `invertinggradients`: its weight 0.2 is of half the sum",
+            {"iterations": 24_000, "tv": 0.1},
+        ),
+    }
 
     iterations: int = 3000
     tv: float = 1e-4

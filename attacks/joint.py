@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attacks.base import NotApplicable, attacks
+from attacks.base import NotApplicable, Preset, attacks
 from attacks.ig import InvertingGradients
 from fl.types import ServerView
 
@@ -26,6 +26,8 @@ class Joint(InvertingGradients):
     plain: ClassVar[str] = (
         "guesses picture, label and everything the client kept private all at once, as the paper of hyperfl did."
     )
+
+    presets: ClassVar[dict[str, Preset]] = {}
 
     iterations: int = 10_000
     tv: float = 1e-6

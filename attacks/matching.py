@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.lbfgs import StackedLBFGS
+from attacks.latent import IMAGES, Space
+from attacks.movers import Adam, Quasi
+from attacks.priors import Term
 from attacks.problem import INPUTS, LABELS, Problem, Stack, Variables, fixed_labels, private_key
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors
@@ -31,13 +33,18 @@ class Matching(Attack):
         optimizer: "adam", or "lbfgs" without line search.
         lr: step size for images, in normalised units.
         signed: move images by the sign of the gradient (adam only).
-        decay_lr: divide the step size by 10 at 3/8, 5/8 and 7/8 of the search (adam only).
-        tv: weight of the total variation, in normalised units.
+        schedule: of the step size (adam only): "step" divides it by 10 at 3/8, 5/8 and 7/8 of the search, "cosine"
+            lets it fall to `last_lr`, "none" keeps it.
+        warmup: iterations in which the step size first rises in equal parts (adam only).
+        last_lr: where the cosine ends, as a share of `lr`.
+        langevin: noise added to every step on the images, as a multiple of the step size (adam only).
+        tv: weight of the total variation.
+        tv_units: whether it is taken of "normalised" images, as most weights are published, or of their "pixels".
         landmarks: weight of the squared distance at the method's landmarks, such as a known input of a layer; most
             methods have none.
         boxed: keep pixels in [0, 1] during the search.
         start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
-        labels: "auto" takes labels as known, else by the iDLG rule, else searches; "joint" searches unless known.
+        labels: "auto" takes labels as known, else as read off the classifier, else searches; "joint" reads none off.
         private_lr: step size for private tensors and label logits (adam only; these are never signed).
         history: pairs kept by L-BFGS.
         max_step: longest step of L-BFGS, as the root of its mean square over all unknowns.
@@ -53,8 +60,12 @@ class Matching(Attack):
     optimizer: Literal["adam", "lbfgs"] = "adam"
     lr: float = 0.1
     signed: bool = True
-    decay_lr: bool = True
+    schedule: Literal["step", "cosine", "none"] = "step"
+    warmup: int = 0
+    last_lr: float = 0.0
+    langevin: float = 0.0
     tv: float = 0.0
+    tv_units: Literal["normalised", "pixels"] = "normalised"
     landmarks: float = 0.1
     boxed: bool = True
     start: Literal["normal", "uniform", "grey"] = "normal"
@@ -73,7 +84,7 @@ class Matching(Attack):
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         if not self.max_step > 0:
             raise ValueError(f"expected max_step > 0, got {self.max_step}")
-        for name in ("tv", "landmarks", "tolerance", "patience", "enough"):
+        for name in ("tv", "landmarks", "tolerance", "patience", "enough", "warmup", "last_lr", "langevin"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
 
@@ -88,14 +99,16 @@ class Matching(Attack):
         groups: dict[object, list[tuple[int, Problem]]] = {}
         for i, view in enumerate(views):
             if results[i] is None:
-                problem = Problem(view, fixed_labels(view, self.labels), self.objective, self.tv, self.landmarks)
+                problem = self._problem(view)
                 groups.setdefault(problem.key, []).append((i, problem))
         for members in groups.values():
             for trials in self._waves(members, results):
-                for begin in range(0, len(trials), self.stack):
-                    chunk = trials[begin : begin + self.stack]
+                size = self._chunk()
+                for begin in range(0, len(trials), size):
+                    chunk = trials[begin : begin + size]
                     starts = [self._start(problem, seeds[i], r) for i, problem, r in chunk]
-                    found = self._search(Stack([problem for _, problem, _ in chunk]), _stacked(starts))
+                    noise = [stream(seeds[i], "langevin", r) for i, _, r in chunk]
+                    found = self._search(Stack([problem for _, problem, _ in chunk]), _stacked(starts), noise)
                     for (i, problem, _), trial in zip(chunk, found, strict=True):
                         results[i] = _better(results[i], self._result(problem, *trial))
         return [NotApplicable("no trial was run") if r is None else r for r in results]
@@ -125,19 +138,43 @@ class Matching(Attack):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
         return None
 
+    # ---- what a subclass may change ----------------------------------------------------------------------------------
+    def _problem(self, view: ServerView) -> Problem:
+        """What is searched for, and compared with what."""
+        labels = fixed_labels(view, self.labels)
+        space, terms = self._space(view), self._terms(view)
+        return Problem(view, labels, self.objective, self.tv, self.landmarks, self.tv_units, space, terms)
+
+    def _space(self, view: ServerView) -> Space:
+        """What images are made from."""
+        return IMAGES
+
+    def _terms(self, view: ServerView) -> tuple[Term, ...]:
+        """Further terms of the objective."""
+        return ()
+
+    def _chunk(self) -> int:
+        """How many trials share a stack; the restarts of a view lie side by side."""
+        return self.stack
+
+    def _evaluate(self, stack: Stack, variables: Variables) -> tuple[Tensor, Variables]:
+        """Objectives (T,) and their gradients by variable."""
+        return stack.evaluate(variables)
+
     # ---- one trial ---------------------------------------------------------------------------------------------------
     def _start(self, problem: Problem, seed: int, restart: int) -> Variables:
         view = problem.view
         draw = stream(seed, "attack", restart)
         count = view.batch_size or 1
-        mean, std = (torch.tensor(x).view(-1, 1, 1) for x in (view.task.mean, view.task.std))
-        shape = (count, *view.task.input_shape)
-        if self.start == "normal":
+        offset, scale = (torch.tensor(x).view(-1, 1, 1) for x in problem.space.units(view.task))
+        shape = (count, *problem.space.shape(view.task))
+        start = problem.space.start or self.start
+        if start == "normal":
             inputs = torch.randn(shape, generator=draw)
-        elif self.start == "uniform":
-            inputs = (torch.rand(shape, generator=draw) - mean) / std
+        elif start == "uniform":
+            inputs = (torch.rand(shape, generator=draw) - offset) / scale
         else:
-            inputs = ((torch.full(shape, 0.5) - mean) / std).float()
+            inputs = ((torch.full(shape, 0.5) - offset) / scale).float()
         made = {INPUTS: inputs}
         if problem.labels is None:
             made[LABELS] = torch.randn(count, view.task.num_classes, generator=draw)
@@ -148,7 +185,6 @@ class Matching(Attack):
 
     def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
         view = problem.view
-        mean, std = problem.constants["mean"], problem.constants["std"]
         labels = problem.labels
         if LABELS in row:
             labels = row[LABELS].argmax(-1)
@@ -160,7 +196,7 @@ class Matching(Attack):
             "private_init": bool(view.private and view.private_init),
         }
         return Reconstruction(
-            inputs=(row[INPUTS] * std + mean).clamp(0, 1),
+            inputs=problem.pixels(row[INPUTS]).clamp(0, 1),
             labels=labels if view.method.uses_labels else None,
             objective=objective,
             history=history,
@@ -169,12 +205,14 @@ class Matching(Attack):
         )
 
     # ---- the search --------------------------------------------------------------------------------------------------
-    def _search(self, stack: Stack, variables: Variables) -> list[tuple[Variables, float, tuple[float, ...]]]:
+    def _search(
+        self, stack: Stack, variables: Variables, noise: Sequence[torch.Generator]
+    ) -> list[tuple[Variables, float, tuple[float, ...]]]:
         low, high = _limits(stack.problems[0])
         watch = _Watch(variables)
-        mover = _Adam(self) if self.optimizer == "adam" else _Quasi(self)
+        mover = Adam(self, noise) if self.optimizer == "adam" else Quasi(self)
         for iteration in range(self.iterations + 1):
-            values, grads = stack.evaluate(variables)
+            values, grads = self._evaluate(stack, variables)
             relative = watch.note(iteration, values, variables)
             if iteration == self.iterations:
                 break
@@ -189,7 +227,7 @@ class Matching(Attack):
                 grads = {k: v[rows] for k, v in grads.items()}
             scale = watch.scale
             grads = {k: g / scale.view(-1, *[1] * (g.ndim - 1)) for k, g in grads.items()}
-            variables = mover.move(variables, grads, iteration / self.iterations)
+            variables = mover.move(variables, grads)
             if self.boxed:
                 variables[INPUTS] = torch.maximum(torch.minimum(variables[INPUTS], high), low)
         return watch.results()
@@ -218,8 +256,8 @@ def _guess(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
 
 
 def _limits(problem: Problem) -> tuple[Tensor, Tensor]:
-    mean, std = problem.constants["mean"], problem.constants["std"]
-    return (0 - mean) / std, (1 - mean) / std
+    offset, scale = problem.constants["offset"], problem.constants["scale"]
+    return (0 - offset) / scale, (1 - offset) / scale
 
 
 def _better(old: Result | None, new: Reconstruction) -> Reconstruction:
@@ -275,51 +313,3 @@ class _Watch:
             ({k: v[t].clone() for k, v in self.best.items()}, values[t], tuple(self.history[t]))
             for t in range(self.count)
         ]
-
-
-class _Adam:
-    """Adam, row by row; images optionally by sign, everything else at its own step size."""
-
-    def __init__(self, settings: Matching) -> None:
-        self.settings = settings
-        self.first: Variables = {}
-        self.second: Variables = {}
-        self.steps = 0
-
-    def move(self, variables: Variables, grads: Variables, done: float) -> Variables:
-        """The next iterate, `done` in [0, 1) being the share of the search behind."""
-        self.steps += 1
-        factor = 0.1 ** sum(done >= mark for mark in (3 / 8, 5 / 8, 7 / 8)) if self.settings.decay_lr else 1.0
-        result = {}
-        for k, g in grads.items():
-            if k == INPUTS and self.settings.signed:
-                g = g.sign()
-            m = self.first[k] = 0.9 * self.first.get(k, torch.zeros_like(g)) + 0.1 * g
-            v = self.second[k] = 0.999 * self.second.get(k, torch.zeros_like(g)) + 0.001 * g * g
-            step = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
-            lr = self.settings.lr if k == INPUTS else self.settings.private_lr
-            result[k] = variables[k] - lr * factor * step
-        return result
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these trials."""
-        self.first = {k: v[rows] for k, v in self.first.items()}
-        self.second = {k: v[rows] for k, v in self.second.items()}
-
-
-class _Quasi:
-    """L-BFGS over all variables of a trial together."""
-
-    def __init__(self, settings: Matching) -> None:
-        self.solver = StackedLBFGS(settings.history, settings.lr, settings.max_step)
-
-    def move(self, variables: Variables, grads: Variables, done: float) -> Variables:
-        """The next iterate."""
-        count = len(next(iter(grads.values())))
-        move = self.solver.step(torch.cat([g.reshape(count, -1) for g in grads.values()], dim=1))
-        parts = move.split([g[0].numel() for g in grads.values()], dim=1)
-        return {k: variables[k] + part.view_as(variables[k]) for k, part in zip(grads, parts, strict=True)}
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these trials."""
-        self.solver.keep(rows)

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from torch import Tensor
+
+from fl.client import Client
+from fl.types import Candidate, ServerView
+
+
+class Term(Protocol):
+    """A further term of a search's objective: a frozen dataclass of settings."""
+
+    def constants(self, view: ServerView) -> Any:
+        """The tensors it needs of a view, as a tree of a form that depends on the settings alone."""
+
+    def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
+        """Its value at a guess, a number; differentiable, and fit for `vmap`.
+
+        Args:
+            view: of the guess's own trial; its received tensors and buffers may be stacked.
+            candidate: the guess.
+            client: the local rule as far as the server knows it.
+            constants: what `constants` made of the same view.
+        """
 
 
 def total_variation(inputs: Tensor, std: Tensor) -> Tensor:

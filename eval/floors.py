@@ -10,6 +10,8 @@ Four guesses, each of them scored by every metric (see `eval.score`):
   it bounds what an attacker scores who only hands out pictures he had before. The reference set stands for the
   attacker's auxiliary data and must not contain the client's images; exact copies of a true image (to 8 bits) are left
   out.
+
+And the opposite, `bound`: the best that an attack's own parametrisation could show of an image, which takes the truth.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attacks.latent import Upsampled
 from eval.assignment import pairwise_mse
 from fl.seeds import stream
 
@@ -64,6 +67,22 @@ def nearest(truth: Tensor, reference: Tensor) -> Tensor:
         lonely = int(best.isinf().nonzero()[0])
         raise ValueError(f"expected a reference image other than true image {lonely}, got none in {len(reference)}")
     return index.to(reference.device)
+
+
+def bound(truth: Tensor, factor: int) -> Tensor:
+    """An upper bound on `rog` with bicubic codes: the closest image that any code has, by least squares.
+
+    An oracle, never part of an attack.
+
+    Args:
+        truth: (N, C, H, W) in [0, 1].
+        factor: the attack's.
+
+    Returns:
+        Images of the truth's shape, clamped to [0, 1].
+    """
+    height, width = truth.shape[-2:]
+    return Upsampled(factor, (height, width)).closest(truth).clamp(0, 1).to(truth)
 
 
 def _round8(images: Tensor) -> Tensor:

@@ -237,6 +237,7 @@ def _check_settings(settings: Mapping[str, Any], own: Sequence[str], registry: R
     """Whether all keys are known, so that what is said of others names those that every entry has, too."""
     entry = registry.get(str(settings.get("name", "")).rpartition("+")[2]) if "name" in settings else None
     known = [f.name for f in dataclasses.fields(entry)] if isinstance(entry, type) else []
+    known += ["preset"] if getattr(entry, "presets", None) else []
     for key in settings:
         if key not in {"name", *known}:
             what = f"setting of {registry.kind} {settings['name']!r}" if entry else f"key of a {registry.kind}"

@@ -85,7 +85,8 @@ def _about(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
         return {**about, "fields": {}}
     words = meanings(entry)
     fields = {f.name: {**_default(f), "meaning": words.get(f.name, "")} for f in dataclasses.fields(entry) if f.init}
-    return {**about, "fields": fields}
+    presets = {name: dataclasses.asdict(preset) for name, preset in getattr(entry, "presets", {}).items()}
+    return {**about, "fields": fields, **({"presets": presets} if presets else {})}
 
 
 def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -121,4 +122,7 @@ def _print(screen: Console, about: dict[str, Any]) -> None:
         grid.add_row(name, default.strip('"'), field["meaning"])
     if about["fields"]:
         screen.print(grid, highlight=False)
+    for name, preset in about.get("presets", {}).items():
+        settings = ", ".join(f"{key} {json.dumps(value)}".replace('"', "") for key, value in preset["settings"].items())
+        screen.print(f"preset {name}: {settings} ({preset['source']})", highlight=False, markup=False)
     screen.print()

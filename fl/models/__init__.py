@@ -28,6 +28,8 @@ class Network:
     """
 
     registry: ClassVar[Registry[Network]] = models
+    head_bias: ClassVar[bool] = True
+    """Whether the head has a bias."""
 
     input_shape: tuple[int, int, int]
     normalize: bool = True
@@ -52,7 +54,7 @@ class Network:
             raise ValueError(f"expected at least 2 classes, got {num_classes}")
         first = self._normalisation()
         with torch.device("meta"):  # shapes only: nothing is drawn from the global generator
-            model = Classifier(first, self.body(), self.input_shape, num_classes)
+            model = Classifier(first, self.body(), self.input_shape, num_classes, bias=self.head_bias)
         model.to_empty(device="cpu")
         self.initialise(model, torch.Generator().manual_seed(seed))
         mean, std = first.values if first is not None else ((), ())

@@ -57,19 +57,25 @@ class Normalize(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A normalisation, an extractor `body` and a linear `head`.
+    """A normalisation, an extractor `body` and a linear `head`, with or without `bias`.
 
     Raises:
         ValueError: images of `input_shape` are too small for the extractor or have other channels.
     """
 
     def __init__(
-        self, normalise: Normalize | None, body: nn.Module, input_shape: tuple[int, int, int], num_classes: int
+        self,
+        normalise: Normalize | None,
+        body: nn.Module,
+        input_shape: tuple[int, int, int],
+        num_classes: int,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.normalise = normalise if normalise is not None else nn.Identity()
         self.body = body
-        self.head = nn.Linear(features(body, input_shape), num_classes)
+        self.head = nn.Linear(features(body, input_shape), num_classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, K) of pixels in [0, 1] (B, C, H, W)."""

@@ -122,14 +122,18 @@ def test_known_labels_are_used_and_said() -> None:
     assert found.knowledge == ("labels",)
 
 
-def test_unknown_labels_of_a_batch_are_searched_for() -> None:
-    view, _ = shared_by(worlds.task(), one_step(), worlds.images(2, "joint"))
-    found = attacks.build({"name": "ig", "iterations": 5})(view)
+def test_unknown_labels_of_a_batch_are_searched_for_where_none_can_be_read_off() -> None:
+    view, truth = shared_by(worlds.task(), one_step(), worlds.images(2, "joint"))
+    headless = replace(view, update={n: v for n, v in view.update.items() if not n.startswith("head.")})
+    found = attacks.build({"name": "ig", "iterations": 5})(headless)
     assert isinstance(found, Reconstruction)
     assert found.labels is not None
     assert found.labels.shape == (2,)
-    refused = attacks.build("idlg")(view)
+    refused = attacks.build("idlg")(headless)
     assert "label" in refused.reason  # type: ignore[union-attr]
+    for name in ("ig", "idlg"):
+        read = attacks.build({"name": name, "iterations": 2})(view)
+        assert torch.equal(read.labels, truth.labels.sort().values)  # type: ignore[union-attr]
 
 
 def test_what_the_server_does_not_know_is_said() -> None:

@@ -1,0 +1,251 @@
+"""GradInversion: gradients, batch-norm statistics and the agreement of several searches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from attacks.base import Preset, Reconstruction, attacks
+from attacks.matching import Matching
+from attacks.priors import Term
+from attacks.problem import INPUTS, Problem, Stack, Variables
+from fl.client import Client
+from fl.types import Candidate, ServerView
+
+Moments = dict[str, tuple[Tensor, Tensor]]
+"""Mean and variance per channel of what a batch norm is given, by the layer's name."""
+
+
+@attacks.register("gradinversion")
+@dataclass(frozen=True, kw_only=True)
+class GradInversion(Matching):
+    """GradInversion (Yin et al., CVPR 2021): several searches that pull each other towards their mean.
+
+    The objective is the distance of the updates plus total variation, the images' energy, the distance of batch-norm
+    statistics and, over the restarts of one view, the distance to their consensus; noise is added to every step. The
+    paper takes squared distances and plain Adam; directions and signed steps find more on small networks, so they are
+    the defaults. The weights are relative to the update's own size, and so not the paper's numbers.
+
+    Threat model: batch-norm statistics come from shared buffers. Where the server sees them after a client trained in
+    train mode, they give the very statistics of its batch (of several steps, their weighted mean); else they are the
+    running ones, as in the paper. A network without batch norm, or whose buffers are not shared, is attacked without
+    the term, and so are running statistics that no training has moved yet; `knowledge` says which ones were used.
+
+    It differs from the paper in the registration: where the paper aligns the searches by RANSAC-flow, which takes a
+    trained network, here each is moved by a whole number of pixels at most, round the border. Labels are recovered
+    as by every search, and are not assumed to be all different. Where those of a batch have to be searched for, the
+    searches go alone: nothing says which image of one is which of another.
+
+    Attributes:
+        iterations: of the search.
+        restarts: searches that agree with each other; the one with the smallest objective is the result.
+        energy: weight of the mean square of the images in normalised units.
+        statistics: weight of the batch-norm statistics' distance.
+        first: factor on that of the first batch norm.
+        group: weight of the mean squared distance to the consensus.
+        register: farthest shift in pixels when the searches are aligned; 0 takes their mean pixel by pixel.
+    """
+
+    plain: ClassVar[str] = (
+        "runs several searches that agree on one picture, and checks it against the averages the network keeps."
+    )
+    presets: ClassVar[dict[str, Preset]] = {
+        "published": Preset(
+            "Yin et al., CVPR 2021: length, warm-up and noise of the search; the weights are in other units",
+            {"iterations": 20_000, "objective": "l2", "signed": False, "langevin": 0.2, "first": 10.0},
+        ),
+        "breaching": Preset(
+            "breaching 0.1.2, `seethroughgradients`: one search, less noise",
+            {"iterations": 20_000, "objective": "l2", "signed": False, "first": 10.0, "restarts": 1},
+        ),
+    }
+
+    iterations: int = 2000
+    restarts: int = 4
+    schedule: Literal["step", "cosine", "none"] = "cosine"
+    warmup: int = 50
+    langevin: float = 0.01
+    tv: float = 1e-4
+    energy: float = 1e-6
+    statistics: float = 1e-3
+    first: float = 1.0
+    group: float = 0.01
+    register: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("energy", "statistics", "first", "group", "register"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+        if self.enough:
+            raise ValueError(f"expected enough=0, since all searches run side by side, got {self.enough}")
+
+    def _terms(self, view: ServerView) -> tuple[Term, ...]:
+        terms: list[Term] = [Energy(weight=self.energy)] if self.energy else []
+        if self.statistics and known(view):
+            terms.append(Statistics(weight=self.statistics, first=self.first))
+        return tuple(terms)
+
+    def _chunk(self) -> int:
+        """As many whole views as fit; a view's searches are never parted."""
+        return max(1, self.stack // self.restarts) * self.restarts
+
+    def _evaluate(self, stack: Stack, variables: Variables) -> tuple[Tensor, Variables]:
+        """With the distance to the consensus, which is held fixed as in the paper; for the mean that is exact."""
+        values, grads = stack.evaluate(variables)
+        if not self.group:
+            return values, grads
+        rows: dict[int, list[int]] = {}
+        for row, problem in enumerate(stack.problems):
+            if problem.labels is not None or variables[INPUTS].shape[1] == 1:
+                rows.setdefault(id(problem), []).append(row)
+        for mine in rows.values():
+            guesses = variables[INPUTS][mine]
+            apart = guesses - consensus(guesses, self.register)
+            values[mine] += self.group * apart.square().flatten(1).mean(1)
+            grads[INPUTS][mine] += 2 * self.group * apart / apart[0].numel()
+        return values, grads
+
+    def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
+        result = super()._result(problem, row, objective, history)
+        if not any(isinstance(term, Statistics) for term in problem.terms):
+            return result
+        which = "batch" if of_batch(problem.view) else "running"
+        return replace(result, knowledge=(*result.knowledge, f"batch-norm statistics ({which})"))
+
+
+def consensus(guesses: Tensor, reach: int) -> Tensor:
+    """The mean (N, C, H, W) of guesses (G, N, C, H, W), each moved by at most `reach` pixels to fit their mean best.
+
+    The fit is the correlation over all channels; what leaves the image on one side comes back on the other.
+    """
+    mean = guesses.mean(0)
+    if reach == 0:
+        return mean
+    height, width = mean.shape[-2:]
+    spectra = torch.fft.rfft2(guesses - guesses.mean((-2, -1), keepdim=True))
+    fit = torch.fft.irfft2(torch.fft.rfft2(mean) * spectra.conj(), s=(height, width)).sum(2)
+    near = [torch.arange(side, device=mean.device) for side in (height, width)]
+    near = [torch.minimum(x, len(x) - x) <= reach for x in near]
+    fit = fit.masked_fill(~(near[0][:, None] & near[1]), -torch.inf)
+    shift = fit.flatten(-2).argmax(-1)  # (G, N)
+    rows, columns = torch.arange(height, device=mean.device), torch.arange(width, device=mean.device)
+    rows = (rows - (shift // width)[..., None]) % height
+    columns = (columns - (shift % width)[..., None]) % width
+    index = (rows[..., :, None] * width + columns[..., None, :]).flatten(-2)
+    moved = guesses.flatten(-2).gather(-1, index[:, :, None].expand(*guesses.shape[:3], -1))
+    return moved.view_as(guesses).mean(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """The mean square of the images in normalised units."""
+
+    weight: float
+
+    def constants(self, view: ServerView) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the normalisation."""
+        mean, std = (torch.tensor(x, dtype=view.dtype, device=view.device) for x in (view.task.mean, view.task.std))
+        return mean.view(-1, 1, 1), std.view(-1, 1, 1)
+
+    def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
+        """The weighted term."""
+        mean, std = constants
+        return self.weight * ((candidate.inputs - mean) / std).square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """How far means and variances before every batch norm are from those the server knows.
+
+    They are taken with the weights the client starts from, over all images at once.
+    """
+
+    weight: float
+    first: float
+
+    def constants(self, view: ServerView) -> Moments:
+        """What the server knows."""
+        return known(view)
+
+    def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
+        """The weighted term: norms of the differences, summed over the layers."""
+        found = moments(view, candidate, client, constants)
+        parts = []
+        for i, (name, (mean, variance)) in enumerate(constants.items()):
+            apart = (found[name][0] - mean).norm() + (found[name][1] - variance).norm()
+            parts.append(apart * (self.first if i == 0 else 1.0))
+        return self.weight * torch.stack(parts).sum()
+
+
+def batch_norms(view: ServerView) -> dict[str, _BatchNorm]:
+    """The layers whose statistics the server has, by name, in the network's order."""
+    return {
+        name: module
+        for name, module in view.client.predictor.named_modules()
+        if isinstance(module, _BatchNorm) and f"{name}.running_mean" in view.buffers
+    }
+
+
+def of_batch(view: ServerView) -> bool:
+    """Whether the statistics are those of the client's batch, not of all training so far."""
+    return view.method.train_mode and view.buffers_after is not None
+
+
+def known(view: ServerView) -> Moments:
+    """What the server knows of the statistics before every batch norm.
+
+    A running statistic s moves by `s <- (1 - m) s + m b` with every batch's b, so before and after T batches give the
+    mean of b with weights (1 - m)^(T - 1 - t).
+    """
+    found: Moments = {}
+    for name, module in batch_norms(view).items():
+        keys = [f"{name}.running_{which}" for which in ("mean", "var")]
+        before = [view.buffers[key] for key in keys]
+        if view.buffers_after is None or not of_batch(view) or module.momentum is None:
+            if bool(before[0].any()) or bool((before[1] != 1).any()):
+                found[name] = (before[0], before[1])
+            continue
+        kept = (1 - module.momentum) ** _batches(view, name)
+        after = [view.buffers_after[key] for key in keys]
+        mean, variance = ((new - kept * old) / (1 - kept) for new, old in zip(after, before, strict=True))
+        found[name] = (mean, variance)
+    return found
+
+
+def _batches(view: ServerView, name: str) -> int:
+    """How many batches a layer has counted, or how many steps there were where it does not count."""
+    counter = f"{name}.num_batches_tracked"
+    if view.buffers_after is not None and counter in view.buffers_after and counter in view.buffers:
+        counted = int(view.buffers_after[counter] - view.buffers[counter])
+        if counted > 0:
+            return counted
+    return sum(len(steps) for steps in view.schedule or ()) or 1
+
+
+def moments(view: ServerView, candidate: Candidate, client: Client, names: Mapping[str, object]) -> Moments:
+    """Means and (as running ones are) unbiased variances of what the layers `names` are given; differentiable."""
+    found: Moments = {}
+
+    def keep(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        rest = [d for d in range(given[0].ndim) if d != 1]
+        count = given[0].numel() // given[0].shape[1]
+        found[name] = (given[0].mean(rest), given[0].var(rest, correction=min(1, count - 1)))
+
+    own = client.task.buffers
+    params = {k: v for k, v in candidate.private.items() if "/" not in k and k not in own}
+    buffers = {**own, **view.buffers, **{k: v for k, v in candidate.private.items() if k in own}}
+    start = client.method.parametrisation.lift({**view.shared, **params})
+    handles = [client.predictor.get_submodule(n).register_forward_pre_hook(partial(keep, n)) for n in names]
+    try:
+        client.network(start, buffers)(candidate.inputs)  # type: ignore[arg-type]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

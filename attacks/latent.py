@@ -1,0 +1,112 @@
+"""What a search for images moves: the images themselves, or something smaller they are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fl.types import Task
+
+
+@dataclass(frozen=True)
+class Space:
+    """The images themselves, in the model's normalised units.
+
+    Attributes:
+        start: the one start that makes sense here, or None where all of `Matching.start` do.
+    """
+
+    start: ClassVar[str | None] = None
+
+    def shape(self, task: Task) -> tuple[int, int, int]:
+        """Of one variable."""
+        return task.input_shape
+
+    def units(self, task: Task) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Per channel, the offset and the scale that turn a variable into numbers in [0, 1]."""
+        return task.mean, task.std
+
+    def decode(self, values: Tensor) -> Tensor:
+        """Pixels (B, C, H, W) of variables in [0, 1] (B, *shape); differentiable."""
+        return values
+
+
+@dataclass(frozen=True)
+class Upsampled(Space):
+    """Small images in [0, 1] that bicubic interpolation enlarges (ROG, Yue et al. 2023).
+
+    Interpolation is linear in rows and in columns: `x = U_h z U_w^T`, which equals `F.interpolate(mode="bicubic")` and,
+    unlike it, adds up in the same order on every device.
+
+    Attributes:
+        factor: how many times smaller than the images, rounded up.
+        size: (H, W) of the images.
+    """
+
+    factor: int
+    size: tuple[int, int]
+
+    def shape(self, task: Task) -> tuple[int, int, int]:
+        """(C, ceil(H / factor), ceil(W / factor))."""
+        height, width = (-(-side // self.factor) for side in self.size)
+        return task.input_shape[0], height, width
+
+    def units(self, task: Task) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Pixels as they are: the method knows no normalisation."""
+        channels = task.input_shape[0]
+        return (0.0,) * channels, (1.0,) * channels
+
+    def decode(self, values: Tensor) -> Tensor:
+        """The enlarged images."""
+        rows, columns = (_bicubic(side, self.factor).to(values) for side in self.size)
+        return rows @ values @ columns.mT
+
+    def closest(self, images: Tensor) -> Tensor:
+        """The images of this space closest to `images` (N, C, H, W) by least squares, in float64."""
+        rows, columns = (_bicubic(side, self.factor) for side in self.size)
+        reach = [u @ torch.linalg.pinv(u) for u in (rows, columns)]
+        return reach[0] @ images.detach().cpu().double() @ reach[1].mT
+
+
+@cache
+def _bicubic(side: int, factor: int) -> Tensor:
+    """Bicubic interpolation of a row of ceil(side / factor) numbers to `side`, as a matrix in float64."""
+    small = -(-side // factor)
+    identity = torch.eye(small, dtype=torch.float64)[None, None]
+    return F.interpolate(identity, size=(side, small), mode="bicubic", align_corners=False)[0, 0]
+
+
+@dataclass(frozen=True)
+class Decoded(Space):
+    """Codes of a trained decoder, about N(0, 1).
+
+    Attributes:
+        network: (B, *code) to pixels (B, C, H, W); nothing of it is trained any more.
+        code: shape of one code.
+    """
+
+    start: ClassVar[str | None] = "normal"
+
+    network: Callable[[Tensor], Tensor]
+    code: tuple[int, int, int]
+
+    def shape(self, task: Task) -> tuple[int, int, int]:
+        """Of one code."""
+        return self.code
+
+    def units(self, task: Task) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Codes as they are."""
+        return (0.0,) * self.code[0], (1.0,) * self.code[0]
+
+    def decode(self, values: Tensor) -> Tensor:
+        """The decoder's images."""
+        return self.network(values)
+
+
+IMAGES = Space()

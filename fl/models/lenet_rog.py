@@ -1,0 +1,36 @@
+"""The LeNet that ROG's authors attack (Yue et al., USENIX Security 2023, and their code)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from fl.models import Network, models
+from fl.models.layers import features
+
+
+@models.register("lenet-rog")
+@dataclass(frozen=True, kw_only=True)
+class LeNetROG(Network):
+    """Two 5x5 convolutions of 32 and 64 channels, ReLU, 2x2 max pooling, 512 features; linear layers without bias."""
+
+    head_bias: ClassVar[bool] = False
+
+    input_shape: tuple[int, int, int] = (3, 128, 128)
+    normalize: bool = False
+
+    def body(self) -> nn.Sequential:
+        """Features (B, 512)."""
+        layers = OrderedDict[str, nn.Module]()
+        channels = self.input_shape[0]
+        for i, width in enumerate((32, 64), start=1):
+            layers[f"conv{i}"] = nn.Conv2d(channels, width, 5, padding=2)
+            layers |= {f"act{i}": nn.ReLU(), f"pool{i}": nn.MaxPool2d(2)}
+            channels = width
+        layers["flatten"] = nn.Flatten()
+        layers["fc1"] = nn.Linear(features(nn.Sequential(layers), self.input_shape), 512, bias=False)
+        layers["act"] = nn.ReLU()
+        return nn.Sequential(layers)
