@@ -17,6 +17,7 @@ from attacks import NotApplicable, Reconstruction, attacks
 from attacks.base import build
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.simulate import Round, Truth, observe
 from fl.tensors import Tensors, scaled
 from fl.types import ServerView
@@ -110,7 +111,15 @@ def test_every_attack_answers_under_every_defence(name: str, column: str) -> Non
             assert 0 <= float(result.inputs.min()) <= float(result.inputs.max()) <= 1
 
 
+def unpooled() -> ServerView:
+    """One step on one image of a network whose convolution strides instead of pooling."""
+    task = worlds.strided()
+    client = Client(task, worlds.one_step(world("fedavg").client.method))
+    return Federation(client, [ClientData(worlds.images(1, "victim"), worlds.images(1, "victim"))]).observe(0)[0]
+
+
 @pytest.mark.parametrize("name", list(ATTACKS))
 def test_every_attack_applies_somewhere(name: str) -> None:
-    results = [ATTACKS[name](victim(row)[0], seed=0) for row in ("fedavg", "fedper", "hyperfl")]
+    views = [victim(row)[0] for row in ("fedavg", "fedper", "hyperfl")] + [unpooled()]
+    results = [ATTACKS[name](view, seed=0) for view in views]
     assert any(isinstance(result, Reconstruction) for result in results)

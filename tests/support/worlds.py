@@ -38,6 +38,18 @@ def deeper() -> Task:
     return replace(given, model=model)
 
 
+def strided() -> Task:
+    """The same with strides in place of pooling."""
+    given = task()
+    model = copy.deepcopy(given.model)
+    body = model.get_submodule("body")
+    convolution = body.get_submodule("conv1")
+    assert isinstance(convolution, nn.Conv2d)
+    convolution.stride = (2, 2)
+    body.add_module("pool1", nn.Identity())  # in the place of the pooling
+    return replace(given, model=model)
+
+
 def images(n: int, *keys: object, shape: tuple[int, int, int] = (1, 8, 8)) -> Batch:
     """Labelled noise."""
     generator = stream(0, "images", n, *keys)

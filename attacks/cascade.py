@@ -1,0 +1,274 @@
+"""Exact inversion of convolutional networks with max pooling, layer by layer from the top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
+from attacks.exact.equations import Equations
+from attacks.exact.invert import solve
+from attacks.exact.layer import Layer
+from attacks.headless import obstacle, one_gradient
+from attacks.unroll import Stage, unroll
+from fl.tensors import dense
+from fl.types import ServerView
+
+RESHAPING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d)
+SURE = 1 / 255
+"""Standard deviation up to which a pixel counts as known."""
+RANGE = 1e-2
+"""How far outside [0, 1] a pixel may come out of equations that are satisfied."""
+
+
+@attacks.register("cascade")
+@dataclass(frozen=True, kw_only=True)
+class Cascade(Attack):
+    """Solves for the input of one layer after the other, from the last linear layer with a bias down to the pixels.
+
+    In the spirit of R-GAP (Zhu and Blaschko, ICLR 2021), which needs layers without pooling; the equations are ours.
+    For one local step on one image of a chain of convolutions, pooling, activations and linear layers. Needs neither
+    label nor classifier nor a trained prior: what flows back into a linear layer is its bias gradient, and its input
+    follows from the weight gradient, an outer product. For a convolution whose outputs and their signal are known, the
+    gradient of its weight and its own forward equations are linear in its input once it is known which position each
+    pooling cell passed on; `attacks.exact` finds that out.
+
+    `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
+    fix every pixel to a level of 8 bits. Pixels that they leave open (flat regions, where pooling never looked) come
+    from a smooth prior, and the result is then not verified.
+
+    `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
+    """
+
+    plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
+
+    @classmethod
+    def example(cls) -> Cascade:
+        """It has no settings."""
+        return cls()
+
+    def one(self, view: ServerView, seed: int) -> Result:
+        """Attack one view; nothing is random."""
+        reason = obstacle(view)
+        gradient = NotApplicable(reason) if reason is not None else one_gradient(view)
+        if isinstance(gradient, NotApplicable):
+            return gradient
+        stages = unroll(view, max_pooling=True)
+        if isinstance(stages, NotApplicable):
+            return stages
+        gradients = {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()}
+        top = _top(stages, gradients)
+        if top is None:
+            return NotApplicable("no linear layer with a bias is in the update: nothing says what flows back")
+        refused = _refusal(stages[: top + 1], gradients)
+        if refused is not None:
+            return NotApplicable(refused)
+        return _descend(view, stages, gradients, top)
+
+
+def _top(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> int | None:
+    """The first linear layer, counted from below, above which nothing is needed: its bias moved."""
+    for i, stage in enumerate(stages):
+        sent = gradients.get(f"{stage.name}.bias")
+        if isinstance(stage.layer, nn.Linear) and sent is not None and bool(sent.any()):
+            return i
+    return None
+
+
+def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:
+    """Why the stages can't be undone, or None."""
+    for below, stage in zip([None, *stages], stages, strict=False):
+        weight = gradients.get(f"{stage.name}.weight")
+        if weight is None or not bool(weight.any()):
+            return f"the update says nothing of {stage.name}: its weight did not move"
+        if not bool(weight.isfinite().all()):
+            return f"the update of {stage.name} has numbers that are not finite"
+        if below is None or isinstance(below.layer, nn.Linear):
+            continue
+        if stage is not stages[0] and _pooling(below, stage) is None:
+            return f"what lies between {below.name} and {stage.name} can't be undone"
+    return None
+
+
+@dataclass(frozen=True)
+class _Pooling:
+    window: tuple[int, int] = (1, 1)
+    average: bool = False
+
+
+def _pooling(stage: Stage, above: Stage) -> _Pooling | None:
+    """How a convolution's outputs are pooled before the stage above takes them, or None where that can't be undone."""
+    after = [m for m in stage.after if not isinstance(m, RESHAPING)]
+    before = [m for m in above.before if not isinstance(m, RESHAPING)]
+    norms = [m for m in after if isinstance(m, nn.BatchNorm2d)]
+    pools = [m for m in [*after, *before] if isinstance(m, nn.MaxPool2d | nn.AvgPool2d)]
+    if len(norms) + len(pools) != len(after) + len(before) or len(norms) > 1 or len(pools) > 1:
+        return None
+    if norms and after[0] is not norms[0]:
+        return None
+    if not pools:
+        return _Pooling()
+    (pool,) = pools
+    window, stride = _pair(pool.kernel_size), _pair(pool.stride)
+    average = isinstance(pool, nn.AvgPool2d)
+    if (
+        window != stride
+        or _pair(pool.padding) != (0, 0)
+        or pool.ceil_mode
+        or _pair(getattr(pool, "dilation", 1)) != (1, 1)
+    ):
+        return None
+    if average and pool in before and not isinstance(stage.activation, nn.Identity):
+        return None  # averages of what an activation bent are not linear in the convolution's outputs
+    return _Pooling(window, average)
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> Reconstruction:
+    signal = gradients[f"{stages[top].name}.bias"]
+    residuals: dict[str, Tensor] = {}
+    verified, off = True, 0.0
+    values = loose = doubt = signal
+    for i in range(top, -1, -1):
+        stage = stages[i]
+        if i < top:
+            values, signal, loose, doubt = _below(stage, stages[i + 1], values, signal, off)
+        weight = gradients[f"{stage.name}.weight"]
+        if isinstance(stage.layer, nn.Linear):
+            signal = gradients.get(f"{stage.name}.bias", signal.flatten())
+            left = weight - torch.outer(signal, signal @ weight) / (signal @ signal)
+            values = (signal @ weight) / (signal @ signal)
+            residuals[stage.name] = torch.stack([left.norm() / weight.norm(), left.new_zeros(())])
+            signal = signal @ stage.layer.weight.detach()
+            off = max(float(residuals[stage.name][0]), torch.finfo(view.dtype).eps)
+            verified = verified and off < 1e-3
+        else:
+            known = _equations(stage, stages[i + 1], gradients, (values, signal, loose, doubt))
+            known = replace(known, noise=max(off, _rounding(view, stage.name)))
+            solved = solve(known, _statistics(stage) if i == 0 else None)
+            found = solved.found
+            residuals[stage.name] = torch.tensor([found.gradient, found.forward])
+            verified = verified and solved.satisfied
+            if i == 0 and verified:
+                sure = float((solved.deviations() * _statistics(stage)[1][:, None, None]).max())
+                verified = sure < SURE
+            values, signal, off = found.x, solved.signal, max(found.gradient, known.noise)
+    image = stages[0].undo(values[None])
+    verified = verified and bool((image > -RANGE).all() and (image < 1 + RANGE).all())
+    return Reconstruction(
+        inputs=image.clamp(0, 1).to(view.device, view.dtype),
+        labels=view.labels,
+        objective=max(float(r.max()) for r in residuals.values()),
+        private={f"residual/{name}": value for name, value in residuals.items()},
+        verified=verified,
+    )
+
+
+def _below(
+    stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the activation of `stage` was given, pooled, and what flows back into it.
+
+    And how far the first may be off, and the factor between the slopes on both sides of the bend where that leaves the
+    side open; `off` is how far the values may be off, relative to their root mean square.
+    """
+    if above.pointwise:
+        zero = torch.zeros(1, *above.shape, dtype=values.dtype)
+        slope = (above.given(zero + 1) - above.given(zero)).flatten()
+        values, signal = above.undo(values[None]).flatten(), signal.flatten() * slope
+    values, signal = values.flatten(), signal.flatten()
+    error = off * values.square().mean().sqrt()
+    given, slope = _undone(stage.activation, values, error)
+    doubt = torch.ones_like(slope)
+    if isinstance(stage.activation, nn.LeakyReLU):
+        gentle = stage.activation.negative_slope
+        doubt = torch.where(values.abs() > 5 * error, doubt, torch.where(values >= 0, gentle, 1 / gentle).to(values))
+    return given, signal * slope, error / slope.clamp_min(1e-6), doubt
+
+
+def _undone(activation: nn.Module, values: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """What an activation was given and its slope there; a ReLU at rest was given 0 at most and passes nothing back."""
+    if isinstance(activation, nn.LeakyReLU):
+        slope = torch.where(values >= 0, 1.0, activation.negative_slope).to(values)
+        return values / slope, slope
+    if isinstance(activation, nn.ReLU):
+        alive = values > 3 * error
+        return values * alive, alive.to(values)
+    if isinstance(activation, nn.Sigmoid):
+        values = values.clamp(1e-12, 1 - 1e-12)
+        return values.logit(), values * (1 - values)
+    if isinstance(activation, nn.Tanh):
+        values = values.clamp(-1 + 1e-12, 1 - 1e-12)
+        return values.atanh(), 1 - values**2
+    return values, torch.ones_like(values)
+
+
+def _equations(
+    stage: Stage,
+    above: Stage,
+    gradients: dict[str, Tensor],
+    seen: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> Equations:
+    """What is known of a convolution; `seen` is what `_below` returns."""
+    conv = stage.layer
+    assert isinstance(conv, nn.Conv2d)
+    pooling = _pooling(stage, above)
+    assert pooling is not None
+    weight = conv.weight.detach()
+    bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
+    scale, shift = _normalisation(stage, weight)
+    layer = Layer(
+        weight * scale[:, None, None, None],
+        bias * scale + shift,
+        (conv.in_channels, stage.shape[1], stage.shape[2]),
+        _pair(conv.padding),  # type: ignore[arg-type]
+        _pair(conv.stride),  # type: ignore[arg-type]
+        pooling.window,
+        pooling.average,
+    )
+    gradient = gradients[f"{stage.name}.weight"]
+    target, signal, loose, doubt = (part.view(len(weight), -1) for part in seen)
+    resting = isinstance(stage.activation, nn.ReLU)
+    return Equations(
+        layer,
+        gradient.flatten(1) / scale[:, None],
+        target,
+        signal,
+        target > 0 if resting else torch.ones_like(target, dtype=torch.bool),
+        loose,
+        doubt,
+    )
+
+
+def _normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Factor and shift of each output (O,) by batch normalisation at rest."""
+    norms = [m for m in stage.after if isinstance(m, nn.BatchNorm2d)]
+    if not norms:
+        return like.new_ones(len(like)), like.new_zeros(len(like))
+    (norm,) = norms
+    with torch.no_grad():
+        shift = norm(like.new_zeros(1, len(like), 1, 1)).flatten()
+        return norm(like.new_ones(1, len(like), 1, 1)).flatten() - shift, shift
+
+
+def _rounding(view: ServerView, name: str) -> float:
+    """Share of a weight's gradient that is rounding: the update is a difference of numbers of the weight's size."""
+    full = f"{name}.weight"
+    step = torch.finfo(view.dtype).eps
+    moved, start = dense(view.update[full]).norm(), dense(view.shared[full]).norm()
+    return float(step * (1 + start / moved)) if bool(moved > 0) else step
+
+
+def _statistics(stage: Stage) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the normalisation before the first layer, channel by channel (I,)."""
+    zero = torch.zeros(1, *stage.shape, dtype=torch.float64)
+    offset, slope = stage.given(zero), stage.given(zero + 1)
+    std = 1 / (slope - offset).flatten(2)[0, :, 0]
+    return -offset.flatten(2)[0, :, 0] * std, std

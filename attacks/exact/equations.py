@@ -1,0 +1,240 @@
+"""What a gradient says of the input of one convolution, and its least-squares solutions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attacks.exact.layer import Layer
+
+
+@dataclass(frozen=True)
+class Equations:
+    """What is known of a convolution's input X once everything above it is.
+
+    With U_l the patch at position l and pos(o, k) the position that pooling passed on in cell k of channel o,
+
+        filter_o . U_pos(o, k) + bias_o = target_ok, and no other position of the cell exceeds it,      (forward)
+        gradient_o = sum_k signal_ok U_pos(o, k).                                                       (gradient)
+
+    Attributes:
+        layer: the convolution.
+        gradient: of its weight (O, M).
+        target: pooled outputs before the activation (O, K).
+        signal: what flowed back into them (O, K).
+        seen: whether a target is known (O, K); where not (a ReLU at rest) it is an upper bound, 0.
+        loose: standard deviation of the targets (O, K): an activation's gentle slope magnifies rounding.
+        doubt: factor on the signal, and divisor of the target, if an output was on the other side of the activation's
+            bend (O, K); 1 where that is out of the question.
+        noise: how far `gradient` may be off, relative to its root mean square.
+    """
+
+    layer: Layer
+    gradient: Tensor
+    target: Tensor
+    signal: Tensor
+    seen: Tensor
+    loose: Tensor
+    doubt: Tensor
+    noise: float = 1e-7
+
+    @cached_property
+    def height(self) -> Tensor:
+        """Targets without the bias (O, K)."""
+        return self.target - self.layer.bias[:, None]
+
+    @cached_property
+    def forward_scale(self) -> Tensor:
+        """Root mean square of the known outputs."""
+        return self.height[self.seen].square().mean().sqrt()
+
+    @cached_property
+    def trust(self) -> Tensor:
+        """Factor on a target's error that makes all comparable (O, K): below 1 where rounding alone explains more."""
+        return (1e-6 * self.forward_scale / self.loose).clamp_max(1.0)
+
+    def average(self, values: Tensor) -> Tensor:
+        """Mean of `values` (O, K) over the targets seen, those known better counting more."""
+        weights = self.trust.square() * self.seen
+        return (values * weights).sum() / weights.sum()
+
+    @cached_property
+    def gradient_scale(self) -> Tensor:
+        """Root mean square of each filter's gradient (O,), never zero."""
+        size = self.gradient.square().mean(1).sqrt()
+        return size.clamp_min(1e-12 * size.max() + torch.finfo(size.dtype).tiny)
+
+    @cached_property
+    def start(self) -> Tensor:
+        """Every position of a cell alike (O, K, P)."""
+        cells = self.layer.cells
+        return self.gradient.new_full((len(self.gradient), *cells.shape), 1 / cells.shape[1])
+
+    def excess(self, x: Tensor) -> Tensor:
+        """How far the output of each position exceeds the cell's target (O, K, P)."""
+        return self.layer.outputs(x) - self.target[..., None]
+
+    def residual(self, x: Tensor, shares: Tensor) -> Tensor:
+        """What of the gradient is left (O, M) where `shares` (O, K, P) of every cell's signal go to its positions."""
+        return self.gradient - self.layer.gradient(self.layer.placed(shares * self.signal[..., None]), x)
+
+    def deviation(self, x: Tensor, shares: Tensor, left: Tensor) -> Tensor:
+        """Standard deviation of each filter's gradient equations (O,): what is `left`, and what open cells may add."""
+        cells = self.layer.patches(x)[self.layer.cells]
+        mean = torch.einsum("okp,kpm->okm", shares, cells).square().sum(-1)
+        spread = (torch.einsum("okp,kp->ok", shares, cells.square().sum(-1)) - mean).clamp_min(0)
+        return ((left.square().sum(1) + (self.signal.square() * spread).sum(1)) / left.shape[1]).sqrt()
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is expected of X: a Gaussian whose precision is a product over channels and pixels.
+
+    Attributes:
+        channels: precision between channels (I, I).
+        pixels: precision between pixels (H W, H W).
+        mean: expected value of every channel (I,).
+    """
+
+    channels: Tensor
+    pixels: Tensor
+    mean: Tensor
+
+    @cached_property
+    def right(self) -> Tensor:
+        """The precision times the mean (I, H W)."""
+        return (self.channels @ self.mean)[:, None] * self.pixels.sum(0)
+
+    def weakened(self, factor: float) -> Prior:
+        """The same with its precision times `factor`."""
+        return Prior(self.channels * factor, self.pixels, self.mean)
+
+
+@dataclass(frozen=True)
+class System:
+    """Normal equations in X: one matrix for every channel alike, and the forward equations, which join channels.
+
+    Solved by conjugate gradients; the preconditioner inverts each channel's own block. Since the gradient's equations,
+    which keep channels apart, outnumber the forward ones, a few iterations do.
+
+    Attributes:
+        layer: whose input is X; average pooling merged into it.
+        plane: quadratic form of each channel (H W, H W).
+        weights: of the forward equations (O, L).
+        right: right-hand side (I, H W).
+        from_gradient: the gradient equations' part of it (I, H W).
+        prior: precision between channels (I, I) and between pixels (H W, H W), whose product is added, or None.
+    """
+
+    layer: Layer
+    plane: Tensor
+    weights: Tensor
+    right: Tensor
+    from_gradient: Tensor
+    prior: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        known: Equations,
+        shares: Tensor,
+        noise: Tensor,
+        forward: Tensor,
+        exceeded: Tensor | None = None,
+        prior: Prior | None = None,
+    ) -> System:
+        """Averaged over uncertain positions.
+
+        The spread of the patches within a cell counts as variance of the gradient's equations, so that cells which
+        are not decided yet hold X back instead of averaging it.
+
+        Args:
+            known: the layer's equations.
+            shares: probability of each position (O, K, P).
+            noise: standard deviation of the gradient's equations, by filter (O,).
+            forward: standard deviation of the forward equations.
+            exceeded: 1 where a position is to be pulled down to the target although it was not passed on (O, K, P).
+            prior: what is expected of X beside them.
+        """
+        layer = known.layer
+        weights = known.seen[..., None].to(shares) if layer.average else shares * known.seen[..., None]
+        if exceeded is not None:
+            weights = weights + exceeded * (1 - weights)
+        weights = weights / (forward**2 + known.loose**2)[..., None]
+        told = layer.merged if layer.average else layer
+        right = told.pull(told.placed(weights * known.height[..., None])).flatten(1)
+        signal = known.signal / noise[:, None]
+        maps = layer.correlation(layer.placed(shares * signal[..., None]))
+        plane = maps.mT @ maps
+        if layer.searched:
+            plane += layer.pairs(_spread(shares, signal))
+        scaled = (known.gradient / noise[:, None]).view(layer.weight.shape).transpose(0, 1).flatten(1)
+        from_gradient = scaled @ maps
+        right = right + from_gradient
+        if prior is not None:
+            right = right + prior.right
+        kept = None if prior is None else (prior.channels, prior.pixels)
+        return cls(told, plane, told.placed(weights), right, from_gradient, kept)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The matrix times X (I, H W)."""
+        outputs = self.layer.convolved(x.view(self.layer.shape))
+        result = x @ self.plane + self.layer.pull(self.weights * outputs).flatten(1)
+        return result if self.prior is None else result + self.prior[0] @ x @ self.prior[1]
+
+    def dense(self) -> Tensor:
+        """The matrix itself (N, N), without the prior."""
+        filters = self.layer.filters
+        forms = torch.einsum("om,ol,on->lmn", filters, self.weights, filters)
+        apart = torch.kron(torch.eye(self.layer.shape[0]).to(self.plane), self.plane)
+        return self.layer.form(forms) + apart
+
+    def solve(self, start: Tensor, tolerance: float = 1e-3, iterations: int = 500) -> Tensor:
+        """X (I, H, W) from `start` on, until the preconditioned residual is `tolerance` of the right-hand side's."""
+        blocks = self.layer.blocks(self.weights) + self.plane
+        if self.prior is not None:
+            blocks = blocks + self.prior[0].diagonal()[:, None, None] * self.prior[1]
+        factor = _cholesky(blocks)
+        x = start.flatten(1)
+        left = self.right - self(x)
+        whole = (self.right * _apart(self.right, factor)).sum()
+        step = moved = _apart(left, factor)
+        size = (left * moved).sum()
+        for _ in range(iterations):
+            if not size > tolerance**2 * whole:
+                break
+            image = self(step)
+            length = size / (step * image).sum()
+            x, left = x + length * step, left - length * image
+            moved = _apart(left, factor)
+            before, size = size, (left * moved).sum()
+            step = moved + size / before * step
+        return x.view(self.layer.shape)
+
+
+def _spread(shares: Tensor, signal: Tensor) -> Tensor:
+    """Covariance of the place a cell's signal goes to, summed over filters (K, P, P)."""
+    squares = signal.square()
+    result = -torch.einsum("ok,okp,okr->kpr", squares, shares, shares)
+    result.diagonal(dim1=1, dim2=2).add_((squares[..., None] * shares).sum(0))
+    return result
+
+
+def _cholesky(blocks: Tensor) -> Tensor:
+    """Factors of positive semi-definite matrices, with as small a multiple of the identity as they need."""
+    mean = blocks.diagonal(dim1=1, dim2=2).mean()
+    ridge = 1e-13 * mean
+    while True:
+        raised = blocks + ridge * torch.eye(blocks.shape[-1]).to(blocks)
+        factor, failed = torch.linalg.cholesky_ex(raised)
+        if not bool(failed.any()) or ridge > mean:
+            return factor
+        ridge = ridge * 100
+
+
+def _apart(x: Tensor, factor: Tensor) -> Tensor:
+    """The blocks' inverse times X, channel by channel."""
+    return torch.cholesky_solve(x[..., None], factor)[..., 0]

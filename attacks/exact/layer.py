@@ -1,0 +1,232 @@
+"""A convolution with the pooling behind it, as the linear maps of its input that an inversion needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution of an input X (I, H, W) whose outputs are pooled cell by cell.
+
+    Output positions are counted along rows, l in [0, L). Pooling takes K cells of P positions each; without pooling
+    every position is a cell of its own. M = I * kh * kw is the size of a patch.
+
+    Attributes:
+        weight: (O, I, kh, kw).
+        bias: (O,).
+        shape: (I, H, W).
+        padding: zeros on every side, by axis.
+        stride: by axis.
+        window: of the pooling, by axis, also its stride; (1, 1) is none.
+        average: whether pooling averages instead of taking the maximum.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    shape: tuple[int, int, int]
+    padding: tuple[int, int] = (0, 0)
+    stride: tuple[int, int] = (1, 1)
+    window: tuple[int, int] = (1, 1)
+    average: bool = False
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the outputs before pooling."""
+        sides = zip(self.shape[1:], self.padding, self.kernel, self.stride, strict=True)
+        height, width = ((n + 2 * p - k) // s + 1 for n, p, k, s in sides)
+        return height, width
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        """Height and width of the filters."""
+        return self.weight.shape[2], self.weight.shape[3]
+
+    @cached_property
+    def filters(self) -> Tensor:
+        """The weight as (O, M)."""
+        return self.weight.flatten(1)
+
+    @cached_property
+    def pooled(self) -> tuple[int, int]:
+        """Height and width after pooling."""
+        return self.size[0] // self.window[0], self.size[1] // self.window[1]
+
+    @cached_property
+    def cells(self) -> Tensor:
+        """The positions of every cell (K, P)."""
+        (height, width), (rows, columns) = self.pooled, self.window
+        grid = torch.arange(self.size[0] * self.size[1], device=self.weight.device).view(self.size)
+        grid = grid[: height * rows, : width * columns].reshape(height, rows, width, columns)
+        return grid.permute(0, 2, 1, 3).reshape(height * width, rows * columns)
+
+    @cached_property
+    def merged(self) -> Layer:
+        """Convolution and average pooling as one convolution: filters averaged over the window's shifts."""
+        (rows, columns), (down, right) = self.window, self.stride
+        height, width = self.kernel[0] + down * (rows - 1), self.kernel[1] + right * (columns - 1)
+        weight = self.weight.new_zeros(*self.weight.shape[:2], height, width)
+        for a in range(rows):
+            for b in range(columns):
+                top, left = a * down, b * right
+                weight[:, :, top : top + self.kernel[0], left : left + self.kernel[1]] += self.weight / (rows * columns)
+        return Layer(weight, self.bias, self.shape, self.padding, (down * rows, right * columns))
+
+    @cached_property
+    def searched(self) -> bool:
+        """Whether it is unknown which position of a cell was passed on."""
+        return self.cells.shape[1] > 1 and not self.average
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+    def patches(self, x: Tensor) -> Tensor:
+        """The patch each position sees (L, M)."""
+        return F.unfold(x[None], self.kernel, padding=self.padding, stride=self.stride)[0].mT
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs by cell (O, K, P)."""
+        made = F.conv2d(x[None], self.weight, self.bias, padding=self.padding, stride=self.stride)[0]
+        return made.flatten(1)[:, self.cells]
+
+    def convolved(self, x: Tensor) -> Tensor:
+        """Outputs without the bias at every position (O, L)."""
+        return F.conv2d(x[None], self.weight, padding=self.padding, stride=self.stride)[0].flatten(1)
+
+    def pooled_outputs(self, x: Tensor) -> Tensor:
+        """Outputs after pooling (O, K)."""
+        made = self.outputs(x)
+        return made.mean(-1) if self.average else made.amax(-1)
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+    def placed(self, values: Tensor) -> Tensor:
+        """Values by cell (O, K, P) at their positions (O, L), zero at those that no cell covers."""
+        result = values.new_zeros(values.shape[0], self.size[0] * self.size[1])
+        result[:, self.cells.flatten()] = values.flatten(1)
+        return result
+
+    def gradient(self, signal: Tensor, x: Tensor) -> Tensor:
+        """The weight's gradient (O, M) where `signal` (O, L) flows back into the outputs."""
+        return signal @ self.patches(x)
+
+    def pull(self, signal: Tensor) -> Tensor:
+        """What flows back into X (I, H, W) from `signal` (O, L)."""
+        sides = zip(self.shape[1:], self.size, self.padding, self.kernel, self.stride, strict=True)
+        rest = [n - ((o - 1) * s - 2 * p + k) for n, o, p, k, s in sides]
+        return F.conv_transpose2d(
+            signal.view(1, -1, *self.size), self.weight, padding=self.padding, stride=self.stride, output_padding=rest
+        )[0]
+
+    # ---- matrices ----------------------------------------------------------------------------------------------------
+    def correlation(self, signal: Tensor) -> Tensor:
+        """The map T (O * kh * kw, H * W) from one channel of X to its part of the weight's gradient.
+
+        It is the same for all channels: gradient[o, i] = T[o] X[i].
+        """
+        (height, width), (rows, columns), (down, right) = self.size, self.kernel, self.stride
+        planes = signal.view(-1, height, width)
+        result = signal.new_zeros(len(planes), rows, columns, *self._padded)
+        for a in range(rows):
+            for b in range(columns):
+                result[:, a, b, a : a + down * height : down, b : b + right * width : right] = planes
+        return self._cropped(result).reshape(len(planes) * rows * columns, -1)
+
+    def blocks(self, weights: Tensor) -> Tensor:
+        """Of sum_ol weights[o, l] (filter_o . patch_l)^2 as a form in X, each channel's own part (I, H W, H W)."""
+        filters = self.weight.flatten(2).transpose(0, 1)  # (I, O, kh * kw)
+        forms = torch.einsum("iom,ol,ion->limn", filters, weights, filters)
+        return self._summed(forms, self.shape[0])
+
+    def form(self, kernels: Tensor) -> Tensor:
+        """The matrix (N, N), N = I * H * W, of sum_l patch_l^T kernels_l patch_l as a form in X.
+
+        `kernels` is (L, M, M), or (M, M) for all positions.
+        """
+        channels, (height, width), positions = self.shape[0], self.kernel, self.size[0] * self.size[1]
+        kernels = kernels.expand(positions, -1, -1)
+        apart = kernels.unflatten(2, (channels, height * width)).unflatten(1, (channels, height * width))
+        apart = apart.transpose(2, 3).reshape(positions, channels**2, height * width, height * width)
+        summed = self._summed(apart, channels**2)
+        return joined(summed.unflatten(0, (channels, channels)))
+
+    @cached_property
+    def windows(self) -> Layer:
+        """The layer of its cells: one position per cell, whose patch is all that the cell sees.
+
+        Its filters (O * P, I, ., .) are the filters at the cell's positions.
+        """
+        (rows, columns), (down, right), (height, width) = self.window, self.stride, self.kernel
+        size = (height + down * (rows - 1), width + right * (columns - 1))
+        weight = self.weight.new_zeros(len(self.weight), rows * columns, self.shape[0], *size)
+        for p in range(rows * columns):
+            top, left = p // columns * down, p % columns * right
+            weight[:, p, :, top : top + height, left : left + width] = self.weight
+        bias = self.bias.repeat_interleave(rows * columns)
+        return Layer(weight.flatten(0, 1), bias, self.shape, self.padding, (down * rows, right * columns))
+
+    def covariances(self, whole: Tensor) -> Tensor:
+        """Of every patch (L, M, M), from that of X (N, N); the padding has none."""
+        channels, height, width = self.shape
+        (top, left), (rows, columns) = self.padding, self._padded
+        full = whole.view(channels, height, width, channels, height, width)
+        full = F.pad(full.permute(0, 3, 1, 4, 2, 5), (left, left) * 2) if left else full.permute(0, 3, 1, 4, 2, 5)
+        full = full.permute(0, 1, 4, 5, 2, 3)  # (I, I, W, W, H, H)
+        full = F.pad(full, (top, top) * 2) if top else full
+        flat = full.permute(0, 4, 2, 1, 5, 3).reshape(channels * rows * columns, -1)
+        offsets = torch.arange(channels, device=whole.device)[:, None] * (rows * columns)
+        at = (offsets + self._reach[:, None]).flatten(1)  # (L, M)
+        return flat[at[:, :, None], at[:, None, :]]
+
+    def _summed(self, forms: Tensor, count: int) -> Tensor:
+        """The matrices (count, H W, H W) of sum_l patch_l^T forms_l patch_l over one channel."""
+        (rows, columns), (down, right) = self.kernel, self.stride
+        full = forms.new_zeros(count, *self._padded, *self._padded)
+        for at, form in enumerate(forms):
+            y, x = at // self.size[1] * down, at % self.size[1] * right
+            block = full[:, y : y + rows, x : x + columns, y : y + rows, x : x + columns]
+            block += form.view(block.shape)
+        return self._both_cropped(full)
+
+    def pairs(self, weights: Tensor) -> Tensor:
+        """The matrix (H W, H W) of sum_kpr weights[k, p, r] patch_kp . patch_kr as a form in one channel of X."""
+        rows, columns = self._padded
+        reach = self._reach[self.cells]  # (K, P, kh * kw)
+        left = reach[:, :, None].expand(-1, -1, reach.shape[1], -1)
+        right = reach[:, None].expand(-1, reach.shape[1], -1, -1)
+        flat = weights.new_zeros(rows * columns * rows * columns)
+        values = weights[..., None].expand(*weights.shape, reach.shape[-1])
+        flat.index_add_(0, (left * (rows * columns) + right).flatten(), values.flatten())
+        return self._both_cropped(flat.view(1, rows, columns, rows, columns))[0]
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+    @property
+    def _padded(self) -> tuple[int, int]:
+        (_, height, width), (top, left) = self.shape, self.padding
+        return height + 2 * top, width + 2 * left
+
+    @cached_property
+    def _reach(self) -> Tensor:
+        """Where in the padded plane the patch of every position lies (L, kh * kw)."""
+        rows, columns = self._padded
+        plane = torch.arange(rows * columns, dtype=torch.float64, device=self.weight.device).view(1, 1, rows, columns)
+        return F.unfold(plane, self.kernel, stride=self.stride)[0].mT.round().long()
+
+    def _both_cropped(self, forms: Tensor) -> Tensor:
+        """Forms over the padded plane (., rows, columns, rows, columns) as matrices over the plane (., H W, H W)."""
+        (top, left), (_, height, width) = self.padding, self.shape
+        part = forms[:, top : top + height, left : left + width, top : top + height, left : left + width]
+        return part.reshape(len(forms), height * width, height * width)
+
+    def _cropped(self, planes: Tensor) -> Tensor:
+        """The last two axes without the padding."""
+        (top, left), (_, height, width) = self.padding, self.shape
+        return planes[..., top : top + height, left : left + width]
+
+
+def joined(blocks: Tensor) -> Tensor:
+    """Blocks (I, I, N, N) as one matrix (I N, I N)."""
+    count, _, size, _ = blocks.shape
+    return blocks.transpose(1, 2).reshape(count * size, count * size)

@@ -1,0 +1,165 @@
+"""Exact inversion, layer by layer: images come back to rounding, and the attack knows when they did not."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from skimage import data
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
+
+import fl.models
+from attacks import NotApplicable, Reconstruction
+from attacks.base import build
+from attacks.cascade import Cascade
+from fl.client import Client
+from fl.federation import ClientData, Federation
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.models.hypernetwork import Hypernetwork
+from fl.models.layers import Normalize
+from fl.seeds import stream
+from fl.types import Batch, ServerView, Task
+
+STEP = FedAvg(lr=1.0, steps=1)
+GENERATED = HyperFL(
+    lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")
+)
+
+
+def photograph(size: int, channels: int = 1) -> Tensor:
+    """Part of a photograph (1, C, size, size) in [0, 1]."""
+    whole = torch.tensor(data.astronaut()).permute(2, 0, 1)[None].double() / 255
+    small = avg_pool2d(whole[..., 40:264, 120:344], 224 // size)
+    return small.mean(1, keepdim=True) if channels == 1 else small
+
+
+def network(*layers: nn.Module, size: int = 14, channels: int = 1, seed: int = 0) -> Task:
+    """A chain of layers on normalised images, a linear layer to 12 features behind it, and a classifier."""
+    shape = (channels, size, size)
+    normalise = Normalize((0.4,) * channels, (0.3,) * channels)
+    body = nn.Sequential(*map(copy.deepcopy, layers), nn.Flatten()).eval()
+    body.append(nn.Linear(body(torch.zeros(1, *shape)).shape[1], 12))
+    body.append(nn.LeakyReLU(0.1))
+    model = nn.Sequential(OrderedDict(normalise=normalise, body=body, head=nn.Linear(12, 3))).double()
+    draw = stream(seed, "weights")
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            fan = value[0].numel() if value.ndim > 1 else 4
+            value.copy_(torch.randn(value.shape, generator=draw, dtype=value.dtype) * fan**-0.5)
+            if "norm" in name:
+                value.abs_().add_(0.5)
+    return Task(model, shape, 3, head="head.", mean=(0.4,) * channels, std=(0.3,) * channels)
+
+
+def victim(task: Task, image: Tensor, method: Method = STEP) -> ServerView:
+    image = image.to(next(iter(task.parameters.values())).dtype)
+    batch = Batch(image, torch.tensor([1]))
+    return Federation(Client(task, method), [ClientData(batch, batch)]).observe(0)[0]
+
+
+def attack(view: ServerView, name: str = "cascade") -> Reconstruction:
+    result = build(name)(view)
+    assert isinstance(result, Reconstruction), result
+    return result
+
+
+def error(result: Reconstruction, image: Tensor) -> float:
+    assert result.inputs is not None
+    return float((result.inputs.double() - image).abs().max())
+
+
+LEAKY = nn.LeakyReLU(0.01)
+CHAINS = {
+    "max pooling": (nn.Conv2d(1, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY),
+    "activation first": (nn.Conv2d(1, 12, 3, padding=1), LEAKY, nn.MaxPool2d(2)),
+    "no pooling": (nn.Conv2d(1, 4, 3, padding=1), LEAKY),
+    "strides": (nn.Conv2d(1, 8, 3, padding=1, stride=2), nn.Tanh()),
+    "average pooling": (nn.Conv2d(1, 12, 5, padding=2), nn.AvgPool2d(2), LEAKY),
+    "batch norm": (nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.MaxPool2d(2), LEAKY),
+    "relu": (nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+    "two convolutions": (
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.MaxPool2d(2), LEAKY),
+        *(nn.Conv2d(8, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY),
+    ),
+    "two linear layers": (
+        *(nn.Conv2d(1, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY, nn.Flatten()),
+        *(nn.Linear(588, 20), LEAKY),
+    ),
+    "no convolution": (nn.Flatten(), nn.Linear(196, 20), LEAKY),
+}
+
+
+@pytest.mark.parametrize("chain", list(CHAINS))
+def test_the_image_comes_back_to_rounding(chain: str) -> None:
+    method = replace(STEP, train_mode=False) if chain == "batch norm" else STEP
+    image = photograph(14)
+    result = attack(victim(network(*CHAINS[chain]), image, method))
+    assert result.verified
+    assert error(result, image) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["cascade", "peel+cascade"])
+def test_the_papers_network_in_single_precision(name: str) -> None:
+    image = photograph(28)
+    task = fl.models.build("hyperfl-grey", num_classes=10, seed=0)
+    result = attack(victim(task, image, STEP if name == "cascade" else GENERATED), name)
+    assert result.inputs is not None
+    exact = (result.inputs.double() - image).abs() < 1 / 510  # the same once rounded to 8 bits
+    assert exact.double().mean() > 0.99  # pooling never looked at some pixels of the border
+    assert bool(exact.all()) or not result.verified
+    assert all(float(value.max()) < 1e-4 for n, value in result.private.items() if n.startswith("residual/"))  # type: ignore[union-attr]
+
+
+def test_the_label_and_the_classifier_are_not_needed() -> None:
+    view = victim(network(*CHAINS["max pooling"]), photograph(14))
+    bare = {n: v for n, v in view.update.items() if not n.startswith("head.")}
+    found, full = attack(replace(view, update=bare)), attack(view)
+    assert torch.equal(found.inputs, full.inputs)  # type: ignore[arg-type]
+
+
+def test_a_wrong_gradient_is_never_verified() -> None:
+    image = photograph(14)
+    task = network(*CHAINS["max pooling"])
+    view, other = victim(task, image), victim(task, 1 - image)
+    mixed = {n: v if "0" not in n else other.update[n] for n, v in view.update.items()}
+    assert attack(replace(view, update=mixed)).verified is False
+
+
+def test_noise_is_not_called_rounding() -> None:
+    image = photograph(14)
+    view = victim(network(*CHAINS["max pooling"]), image)
+    draw = stream(0, "noise")
+    noisy = {
+        n: v + 0.05 * v.square().mean().sqrt() * torch.randn(v.shape, generator=draw, dtype=v.dtype)  # type: ignore[union-attr]
+        for n, v in view.update.items()
+    }
+    assert attack(replace(view, update=noisy)).verified is False
+
+
+@pytest.mark.parametrize(
+    ("chain", "reason"),
+    [
+        ((nn.Conv2d(1, 8, 3), nn.MaxPool2d(3, stride=2), nn.LeakyReLU(0.01)), "can't be undone"),
+        ((nn.Conv2d(1, 8, 3), nn.LeakyReLU(0.01), nn.AvgPool2d(2)), "can't be undone"),
+        ((nn.Conv2d(1, 8, 3, groups=1, padding_mode="reflect", padding=1), nn.LeakyReLU(0.01)), "padding"),
+        ((nn.Conv2d(1, 8, 3), nn.Softplus()), "neither a linear map nor an activation"),
+    ],
+)
+def test_what_it_cannot_undo_is_refused(chain: tuple[nn.Module, ...], reason: str) -> None:
+    result = Cascade()(victim(network(*chain), photograph(14)))
+    assert isinstance(result, NotApplicable)
+    assert reason in result.reason
+
+
+def test_batches_and_several_steps_are_refused() -> None:
+    task = network(*CHAINS["max pooling"])
+    for method, count in ((STEP, 2), (replace(STEP, steps=2), 1)):
+        batch = Batch(photograph(14).repeat(count, 1, 1, 1), torch.arange(count))
+        view = Federation(Client(task, method), [ClientData(batch, batch)]).observe(0)[0]
+        assert isinstance(Cascade()(view), NotApplicable)

@@ -1,0 +1,175 @@
+"""The pieces of the exact inversion, each against autograd or brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attacks.exact.equations import Equations, Prior, System
+from attacks.exact.invert import Solved, solve
+from attacks.exact.layer import Layer
+from attacks.exact.polish import fit, passed, settle
+from attacks.exact.propagation import Schedule, image_prior, propagate
+from attacks.exact.rowspace import from_rows
+from fl.seeds import stream
+
+SHAPES = {
+    "plain": dict(shape=(2, 8, 7), padding=(0, 0), stride=(1, 1), window=(2, 2)),
+    "padded": dict(shape=(1, 6, 6), padding=(1, 2), stride=(1, 1), window=(2, 2)),
+    "strided": dict(shape=(2, 9, 8), padding=(1, 1), stride=(2, 1), window=(1, 1)),
+    "odd": dict(shape=(1, 9, 9), padding=(0, 0), stride=(1, 1), window=(3, 2)),
+    "average": dict(shape=(2, 8, 8), padding=(1, 1), stride=(1, 1), window=(2, 2), average=True),
+}
+
+
+def randn(*shape: int, key: object = "x") -> Tensor:
+    return torch.randn(shape, generator=stream(0, "exact", str(key), *shape), dtype=torch.float64)
+
+
+def layer(name: str, filters: int = 3) -> Layer:
+    settings = SHAPES[name]
+    return Layer(randn(filters, settings["shape"][0], 3, 3, key="w"), randn(filters, key="b"), **settings)  # type: ignore[index]
+
+
+def problem(made: Layer, x: Tensor) -> Equations:
+    """What a network would show of `x`, with a random signal behind the pooling."""
+    target = made.pooled_outputs(x)
+    signal = randn(*target.shape, key="signal")
+    known = Equations(
+        made,
+        x.new_zeros(len(made.weight), made.filters.shape[1]),
+        target,
+        signal,
+        torch.ones_like(target, dtype=torch.bool),
+        torch.zeros_like(target) + 1e-12,
+        torch.ones_like(target),
+    )
+    return replace(known, gradient=-known.residual(x, passed(known, x)))
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_the_maps_of_a_layer_are_autograd_s(name: str) -> None:
+    made, x = layer(name), randn(*SHAPES[name]["shape"])  # type: ignore[misc]
+    weight, x = made.weight.clone().requires_grad_(), x.requires_grad_()
+    outputs = F.conv2d(x[None], weight, made.bias, made.stride, made.padding)
+    pool = F.avg_pool2d if made.average else F.max_pool2d
+    pooled = pool(outputs, made.window)[0].flatten(1)
+    assert torch.allclose(made.pooled_outputs(x), pooled)
+    known = problem(made, x.detach())
+    back, down = torch.autograd.grad((pooled * known.signal).sum(), [weight, x])
+    assert torch.allclose(known.gradient, back.flatten(1))
+    signal = made.placed(passed(known, x.detach()) * known.signal[..., None])
+    assert torch.allclose(made.pull(signal), down)
+    maps = made.correlation(signal)
+    planes = torch.stack([maps @ plane.flatten() for plane in x.detach()], 1).view(3, 3, 3, -1)
+    assert torch.allclose(planes.permute(0, 3, 1, 2).flatten(1), known.gradient)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_the_matrices_of_a_layer_are_the_forms_they_stand_for(name: str) -> None:
+    made, x = layer(name), randn(*SHAPES[name]["shape"])  # type: ignore[misc]
+    flat, channel = x.flatten(), x[0].flatten()
+    patches = made.patches(x)
+    kernels = randn(*patches.shape, patches.shape[1], key="kernel")
+    assert torch.allclose(flat @ made.form(kernels) @ flat, torch.einsum("lm,lmn,ln->", patches, kernels, patches))
+    weights = randn(3, len(patches), key="weights").square()
+    only = torch.zeros_like(x)
+    only[0] = x[0]
+    expected = (weights * made.convolved(only).square()).sum()
+    assert torch.allclose(channel @ made.blocks(weights)[0] @ channel, expected)
+    cells = made.patches(only)[made.cells]
+    between = randn(len(cells), cells.shape[1], cells.shape[1], key="pairs")
+    assert torch.allclose(channel @ made.pairs(between) @ channel, torch.einsum("kpm,kpr,krm->", cells, between, cells))
+    whole = randn(flat.numel(), flat.numel(), key="whole")
+    selected = torch.stack([made.patches(row.view(x.shape)) for row in whole])  # (N, L, M)
+    both = torch.stack([made.patches(part.view(x.shape)) for part in selected.flatten(1).mT])  # (L M, L, M)
+    at = torch.arange(len(patches))
+    both = both.view(len(patches), patches.shape[1], len(patches), -1)[at, :, at].mT
+    assert torch.allclose(made.covariances(whole), both)
+
+
+def test_what_a_cell_sees_is_one_patch_of_its_window() -> None:
+    made, x = layer("plain"), randn(2, 8, 7)
+    outputs = made.windows.convolved(x).unflatten(0, (3, -1)).transpose(1, 2)
+    assert torch.allclose(outputs + made.bias[:, None, None], made.outputs(x))
+
+
+@pytest.mark.parametrize("name", ["plain", "average"])
+def test_conjugate_gradients_solve_the_dense_system(name: str) -> None:
+    made = layer(name, 6)
+    known = problem(made, randn(*SHAPES[name]["shape"]))  # type: ignore[misc]
+    shares = torch.softmax(randn(*known.start.shape, key="shares"), -1) if made.searched else known.start
+    noise, forward = known.gradient_scale * 0.1, known.forward_scale * 0.3
+    prior = Prior(torch.eye(2).double() * 2, torch.eye(made.shape[1] * made.shape[2]).double(), torch.ones(2).double())
+    system = System.of(known, shares, noise, forward, prior=prior)
+    matrix = system.dense() + torch.kron(prior.channels, prior.pixels)
+    found = system.solve(torch.zeros(made.shape).double(), 1e-12)
+    assert torch.allclose(found.flatten(), torch.linalg.solve(matrix, system.right.flatten()), atol=1e-9)
+
+
+def test_enough_filters_give_the_input_in_closed_form() -> None:
+    made = Layer(randn(40, 6, 3, 3, key="w"), randn(40, key="b"), (6, 6, 6), (1, 1), window=(2, 2))
+    x = randn(6, 6, 6)
+    found = from_rows(problem(made, x))
+    assert found is not None
+    assert torch.allclose(found, x, atol=1e-8)
+    few = Layer(made.weight[:30], made.bias[:30], made.shape, (1, 1), window=(2, 2))
+    assert from_rows(problem(few, x)) is None
+
+
+def test_positions_are_found_where_filters_are_fewer() -> None:
+    made = Layer(randn(16, 4, 3, 3, key="w"), randn(16, key="b"), (4, 8, 8), (1, 1), window=(2, 2))
+    x = randn(4, 8, 8)
+    known = problem(made, x)
+    solved = solve(known)
+    assert solved.satisfied
+    assert torch.equal(solved.found.shares, passed(known, x))
+    assert torch.allclose(solved.found.x, x, atol=1e-6)
+    assert float(solved.deviations().max()) < 1e-3
+
+
+def test_a_pixel_that_nothing_fixes_is_not_called_known() -> None:
+    made = Layer(randn(8, 1, 2, 2, key="w"), randn(8, key="b"), (1, 8, 8), window=(2, 2))  # the last row is never seen
+    x = randn(1, 8, 8)
+    known = problem(made, x)
+    assert float(Solved(known, fit(known, x)).deviations().max()) > 0.1
+
+
+def test_an_output_on_the_wrong_side_of_the_bend_is_put_right() -> None:
+    made = Layer(randn(16, 4, 3, 3, key="w"), randn(16, key="b"), (4, 8, 8), (1, 1), window=(2, 2))
+    x = randn(4, 8, 8)
+    true = problem(made, x)
+    factor = torch.ones_like(true.signal)
+    factor[3, 5] = 100.0
+    doubt = torch.ones_like(factor)
+    doubt[3, 5], doubt[2, 1] = 0.01, 0.01  # one is wrong, the other only might be
+    solved = Solved.of(*(lambda k: (k, fit(k, x)))(replace(true, signal=true.signal * factor, doubt=doubt)))
+    assert torch.allclose(solved.known.signal, true.signal)
+    assert solved.found.gradient < 1e-9
+
+
+def test_one_flipped_position_is_found_by_the_gradient() -> None:
+    made = Layer(randn(16, 4, 3, 3, key="w"), randn(16, key="b"), (4, 8, 8), (1, 1), window=(2, 2))
+    x = randn(4, 8, 8)
+    known = problem(made, x)
+    near = x + 1e-4 * randn(4, 8, 8, key="error")
+    found = settle(known, near)
+    assert found.error < 1e-9
+    assert torch.allclose(found.x, x, atol=1e-8)
+
+
+def test_propagation_approaches_the_image() -> None:
+    rows = torch.linspace(0, 1, 12, dtype=torch.float64)
+    image = (0.5 + 0.3 * torch.sin(6 * rows)[:, None] * torch.cos(5 * rows) + 0.1 * randn(12, 12, key="image"))[None]
+    made = Layer(randn(12, 1, 3, 3, key="w"), randn(12, key="b"), (1, 12, 12), (1, 1), window=(2, 2))
+    mean, std = torch.tensor([0.5]).double(), torch.tensor([0.25]).double()
+    x = (image - mean[0]) / std[0]
+    states = list(propagate(problem(made, x), image_prior(made.shape, mean, std, 0.3), Schedule(iterations=25)))
+    errors = [float((state.mean - x).norm() / x.norm()) for state in states]
+    assert errors[5] < 0.5 * errors[0]
+    assert errors[-1] < 1e-2
+    assert states[-1].error < 1e-2 * states[0].error
