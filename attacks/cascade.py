@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
+from attacks.equations import Outputs, invert
 from attacks.exact.equations import Equations
 from attacks.exact.invert import solve
 from attacks.exact.layer import Layer
@@ -87,9 +88,7 @@ def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | Non
             return f"the update says nothing of {stage.name}: its weight did not move"
         if not bool(weight.isfinite().all()):
             return f"the update of {stage.name} has numbers that are not finite"
-        if below is None or isinstance(below.layer, nn.Linear):
-            continue
-        if stage is not stages[0] and _pooling(below, stage) is None:
+        if below is not None and isinstance(below.layer, nn.Conv2d) and _pooling(below, stage) is None:
             return f"what lies between {below.name} and {stage.name} can't be undone"
     return None
 
@@ -135,11 +134,11 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
     signal = gradients[f"{stages[top].name}.bias"]
     residuals: dict[str, Tensor] = {}
     verified, off = True, 0.0
-    values = loose = doubt = signal
+    values = signal
     for i in range(top, -1, -1):
         stage = stages[i]
         if i < top:
-            values, signal, loose, doubt = _below(stage, stages[i + 1], values, signal, off)
+            given, signal, loose, doubt = _below(stage, stages[i + 1], values, signal, off)
         weight = gradients[f"{stage.name}.weight"]
         if isinstance(stage.layer, nn.Linear):
             signal = gradients.get(f"{stage.name}.bias", signal.flatten())
@@ -150,7 +149,7 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
             off = max(float(residuals[stage.name][0]), torch.finfo(view.dtype).eps)
             verified = verified and off < 1e-3
         else:
-            known = _equations(stage, stages[i + 1], gradients, (values, signal, loose, doubt))
+            known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt))
             known = replace(known, noise=max(off, _rounding(view, stage.name)))
             solved = solve(known, _statistics(stage) if i == 0 else None)
             found = solved.found
@@ -173,7 +172,7 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
 
 def _below(
     stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Outputs, Tensor, Tensor, Tensor]:
     """What the activation of `stage` was given, pooled, and what flows back into it.
 
     And how far the first may be off, and the factor between the slopes on both sides of the bend where that leaves the
@@ -185,7 +184,7 @@ def _below(
         values, signal = above.undo(values[None]).flatten(), signal.flatten() * slope
     values, signal = values.flatten(), signal.flatten()
     error = off * values.square().mean().sqrt()
-    given, slope = _undone(stage.activation, values, error)
+    given, slope = invert(stage.activation, values)
     doubt = torch.ones_like(slope)
     if isinstance(stage.activation, nn.LeakyReLU):
         gentle = stage.activation.negative_slope
@@ -193,30 +192,14 @@ def _below(
     return given, signal * slope, error / slope.clamp_min(1e-6), doubt
 
 
-def _undone(activation: nn.Module, values: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """What an activation was given and its slope there; a ReLU at rest was given 0 at most and passes nothing back."""
-    if isinstance(activation, nn.LeakyReLU):
-        slope = torch.where(values >= 0, 1.0, activation.negative_slope).to(values)
-        return values / slope, slope
-    if isinstance(activation, nn.ReLU):
-        alive = values > 3 * error
-        return values * alive, alive.to(values)
-    if isinstance(activation, nn.Sigmoid):
-        values = values.clamp(1e-12, 1 - 1e-12)
-        return values.logit(), values * (1 - values)
-    if isinstance(activation, nn.Tanh):
-        values = values.clamp(-1 + 1e-12, 1 - 1e-12)
-        return values.atanh(), 1 - values**2
-    return values, torch.ones_like(values)
-
-
 def _equations(
     stage: Stage,
     above: Stage,
     gradients: dict[str, Tensor],
-    seen: tuple[Tensor, Tensor, Tensor, Tensor],
+    given: Outputs,
+    rest: tuple[Tensor, Tensor, Tensor],
 ) -> Equations:
-    """What is known of a convolution; `seen` is what `_below` returns."""
+    """What is known of a convolution; `given` and `rest` are what `_below` returns."""
     conv = stage.layer
     assert isinstance(conv, nn.Conv2d)
     pooling = _pooling(stage, above)
@@ -234,14 +217,13 @@ def _equations(
         pooling.average,
     )
     gradient = gradients[f"{stage.name}.weight"]
-    target, signal, loose, doubt = (part.view(len(weight), -1) for part in seen)
-    resting = isinstance(stage.activation, nn.ReLU)
+    target, seen, signal, loose, doubt = (part.view(len(weight), -1) for part in (given.values, given.known, *rest))
     return Equations(
         layer,
         gradient.flatten(1) / scale[:, None],
         target,
         signal,
-        target > 0 if resting else torch.ones_like(target, dtype=torch.bool),
+        seen,
         loose,
         doubt,
     )

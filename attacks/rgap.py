@@ -48,7 +48,7 @@ class RGAP(Layerwise):
 
 @dataclass(frozen=True)
 class LayerRank:
-    """How far one layer's equations determine its input (R-GAP, section 4: rank analysis).
+    """How far one layer's equations determine its input (R-GAP's rank analysis).
 
     Attributes:
         name: of the layer.

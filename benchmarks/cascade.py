@@ -1,7 +1,8 @@
 """Exact inversion on real images: `HYPERLEAK_DATA=... python -m benchmarks.cascade [--images N] [--sets NAME...]`.
 
 Untrained networks of HyperFL, one step on one image in float32, no label and no classifier. Image i meets the network
-seed i. FedAvg's update is the difference of two models in float32, HyperFL's what `peel` makes of it.
+of seed i. FedAvg's update is the difference of two models in float32, HyperFL's what `peel` makes of it. Colour images
+take minutes each.
 """
 
 from __future__ import annotations
