@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.latent import IMAGES, Space
+from attacks.memory import GIB, per_trial
 from attacks.movers import Adam, Quasi
+from attacks.order import ranked
 from attacks.priors import Term
-from attacks.problem import INPUTS, LABELS, Problem, Stack, Variables, fixed_labels, private_key
+from attacks.problem import INPUTS, LABELS, Problem, Stack, Variables, fixed_labels, private_key, repeated
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors
 from fl.types import ServerView
@@ -51,7 +53,11 @@ class Matching(Attack):
         tolerance: a trial ends where its objective falls below this share of its start.
         patience: a trial ends when its objective has not fallen for this many iterations; 0 never.
         enough: no further restart of a view once its objective has fallen below this share of its start.
-        stack: trials evaluated at once.
+        orders: where it is unknown which image fed which batch, so many guesses are ranked by what the labels tell;
+            each restart begins with the next best. 0 takes the images in turn.
+        stack: trials evaluated at once, at most.
+        memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then, and a view of
+            which even one would not fit is refused.
     """
 
     iterations: int = 1000
@@ -76,15 +82,19 @@ class Matching(Attack):
     tolerance: float = 0.0
     patience: int = 0
     enough: float = 0.0
+    orders: int = 100
     stack: int = 32
+    memory: float = 8.0
 
     def __post_init__(self) -> None:
         for name in ("iterations", "restarts", "stack", "history"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if not self.memory > 0:
+            raise ValueError(f"expected memory > 0, got {self.memory}")
         if not self.max_step > 0:
             raise ValueError(f"expected max_step > 0, got {self.max_step}")
-        for name in ("tv", "landmarks", "tolerance", "patience", "enough", "warmup", "last_lr", "langevin"):
+        for name in ("tv", "landmarks", "tolerance", "patience", "enough", "warmup", "last_lr", "langevin", "orders"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
 
@@ -102,16 +112,36 @@ class Matching(Attack):
                 problem = self._problem(view)
                 groups.setdefault(problem.key, []).append((i, problem))
         for members in groups.values():
+            size = self._fitting(*members[0], seeds)
+            if isinstance(size, NotApplicable):
+                results = [size if i in dict(members) else result for i, result in enumerate(results)]
+                continue
+            # trials that look at each other have to feed their images alike
+            apart = self.restarts if type(self)._evaluate is Matching._evaluate else 1
+            guesses = {i: ranked(problem, self.orders, apart) for i, problem in members}
             for trials in self._waves(members, results):
-                size = self._chunk()
                 for begin in range(0, len(trials), size):
                     chunk = trials[begin : begin + size]
                     starts = [self._start(problem, seeds[i], r) for i, problem, r in chunk]
                     noise = [stream(seeds[i], "langevin", r) for i, _, r in chunk]
-                    found = self._search(Stack([problem for _, problem, _ in chunk]), _stacked(starts), noise)
+                    fed = Stack([guesses[i][r % len(guesses[i])] for i, _, r in chunk])
+                    found = self._search(fed, _stacked(starts), noise)
                     for (i, problem, _), trial in zip(chunk, found, strict=True):
                         results[i] = _better(results[i], self._result(problem, *trial))
         return [NotApplicable("no trial was run") if r is None else r for r in results]
+
+    def _fitting(self, index: int, problem: Problem, seeds: Sequence[int]) -> int | NotApplicable:
+        """How many trials can share a stack within the memory allowed."""
+        each = per_trial(problem, self._start(problem, seeds[index], 0)) / GIB
+        room = int(min(self.memory / max(each, 1 / GIB), self.stack))
+        size = replace(self, stack=max(room, 1))._chunk()
+        if room and (size <= room or size * each <= self.memory):
+            return size
+        steps = sum(map(len, problem.view.schedule or ()))
+        return NotApplicable(
+            f"{size} trial(s) of {steps} local step(s) would keep about {size * each:.3g} GiB, above "
+            f"memory={self.memory:g}: raise it, or take all steps for one by surrogate+ before the attack"
+        )
 
     def _waves(
         self, members: Sequence[tuple[int, Problem]], results: Sequence[Result | None]
@@ -143,7 +173,9 @@ class Matching(Attack):
         """What is searched for, and compared with what."""
         labels = fixed_labels(view, self.labels)
         space, terms = self._space(view), self._terms(view)
-        return Problem(view, labels, self.objective, self.tv, self.landmarks, self.tv_units, space, terms)
+        now = Problem(view, labels, self.objective, self.tv, self.landmarks, self.tv_units, space, terms)
+        past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in repeated(view)]
+        return replace(now, earlier=tuple(ranked(problem, self.orders, 1)[0] for problem in past))
 
     def _space(self, view: ServerView) -> Space:
         """What images are made from."""
@@ -194,6 +226,7 @@ class Matching(Attack):
             "order": view.order is not None,
             "draws": view.draws is not None,
             "private_init": bool(view.private and view.private_init),
+            "earlier rounds": bool(problem.earlier),
         }
         return Reconstruction(
             inputs=problem.pixels(row[INPUTS]).clamp(0, 1),

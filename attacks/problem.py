@@ -19,8 +19,9 @@ from attacks.priors import Term, total_variation
 from fl.client import Client, autograd_derivative, func_derivative, predict
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
+from fl.sampling import in_turn
 from fl.tensors import Tensors, scaled, times, total
-from fl.types import Candidate, ServerView
+from fl.types import Candidate, Order, ServerView
 
 Variables = dict[str, Tensor]
 INPUTS, LABELS = "inputs", "labels"
@@ -48,6 +49,7 @@ class Problem:
         tv_units: whether the total variation is taken of "normalised" images or of their "pixels".
         space: what the images are made from.
         terms: what else the objective adds up.
+        earlier: the same client's earlier rounds on the same images, whose distances count alike.
     """
 
     view: ServerView
@@ -58,6 +60,7 @@ class Problem:
     tv_units: str = "normalised"
     space: Space = IMAGES
     terms: tuple[Term, ...] = ()
+    earlier: tuple[Problem, ...] = ()
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -76,6 +79,33 @@ class Problem:
     def observed(self) -> Tensors:
         """The update without its decay."""
         return self.without_decay(self.view.update, self.view.shared, self.view.update)
+
+    @cached_property
+    def turn(self) -> Tensor | None:
+        """The images fed (M,), batch by batch and in turn, where the true order matters and is unknown; else None."""
+        view = self.view
+        if view.order is not None or view.schedule is None or view.batch_size is None:
+            return None
+        batches = [b for steps in in_turn(view.schedule, view.batch_size) for step in steps for b in step]
+        if all(len(batch) == view.batch_size for batch in batches):
+            return None
+        return torch.cat(batches).to(view.device)
+
+    def fed(self, order: Tensor) -> Problem:
+        """The same problem with the images fed in `order` (M,), in place of `turn`."""
+        made = replace(self)
+        made.__dict__.update({**self.__dict__, "constants": {**self.constants, "order": order}})
+        return made
+
+    def batches(self, order: Tensor) -> tuple[tuple[int, ...], ...]:
+        """What an order (M,) comes to: the images of each batch, ascending."""
+        return tuple(tuple(sorted(b.tolist())) for steps in self._cut(order) for step in steps for b in step)
+
+    def _cut(self, order: Tensor) -> Order:
+        """The images fed (M,) as batches of the schedule's sizes."""
+        schedule = self.view.schedule or ()
+        rest = iter(order.split([size for steps in schedule for step in steps for size in step]))
+        return tuple(tuple(tuple(next(rest) for _ in step) for step in steps) for steps in schedule)
 
     @cached_property
     def constants(self) -> dict[str, Any]:
@@ -99,12 +129,14 @@ class Problem:
             "received": view.received,
             "buffers": view.buffers,
             "draws": view.draws,
+            "order": self.turn,
             "labels": self.labels,
             "weights": weights,
             "offset": offset,
             "scale": scale,
             "spread": torch.tensor(spread, dtype=view.dtype, device=view.device),
             "terms": tuple(term.constants(view) for term in self.terms),
+            "earlier": tuple(past.constants for past in self.earlier),
         }
 
     def _marks(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
@@ -136,6 +168,7 @@ class Problem:
             self.tv_units,
             self.space,
             self.terms,
+            tuple(past.key for past in self.earlier),
         )
 
     def pixels(self, values: Tensor) -> Tensor:
@@ -147,24 +180,37 @@ class Problem:
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
         """The objective of one guess: distance of the updates, plus the prior."""
-        shared: Tensors = constants["shared"]
-        view = replace(
-            self.view,
-            shared=shared,
-            update=constants["update"],
-            received=constants["received"],
-            buffers=constants["buffers"],
-            draws=constants["draws"],
-        )
+        view = self._seen(constants)
         labels = variables[LABELS].softmax(-1) if LABELS in variables else constants["labels"]
         pixels = self._pixels(variables[INPUTS], constants)
         private: Tensors = {name: variables[private_key(name)] for name in view.private}
-        derivative = func_derivative if stacked else autograd_derivative
         candidate = Candidate(pixels, labels, private)
+        value = self._distance(candidate, constants, client, stacked=stacked)
+        if self.earlier:
+            for past, mine in zip(self.earlier, constants["earlier"], strict=True):
+                value = value + past._distance(candidate, mine, past.view.client, stacked=stacked)
+            value = value / (1 + len(self.earlier))
+        if self.tv:
+            value = value + self.tv * total_variation(pixels, constants["spread"])
+        for term, mine in zip(self.terms, constants["terms"], strict=True):
+            value = value + term(view, candidate, client, mine)
+        return value
+
+    def _seen(self, constants: dict[str, Any]) -> ServerView:
+        """The view with the tensors of `constants`, which may be those of another problem in the stack."""
+        names = ("shared", "update", "received", "buffers", "draws")
+        return replace(self.view, **{name: constants[name] for name in names})
+
+    def _distance(self, candidate: Candidate, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+        """How far what a guess predicts is from what was observed."""
+        view = self._seen(constants)
+        derivative = func_derivative if stacked else autograd_derivative
+        if constants["order"] is not None:
+            candidate = replace(candidate, order=self._cut(constants["order"]))
         predicted = predict(view, candidate, derivative=derivative, client=client, defended=False)
         if view.threat.knows_defense:
             predicted = view.defense.surrogate(predicted, view.update)
-        predicted = _weighed(self.without_decay(predicted, shared, view.update), constants["weights"])
+        predicted = _weighed(self.without_decay(predicted, view.shared, view.update), constants["weights"])
         if view.scaled:  # the best factor for this guess, so that no distance depends on it
             ratio = total(constants["observed"], predicted) / total(predicted, predicted).clamp_min(1e-38)
             predicted = scaled(predicted, ratio.clamp_min(0) * constants["size"])
@@ -172,10 +218,6 @@ class Problem:
         if constants["marks"] is not None:
             marks, share = constants["marks"]
             value = value + self.landmarks * squared(predicted, marks, share)
-        if self.tv:
-            value = value + self.tv * total_variation(pixels, constants["spread"])
-        for term, mine in zip(self.terms, constants["terms"], strict=True):
-            value = value + term(view, candidate, client, mine)
         return value
 
 
@@ -224,6 +266,21 @@ class Stack:
         """Go on with the problems `rows` (an index tensor) only."""
         self.problems = [self.problems[i] for i in rows.tolist()]
         self.stacked = [s[rows] for s in self.stacked]
+
+
+def repeated(view: ServerView) -> tuple[ServerView, ...]:
+    """The earlier views of the same images, oldest first: those of rounds in which a client feeds all it has.
+
+    That images stay the same (no augmentation, no new ones) is taken for granted. Where anything is private no view
+    counts, as it moves on between the rounds and would have to be searched for in each.
+    """
+    phases = view.method.phases(view.client.task, view.round)
+    whole = all(p.sampler != "poisson" and (p.epochs is not None or p.batch_size is None) for p in phases)
+    return tuple(
+        past
+        for past in view.history
+        if whole and past.update and not view.private and past.schedule and past.batch_size == view.batch_size
+    )
 
 
 def fixed_labels(view: ServerView, rule: str) -> Tensor | None:

@@ -1,0 +1,88 @@
+"""What a search will keep in memory, told before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from attacks.problem import Problem, Variables
+from fl.types import ServerView
+
+GIB = 2**30
+SPARE = 1.4
+"""What the derivative holds for a while, and what the allocator loses, beside what is kept: measured, 1.3 to 2."""
+
+
+def per_trial(problem: Problem, variables: Variables) -> int:
+    """Bytes that it takes to differentiate the objective of one guess, about.
+
+    They grow with the local steps: every step's activations, gradient and the derivative's own intermediate values
+    stay until the last step has been taken. So the objective is evaluated with one step of each phase, then with a
+    second one of each in turn, and the other steps are taken to cost the same. Batches count as large as the largest.
+
+    Args:
+        problem: of a view with a known schedule.
+        variables: a guess (no dimension for the stack).
+    """
+    rounds = [replace(part, earlier=()) for part in (problem, *problem.earlier)]
+    return round(SPARE * sum(_unrolled(part, variables) for part in rounds))
+
+
+def _unrolled(problem: Problem, variables: Variables) -> int:
+    """The bytes that autograd keeps for all steps of a round."""
+    counts = [len(steps) for steps in problem.view.schedule or ()]
+    ones = [min(count, 1) for count in counts]
+    least = whole = _kept(problem, variables, ones)
+    for phase, count in enumerate(counts):
+        if count > 1:
+            more = [n + (i == phase) for i, n in enumerate(ones)]
+            whole += (_kept(problem, variables, more) - least) * (count - 1)
+    return whole
+
+
+def _kept(problem: Problem, variables: Variables, counts: Sequence[int]) -> int:
+    """The bytes for so many steps of each phase, by trying."""
+    short = replace(problem, view=_shortened(problem.view, counts))
+    leaves = {name: value.detach().requires_grad_() for name, value in variables.items()}
+    with torch.enable_grad():
+        value = short.value(leaves, short.constants, short.view.client, stacked=False)
+    given = {_place(leaf) for leaf in pytree.tree_leaves(short.constants) if isinstance(leaf, Tensor)}
+    sizes = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _saved(value)}
+    return sum(size for place, size in sizes.items() if place not in given)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _saved(value: Tensor) -> Iterator[Tensor]:
+    """Every tensor that the graph behind `value` holds on to.
+
+    The graph is read, not watched as it grows (`saved_tensors_hooks`): methods that take derivatives by torch.func
+    allow no hooks.
+    """
+    names: dict[type, list[str]] = {}
+    seen, todo = set(), [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo.extend(following for following, _ in node.next_functions)
+        kind = type(node)
+        if kind not in names:
+            names[kind] = [name for name in dir(kind) if name.startswith("_saved_")]
+        for name in names[kind]:
+            held = getattr(node, name)
+            yield from (x for x in (held if isinstance(held, tuple | list) else [held]) if isinstance(x, Tensor))
+
+
+def _shortened(view: ServerView, counts: Sequence[int]) -> ServerView:
+    """The view with only the largest steps of each phase, in no known order."""
+    assert view.schedule is not None
+    steps = [sorted(phase, key=sum, reverse=True)[:n] for phase, n in zip(view.schedule, counts, strict=True)]
+    return replace(view, schedule=tuple(map(tuple, steps)), order=None, draws=None)
