@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
-from attacks.linear import LinearLayer, first_linear
+from attacks.linear import LinearLayer, first_linear, shown
 from attacks.problem import fixed_labels
 from fl.tensors import Tensors
 from fl.types import ServerView
@@ -30,6 +30,9 @@ class Analytic(Attack):
     a signal u of its own, and u x^T is one of the gradient's summands only if taking it away lowers the rank by one,
     that is, if u lies in the columns of gW and x^T gW^+ u = 1 (Wedderburn, 1934). Only images that pass are handed out,
     with that label. Where the layer is given the image, x is it; else its input goes under `features`.
+
+    An unknown defence may have shortened weight and bias apart: then a rank-one fit does not show how bright x is, and
+    a single image counts as verified only if the network sends back the observed signal for it.
 
     Threat model: an honest server with the layer's update, and for several images all weights.
 
@@ -65,7 +68,7 @@ class Analytic(Attack):
             objective=left,
             private=private,
             knowledge=() if view.labels is None else ("labels",),
-            verified=known and left <= self.fits,
+            verified=known and left <= self.fits and layer.sized(x[None], layer.moved_bias[None]),
         )
 
     def _isolated(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:
@@ -131,9 +134,7 @@ def _over(top: Tensor, bottom: Tensor) -> Tensor:
 
 def _in_box(layer: LinearLayer, inputs: Tensor, slack: float) -> Tensor:
     """Which of the inputs (N, n) are pixels in [0, 1]."""
-    task = layer.view.task
-    mean, std = (torch.tensor(v).to(inputs).view(-1, 1, 1) for v in (task.mean, task.std))
-    pixels = (inputs.view(len(inputs), *task.input_shape) * std + mean).flatten(1)
+    pixels = shown(layer.view, inputs).flatten(1)
     return (pixels.amin(1) >= -slack) & (pixels.amax(1) <= 1 + slack)
 
 

@@ -124,9 +124,16 @@ def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: in
         factor: 1, 2 or 4.
         steps: of Adam, on 64 images each; the step size falls along a cosine.
         seed: of initialisation, order and noise.
+
+    Raises:
+        ValueError: no such kind, no step, or images that the network can't make.
     """
+    if kind not in KINDS or steps < 1:
+        raise ValueError(f"expected {' or '.join(map(repr, KINDS))} and steps >= 1, got {kind!r} and steps={steps}")
     with torch.device("meta"):
         network = KINDS[kind](images.shape[1], factor)
+        if misfit := network.misfit(tuple(images.shape[1:])):  # type: ignore[arg-type]
+            raise ValueError(f"expected images that fit a {kind}, got others: {misfit}")
         whole: nn.Module = _AutoEncoder(network) if isinstance(network, Decoder) else network
     whole.to_empty(device="cpu")
     initialise(whole, stream(seed, kind, "start"))
@@ -183,7 +190,7 @@ def load(path: str, kind: str, dtype: torch.dtype = torch.float32, device: torch
         raise ValueError(f"expected a trained {kind} at {path}, got no file; make one with: {recipe}")
     try:
         return _read(file, file.stat().st_mtime_ns, kind, dtype, torch.device(device))
-    except (ValueError, KeyError, OSError, RuntimeError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, TypeError, EOFError, OSError, RuntimeError, zipfile.BadZipFile) as error:
         raise ValueError(f"expected a trained {kind} in {path}, got {error}; make one with: {recipe}") from error
 
 

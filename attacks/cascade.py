@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.equations import Outputs, invert
 from attacks.exact.equations import Equations
 from attacks.exact.invert import solve
 from attacks.exact.layer import Layer
 from attacks.headless import obstacle, one_gradient
+from attacks.layer_equations import Outputs, invert
 from attacks.unroll import Stage, unroll
 from fl.tensors import dense
 from fl.types import ServerView

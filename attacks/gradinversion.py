@@ -151,8 +151,7 @@ class Energy:
 
     def constants(self, view: ServerView) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the normalisation."""
-        mean, std = (torch.tensor(x, dtype=view.dtype, device=view.device) for x in (view.task.mean, view.task.std))
-        return mean.view(-1, 1, 1), std.view(-1, 1, 1)
+        return view.task.normalisation(torch.empty(0, dtype=view.dtype, device=view.device))
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
         """The weighted term."""
@@ -202,21 +201,31 @@ def known(view: ServerView) -> Moments:
     """What the server knows of the statistics before every batch norm.
 
     A running statistic s moves by `s <- (1 - m) s + m b` with every batch's b, so before and after T batches give the
-    mean of b with weights (1 - m)^(T - 1 - t).
+    mean of b with weights (1 - m)^(T - 1 - t); without an m, s is the mean of all batches so far, and b's weights are
+    equal.
     """
     found: Moments = {}
     for name, module in batch_norms(view).items():
         keys = [f"{name}.running_{which}" for which in ("mean", "var")]
         before = [view.buffers[key] for key in keys]
-        if view.buffers_after is None or not of_batch(view) or module.momentum is None:
+        kept = _kept(view, name, module) if of_batch(view) else 1.0
+        if view.buffers_after is None or kept == 1:
             if bool(before[0].any()) or bool((before[1] != 1).any()):
                 found[name] = (before[0], before[1])
             continue
-        kept = (1 - module.momentum) ** _batches(view, name)
         after = [view.buffers_after[key] for key in keys]
         mean, variance = ((new - kept * old) / (1 - kept) for new, old in zip(after, before, strict=True))
         found[name] = (mean, variance)
     return found
+
+
+def _kept(view: ServerView, name: str, module: _BatchNorm) -> float:
+    """The share of a layer's running statistics that is older than the round."""
+    batches = _batches(view, name)
+    if module.momentum is not None:
+        return float((1 - module.momentum) ** batches)
+    old = int(view.buffers.get(f"{name}.num_batches_tracked", torch.tensor(0)))
+    return old / (old + batches)
 
 
 def _batches(view: ServerView, name: str) -> int:

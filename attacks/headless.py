@@ -178,13 +178,13 @@ def one_gradient(view: ServerView) -> Tensors | NotApplicable:
     groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
     if any(signs_only(view.update[n]) for n in groups if len(view.update[n].shape) > 1):
         return NotApplicable("only signs are sent: they look like a rank-one gradient whatever its factors are")
+    if not all(dense(view.update[n]).isfinite().all() for n in groups):
+        return NotApplicable("the update has numbers that are not finite")
     shares = decay_shares(phases, view.schedule, groups)
-    passed = partial(view.defense.passed, observed=view.update) if view.threat.knows_defense else None
+    passed = partial(view.client.defense.passed, observed=view.update)
     change = without_decay(view.update, view.shared, shares, passed)
     moved = {n: _heard(value, view.shared[n]) for n, value in change.items() if n in groups}
-    # momentum is zero before the first step, but Nesterov's form adds it to the gradient at once
-    factor = 1 + phase.momentum if phase.nesterov else 1.0
-    return {n: value * (1 / (groups[n].lr * factor)) for n, value in moved.items()}
+    return {n: value * (1 / phase.first_step(groups[n])) for n, value in moved.items()}
 
 
 def signs_only(value: Value) -> bool:
@@ -197,9 +197,7 @@ def signs_only(value: Value) -> bool:
 
 def undefended(view: ServerView, name: str, delta: Tensor) -> Tensor:
     """`delta` at the scale it had before a known defence: a prediction passes through the defence once more."""
-    if not view.threat.knows_defense:
-        return delta
-    again = dense(view.defense.rescaled().passed({name: delta}, {name: view.update[name]})[name])
+    again = dense(view.client.defense.rescaled().passed({name: delta}, {name: view.update[name]})[name])
     return delta * (delta.norm() / again.norm()) if bool(again.any()) else delta
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.equations import Outputs, Solved, invert, slope_below, solve
 from attacks.headless import obstacle, one_gradient, undefended
+from attacks.layer_equations import Outputs, Solved, invert, slope_below, solve
 from attacks.logits import biasless
 from attacks.unroll import Stage, unroll
 from fl.defense import overrides
-from fl.tensors import dense
+from fl.tensors import dense, scaled
 from fl.types import ServerView
 
 Gradients = dict[str, Tensor]
@@ -36,7 +36,7 @@ class Layerwise(Attack):
     The last linear layer with a bias gives what flows back into it (its bias gradient) and its own input, as its weight
     gradient is the outer product of both; the classifier, label and loss above it play no part. Without any such layer,
     the logits follow from the loss (`attacks.logits`). Then, stage by stage: what a layer returned and what flows back
-    into it follow from the input of the stage above; its own input solves linear equations (`attacks.equations`).
+    into it follow from the input of the stage above; its own input solves linear equations (`attacks.layer_equations`).
 
     All runs in float64 on the CPU. `private` holds for every layer, under `rank/name`, how many numbers come in, how
     many the layer's gradient equations determine, and how many all equations used do; under `condition/name` the
@@ -65,12 +65,14 @@ class Layerwise(Attack):
 
     @property
     def share(self) -> float | None:
-        """How far gradient equations are trusted before weight equations (`attacks.equations.solve`)."""
+        """How far gradient equations are trusted before weight equations (`attacks.layer_equations.solve`)."""
         return None
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
         reason = obstacle(view)
+        if reason is None and not view.client.defense.keeps_ratios():
+            reason = f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
         gradient = NotApplicable(reason) if reason is not None else one_gradient(view)
         if isinstance(gradient, NotApplicable):
             return gradient
@@ -96,13 +98,11 @@ class Layerwise(Attack):
             weight = gradients.get(f"{stage.name}.weight")
             if weight is None:
                 return f"the gradient of {stage.name} was not sent"
-            if not bool(weight.isfinite().all()):
-                return f"the gradient of {stage.name} has numbers that are not finite"
             if not bool(weight.any()):
                 return f"no signal flows back into {stage.name}: its weight did not move"
             needed = sizes(stage)[0 if self.share is None else 1]
             if needed > self.gigabytes:
-                return f"the equations of {stage.name} take {needed:.1f} GB in one matrix (gigabytes={self.gigabytes})"
+                return f"the equations of {stage.name} take {needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
         if self.inverts:
             for stage in stages[:-1]:
                 if slope_below(stage.activation) == 0:
@@ -116,7 +116,9 @@ class Layerwise(Attack):
         again = backward(stages, start, pixels)
         off = max(_apart(again[n], gradients[n]) for n in again if n in gradients)
         whole = all(layer.rank == layer.unknowns for layer in solved)
-        head = f"{stages[start.top].name}.".startswith(view.task.head or "?") and start.top == len(stages) - 1
+        # an unknown defence may have shortened weight and bias apart, which only a second layer shows
+        sized = view.threat.knows_defense or start.top > 0
+        head = f"{stages[start.top].name}.".startswith(view.task.head) and start.top == len(stages) - 1
         ranks = {
             f"rank/{n}": torch.tensor([s.unknowns, s.gradient, s.rank]) for n, s in zip(names, solved, strict=True)
         }
@@ -126,7 +128,8 @@ class Layerwise(Attack):
             labels=start.signal.argmin(1).to(view.device) if head else view.labels,
             objective=off,
             private={**ranks, **conditions},
-            verified=whole and off <= self.fits,
+            knowledge=() if head or view.labels is None else ("labels",),
+            verified=whole and sized and off <= self.fits,
         )
 
 
@@ -141,7 +144,7 @@ def _starts(view: ServerView, stages: Sequence[Stage], gradients: Gradients) -> 
     bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
     if not bare or name not in gradients or not isinstance(last.activation, nn.Identity):
         return NotApplicable("no linear layer whose bias moved, and no classifier without bias: nothing to begin with")
-    if not _sized(view):
+    if not _sized(view, name):
         return NotApplicable(
             "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
         )
@@ -153,11 +156,14 @@ def _starts(view: ServerView, stages: Sequence[Stage], gradients: Gradients) -> 
     return found or NotApplicable("no logits explain the gradient of the classifier, which has no bias")
 
 
-def _sized(view: ServerView) -> bool:
-    """Whether the size of the gradient is known, not only its direction."""
-    clipped = any(group.max_norm is not None for p in view.method.phases(view.task, view.round) for group in p.groups)
+def _sized(view: ServerView, name: str) -> bool:
+    """Whether the size of the gradient of `name` is known, not only its direction."""
+    phases = view.method.phases(view.client.task, view.round)
+    clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
+    once, twice = (view.defense.surrogate(scaled(view.update, size), view.update)[name] for size in (1.0, 2.0))
+    hidden = dense(twice).norm() < 1.5 * dense(once).norm()  # a longer update would have been shortened to the same
     changed = not view.threat.knows_defense or overrides(view.defense, "gradient")
-    return not (view.scaled or clipped or changed)
+    return not (view.scaled or clipped or hidden or changed)
 
 
 def descend(
@@ -169,7 +175,7 @@ def descend(
         stages: of the network, bottom first.
         gradients: dL/dweight by name.
         start: where to begin.
-        trust: as in `attacks.equations.solve`.
+        trust: as in `attacks.layer_equations.solve`.
         cutoff: likewise.
         gigabytes: likewise; weight equations that take more are left out.
     """
@@ -206,12 +212,14 @@ def backward(stages: Sequence[Stage], start: Start, pixels: Tensor) -> Gradients
 def sizes(stage: Stage) -> tuple[float, float, float]:
     """Gigabytes that a stage's equations take in one matrix: all, its gradient equations, its weight equations."""
     layer, unknowns, outputs = stage.layer, stage.shape.numel(), returned(stage).numel()
+    before = 0.0 if stage.pointwise else 8e-9 * unknowns**2  # its linear maps as a matrix
     if not isinstance(layer, nn.Conv2d):
-        return 0.0, 0.0, 8e-9 * outputs * unknowns
+        return before, before, 8e-9 * outputs * unknowns
     with torch.no_grad():
         positions = stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64))[0, 0].numel()
-    rows = positions * layer.in_channels + outputs
-    return 8e-9 * rows * unknowns, 8e-9 * layer.weight[:, 0].numel() * positions, 8e-9 * outputs * unknowns
+    whole = 8e-9 * unknowns * (positions * layer.in_channels + outputs)
+    gradient = 8e-9 * layer.weight[:, 0].numel() * positions
+    return max(whole, before), max(gradient, before), 8e-9 * outputs * unknowns
 
 
 def _apart(x: Tensor, y: Tensor) -> float:

@@ -22,6 +22,8 @@ from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, ServerView
 
+SIZED = 1e-3
+"""Distance of a signal's directions up to which a layer's input is as bright as it seems: about one percent of it."""
 PROBES = 8
 """Random images that tell what a layer is given and whether a ReLU follows it."""
 
@@ -65,13 +67,10 @@ class LinearLayer:
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """Inputs of the layer (N, n) as images (N, C, H, W) in [0, 1]."""
-        task = self.view.task
-        mean, std = (torch.tensor(v).to(inputs).view(-1, 1, 1) for v in (task.mean, task.std))
-        images = inputs.view(len(inputs), *task.input_shape) * std + mean
-        return images.clamp(0, 1).to(self.view.dtype)
+        return shown(self.view, inputs).clamp(0, 1).to(self.view.dtype)
 
     def rectified(self) -> bool:
-        """Whether the signal that flows back is zero where the layer's output is negative, and nowhere else."""
+        """Whether no signal flows back where the layer's output is negative, but some where it is positive."""
         outputs, signals = self._probe.back(self.name)
         silent = signals == 0
         return bool(silent[outputs < 0].all() and not silent[outputs > 0].all())
@@ -79,6 +78,10 @@ class LinearLayer:
     def signals(self, inputs: Tensor, label: int) -> Tensor:
         """What flows back into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
         return self._probe.signals(self.name, inputs, label)
+
+    def sized(self, inputs: Tensor, signals: Tensor) -> bool:
+        """Whether `inputs` have their true size: an unknown defence may have changed it, unless `labels` fit."""
+        return self.view.threat.knows_defense or self.labels(inputs, signals, SIZED) is not None
 
     def labels(self, inputs: Tensor, signals: Tensor, tolerance: float) -> Tensor | None:
         """The labels (N,) under which the network sends back `signals` (N, m), up to factors; None if none fit.
@@ -90,10 +93,16 @@ class LinearLayer:
         """
         if self.view.private or not self.view.method.uses_labels or not self.images:
             return None
-        each = torch.stack([self.signals(inputs, k) for k in range(self.view.task.num_classes)])
+        each = torch.stack([self.signals(inputs, k) for k in range(self.view.task.num_classes)])  # (K, N, m)
         unit = nn.functional.normalize
         far, labels = (unit(each, dim=-1) - unit(signals, dim=-1)).norm(dim=-1).min(0)
         return labels if bool((far <= tolerance).all()) else None
+
+
+def shown(view: ServerView, inputs: Tensor) -> Tensor:
+    """Normalised images (N, n) as pixels (N, C, H, W), wherever they lie."""
+    mean, std = view.task.normalisation(inputs)
+    return inputs.view(len(inputs), *view.task.input_shape) * std + mean
 
 
 def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
@@ -105,8 +114,7 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     shares = decay_shares(phases, view.schedule, view.shared)
     if len(shares) < len(view.shared):
         return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
-    passed = partial(view.defense.passed, observed=view.update) if view.threat.knows_defense else None
-    change = without_decay(view.update, view.shared, shares, passed)
+    change = without_decay(view.update, view.shared, shares, partial(view.client.defense.passed, observed=view.update))
     probe = _Probe(view)
     for name, images in probe.layers.items():
         names = f"{name}.weight", f"{name}.bias"
@@ -114,6 +122,8 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
             continue
         if signs_only(view.update[names[0]]):
             return NotApplicable("only signs are sent: they look like a rank-one gradient whatever its factors are")
+        if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
+            return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
         weight, bias = (dense(change[n]).double() for n in names)
         if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
             return NotApplicable(f"the update of {name!r} is zero or not finite")
@@ -133,7 +143,7 @@ def _obstacle(view: ServerView) -> str | None:
         return "nothing is shared"
     if type(view.method).gradient is not Method.gradient:
         return f"{view.method.name} does not step along the gradient of its loss alone"
-    if view.threat.knows_defense and not view.defense.keeps_ratios():
+    if not view.client.defense.keeps_ratios():
         return f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
     if any(phase.optimizer != "sgd" for phase in view.method.phases(view.client.task, view.round)):
         return "Adam rescales every number apart: its step is not the gradient's direction"
@@ -156,10 +166,8 @@ def _scale(view: ServerView, name: str) -> float | None:
     """What one step makes of a gradient of size 1 for the parameter `name`, or None if it can't be told."""
     ((phase, _),) = _moving(view, name)
     group = phase.assign({name: None})[name]
-    changed = any(overrides(view.defense, hook) for hook in ("surrogate", "gradient"))
-    if group.max_norm is not None or view.scaled or changed:
-        return None
-    return group.lr * (1 + phase.momentum if phase.nesterov else 1.0)  # Nesterov adds the momentum at once
+    changed = any(overrides(view.client.defense, hook) for hook in ("surrogate", "gradient"))
+    return None if group.max_norm is not None or view.scaled or changed else phase.first_step(group)
 
 
 def let_through(view: ServerView, name: str) -> Tensor:
@@ -171,10 +179,8 @@ def let_through(view: ServerView, name: str) -> Tensor:
 
 def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
     """Which entries of the weight's update a known defence let through, and its trust in the bias's."""
-    if not view.threat.knows_defense:
-        return None, 1.0
-    sent = let_through(view, weight).double() if overrides(view.defense, "surrogate") else None
-    trusts = view.defense.weights(view.update)
+    sent = let_through(view, weight).double() if overrides(view.client.defense, "surrogate") else None
+    trusts = view.client.defense.weights(view.update)
     return sent, trusts[bias] / trusts[weight]
 
 
@@ -207,8 +213,8 @@ class _Probe:
     @property
     def layers(self) -> dict[str, bool]:
         """Every linear layer given one vector per image, in the order they run; True if that is the image itself."""
-        task, images, seen = self.view.task, self.images, dict[str, bool]()
-        mean, std = (torch.tensor(v).to(images).view(-1, 1, 1) for v in (task.mean, task.std))
+        images, seen = self.images, dict[str, bool]()
+        mean, std = self.view.task.normalisation(images)
         flat = ((images - mean) / std).flatten(1)
 
         def note(name: str) -> Callable[..., None]:
@@ -241,10 +247,7 @@ class _Probe:
     def signals(self, layer: str, inputs: Tensor, label: int) -> Tensor:
         """Gradients (N, m) of each image's own loss at the layer's output, from the layer's inputs (N, n)."""
         view, count = self.view, len(inputs)
-        task = view.task
-        mean, std = (torch.tensor(v).to(inputs).view(-1, 1, 1) for v in (task.mean, task.std))
-        images = inputs.view(count, *task.input_shape) * std + mean
-        batch = Batch(images, torch.full((count,), label, device=inputs.device))
+        batch = Batch(shown(view, inputs), torch.full((count,), label, device=inputs.device))
         step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
         with _Tapped(self.model, layer) as tap, torch.enable_grad():
             loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)

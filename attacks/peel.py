@@ -71,7 +71,8 @@ class Peeled:
         embedding: (embedding,) float64, or None where the update says nothing of it.
         route: which layer gave the activations: "trunk", "heads", or "biases" if no unit was active.
         residual: what the equations of that route leave of the update, relative to it; for "biases" how far, relative
-            to them, the extractor may be off by activations too small to be told from rounding.
+            to them, the extractor may be off by activations too small to be told from rounding. Where the defence is
+            unknown, no less than the relative distance of the activations that both layers give.
         complete: whether every number of the solution shows in the update: a known defence may have cut some.
     """
 
@@ -195,17 +196,36 @@ class Peel(ViewAttack):
             return NotApplicable("the first layer did not move, and this route reads it")
         heads = update.hidden_from_heads()
         usable = bool(heads.any())
-        if embedding is not None and usable and opened.steps == 1 and self.route == "auto" and update.seen is None:
+        apart = 0.0 if opened.view.threat.knows_defense else _apart(update, embedding, heads)
+        if (
+            embedding is not None
+            and usable
+            and opened.steps == 1
+            and self.route == "auto"
+            and update.seen is None
+            and apart < FITS
+        ):
             embedding, heads = update.reconciled(embedding, heads)
         residual = math.hypot(update.heads_residual(heads), update.length_residual(heads))
         if embedding is not None:
             trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
             if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):
-                return Peeled(opened, trunk, embedding, "trunk", misfit, update.complete("trunk"))
+                return Peeled(opened, trunk, embedding, "trunk", max(misfit, apart), update.complete("trunk"))
         if not usable:
             return NotApplicable("the heads' equations have no solution: what they pull back runs against db0")
         complete = update.complete("heads") and (embedding is None or update.complete("trunk"))
-        return Peeled(opened, heads, embedding, "heads", residual, complete)
+        return Peeled(opened, heads, embedding, "heads", max(residual, apart), complete)
+
+
+def _apart(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> float:
+    """How far the activations that both layers give are apart, relative to the larger ones; 1 where one says nothing.
+
+    The equations of one layer leave a factor open between tensors, which an unknown defence may have shortened apart.
+    """
+    if embedding is None or not bool(heads.any()):
+        return 1.0
+    trunk = update.hidden(embedding)
+    return float((trunk - heads).norm() / torch.maximum(trunk.norm(), heads.norm()))
 
 
 def open_view(view: ServerView) -> Opened | NotApplicable:
@@ -221,17 +241,16 @@ def open_view(view: ServerView) -> Opened | NotApplicable:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
     (phase,) = _training(phases, view.schedule)
     steps = len(view.schedule[phase]) if view.schedule is not None else 1
-    known = view.threat.knows_defense
-    cuts = known and overrides(view.defense, "surrogate")
-    passed = partial(view.defense.passed, observed=view.update) if known else None
-    change = without_decay(view.update, view.shared, shares, passed)
+    defense = view.client.defense
+    cuts = overrides(defense, "surrogate")
+    change = without_decay(view.update, view.shared, shares, partial(defense.passed, observed=view.update))
     update = HypernetUpdate.of(
         view.shared,
         change,
         tuple(generator.generates(task)),
         bias=generator.bias,
         rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
-        passed=partial(view.defense.rescaled().passed, observed=view.update) if cuts else None,
+        passed=partial(defense.rescaled().passed, observed=view.update) if cuts else None,
     )
     return Opened(view, phase, change, update)
 
@@ -259,7 +278,7 @@ def _obstacle(view: ServerView) -> str | None:
         return f"expected one phase that trains the hypernetwork, got {len(training)}"
     if phases[training[0]].optimizer != "sgd":
         return f"{phases[training[0]].optimizer} rescales every number apart: its steps are not sums of outer products"
-    if view.threat.knows_defense and not view.defense.keeps_ratios():
+    if not view.client.defense.keeps_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
     if signs_only(view.update[TRUNK_WEIGHT]):
         return "only signs are sent: they satisfy the equations of an outer product whatever its factors are"
@@ -301,11 +320,9 @@ def _one_step(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
     """The gradient itself: a step of size 1 without momentum, decay and clipping."""
     opened, view = peeled.opened, peeled.view
     phase = opened.phases[opened.phase]
-    # momentum starts at zero, but Nesterov's form adds it at once
-    factor = 1 + phase.momentum if phase.nesterov else 1.0
-    gradient: Tensors = {n: g / (opened.group.lr * factor) for n, g in peeled.gradient.items()}
+    gradient: Tensors = {n: g / phase.first_step(opened.group) for n, g in peeled.gradient.items()}
     groups = phase.assign(dict.fromkeys(direct))
-    gradient.update({n: opened.change[n] * (1 / (groups[n].lr * factor)) for n in groups})
+    gradient.update({n: opened.change[n] * (1 / phase.first_step(groups[n])) for n in groups})
     kind = FedAvg if direct else FedPer
     return kind(lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode), gradient
 

@@ -39,8 +39,9 @@ class Spear(Attack):
     chosen, the bias gradient D 1 fixes their scales, and columns are replaced as long as that raises the sparsity
     score: the share of neurons and images with D = 0 exactly where W x + b <= 0. At 1, the attack knows that it is
     right. Rounding of the weights can hide small signals and keep the score below 1; then it knows where the network,
-    given X and some labels, sends back D. The draws needed double with every image. What counts as zero follows from
-    the noise in the gradient, estimated from its singular values beyond the batch size.
+    given X and some labels, sends back D. Only that counts where the defence is unknown, which may have shortened
+    weight and bias apart. The draws needed double with every image. What counts as zero follows from the noise in the
+    gradient, estimated from its singular values beyond the batch size.
 
     Where the layer is given the image, X are the images, with the labels for which the network sends back D, where the
     server has all of it; else they are handed out under `features`, one row per image. One image is left to `analytic`.
@@ -304,5 +305,5 @@ def _result(layer: LinearLayer, found: Found) -> Reconstruction:
         labels=found.labels,
         objective=1 - found.score,
         private=features,  # type: ignore[arg-type]
-        verified=found.sure,
+        verified=found.sure and layer.sized(found.inputs, found.signals),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attacks.base import NotApplicable
 from fl.models.layers import Normalize
+from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import ServerView
 
@@ -70,8 +71,8 @@ def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] 
 
     `max_pooling` lets it stand among the linear maps, for attacks that know what to do with it.
 
-    The order is traced on an image of grey: each module without children must take what the one before it returned, and
-    all of them together must return what the network does.
+    The order is traced on an image of noise: each module without children must take what the one before it returned,
+    flattened or not, and the stages must give every layer what the network gives it.
     """
     model = copy.deepcopy(view.client.predictor).to(device="cpu", dtype=torch.float64)
     known = {**view.shared, **view.buffers}
@@ -79,13 +80,15 @@ def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] 
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             if name in known:
                 value.copy_(dense(known[name]))
-    probe = torch.full((1, *view.task.input_shape), 0.5, dtype=torch.float64)
+    probe = torch.rand(1, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64)
     calls = _trace(model, probe)
     if isinstance(calls, NotApplicable):
         return calls
     stages = _stages(calls, max_pooling)
     if isinstance(stages, NotApplicable):
         return stages
+    if apart := _apart(stages, calls, probe):
+        return NotApplicable(f"the network is no plain chain of modules: something else happens before {apart}")
     hidden = sorted(
         name
         for name in view.private
@@ -94,6 +97,18 @@ def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] 
     if hidden:
         return NotApplicable(f"the server does not know {hidden[0]}")
     return stages
+
+
+def _apart(stages: Sequence[Stage], calls: Sequence[_Call], probe: Tensor) -> str | None:
+    """The first layer that the network gives something else than its stage does, or None."""
+    taken, values = {call.name: call.taken for call in calls}, probe
+    with torch.no_grad():
+        for stage in stages:
+            given = stage.given(values)
+            if given.shape != taken[stage.name].shape or not torch.allclose(given, taken[stage.name], equal_nan=True):
+                return stage.name
+            values = stage.activation(stage.linear(given))
+    return None
 
 
 @dataclass(frozen=True)
@@ -136,7 +151,9 @@ def _stages(calls: Sequence[_Call], max_pooling: bool) -> tuple[Stage, ...] | No
     stages: list[Stage] = []
     pending: list[nn.Module] = []
     shape, closed = calls[0].taken.shape[1:], True
-    for call in calls:
+    for before, call in zip([None, *calls], calls, strict=False):
+        if before is not None and call.taken.ndim == 2 < before.given.ndim:  # flattened by no module
+            pending.append(nn.Flatten())
         reason = None if max_pooling and isinstance(call.module, nn.MaxPool2d) else _refusal(call)
         if reason is not None:
             return NotApplicable(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ class Chain(Defense):
     Raises:
         ValueError: if there are none, or more than one changes the gradient, which none can do to another's.
     """
+
+    plain: ClassVar[str] = "several defences work on the update, one after the other."
 
     parts: tuple[Defense, ...]
 

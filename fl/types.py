@@ -94,6 +94,11 @@ class Task:
         """The model's buffers by name."""
         return {name: value.detach() for name, value in self.model.named_buffers()}
 
+    def normalisation(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """`mean` and `std` (C, 1, 1) each, where `like` lies and of its type; as networks, to single precision."""
+        mean, std = (torch.tensor(x, dtype=torch.float32).to(like).view(-1, 1, 1) for x in (self.mean, self.std))
+        return mean, std
+
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Task:
         """The same task with its model's floating-point tensors moved."""
         import copy
@@ -174,6 +179,13 @@ class Phase:
             value = getattr(self, key)
             if value is not None and value < least:
                 raise ValueError(f"expected {key} >= {least}, got {value}")
+
+    def first_step(self, group: Group) -> float:
+        """What the first step of SGD makes of a gradient of size 1.
+
+        Momentum is zero before it, but Nesterov's form adds it at once.
+        """
+        return group.lr * (1 + self.momentum if self.nesterov else 1.0)
 
     def assign(self, names: Mapping[str, object]) -> dict[str, Group]:
         """The group of every name that moves in this phase."""

@@ -9,6 +9,7 @@ from support import worlds
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic import Analytic
 from attacks.linear import LinearLayer, first_linear
+from defenses.clip import Clip
 from defenses.noise import Noise
 from defenses.prune import Prune
 from fl.client import Client
@@ -19,7 +20,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.models import build
 from fl.simulate import Truth
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Group, Phase, ServerView, Task
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
 MOVING = FedAvg(lr=0.1, epochs=3, momentum=0.9, weight_decay=1e-2, max_norm=0.5)
@@ -106,6 +107,42 @@ def test_noise_is_averaged_over_all_neurons_and_not_taken_for_success() -> None:
     assert errors[0] < 0.01
     assert errors[0] <= errors[1]
     assert not result.verified
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_unknown_defence_that_shortens_tensors_apart_is_not_verified(dtype: torch.dtype) -> None:
+    """The update stays of rank one, and only how bright the image seems is wrong."""
+    for defense, right in ((Clip(max_norm=1e-2, scope="tensor"), False), (Clip(max_norm=1e-2), True)):
+        view, truth = victim(task=mlp(dtype), defense=defense)
+        result = found(replace(view, threat=replace(view.threat, knows_defense=False)))
+        assert result.objective < 1e-5
+        assert result.verified is right
+        assert bool((result.inputs - truth.inputs).abs().max() < 1e-4) is right  # type: ignore[operator]
+
+
+def test_an_unknown_defence_is_not_looked_at() -> None:
+    """This one leaves every bit as it is, so nothing may depend on it."""
+    results = []
+    for defense in (Defense(), Clip(max_norm=1e6)):
+        view, _ = victim(6, task=mlp(widths=(64,)), defense=defense)
+        results.append(found(replace(view, threat=replace(view.threat, knows_defense=False))))
+    assert torch.equal(results[0].inputs, results[1].inputs)  # type: ignore[arg-type]
+
+
+class Apart(FedAvg):
+    """The first layer's bias moves at another rate."""
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        (phase,) = super().phases(task, round)
+        return (replace(phase, groups=(Group(prefixes=("body.fc1.bias",), lr=0.05), *phase.groups)),)
+
+
+def test_a_weight_and_a_bias_that_are_trained_apart_have_no_ratio() -> None:
+    view, _ = victim(method=Apart(lr=0.1, steps=1, batch_size=None))
+    assert "body.fc1.bias" in view.update
+    result = Analytic()(view)
+    assert isinstance(result, NotApplicable)
+    assert "trained apart" in result.reason
 
 
 def test_of_a_batch_images_that_a_neuron_sees_alone_come_out_with_their_labels() -> None:

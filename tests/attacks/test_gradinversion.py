@@ -23,7 +23,13 @@ NORM = "body.norm1"
 
 
 def seen(
-    count: int, *, steps: int = 1, threat: ThreatModel | None = None, batch_norm: bool = True, train_mode: bool = True
+    count: int,
+    *,
+    steps: int = 1,
+    threat: ThreatModel | None = None,
+    batch_norm: bool = True,
+    train_mode: bool = True,
+    momentum: float | None = 0.1,
 ) -> tuple[ServerView, Truth]:
     """A client's steps on batches of two or more images; the server's running statistics are not at their start."""
     task = worlds.task(batch_norm=batch_norm)
@@ -31,6 +37,8 @@ def seen(
     buffers = dict(task.buffers)
     if batch_norm:
         buffers[f"{NORM}.running_mean"] = torch.arange(4, dtype=torch.float64) / 10
+        buffers[f"{NORM}.num_batches_tracked"] = torch.tensor(3)
+        task.model.get_submodule(NORM).momentum = momentum  # type: ignore[assignment]
     download = Download(dict(task.parameters), buffers)
     return observe(Client(task, method), ClientState(), download, worlds.images(count, "gi"), threat=threat)[:2]
 
@@ -47,8 +55,9 @@ def at_truth(view: ServerView, truth: Truth, images: torch.Tensor | None = None)
     return moments(view, guess, view.client, [NORM])
 
 
-def test_buffers_after_one_step_give_the_statistics_of_the_very_batch() -> None:
-    view, truth = seen(3)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_buffers_after_one_step_give_the_statistics_of_the_very_batch(momentum: float | None) -> None:
+    view, truth = seen(3, momentum=momentum)
     mine, true = known(view)[NORM], at_truth(view, truth)[NORM]
     for x, y in zip(mine, true, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)

@@ -191,6 +191,14 @@ def test_an_unknown_schedule_and_a_silent_layer_are_told() -> None:
     assert "signal" in answer.reason
 
 
+def test_an_update_that_overflowed_is_told() -> None:
+    view, _ = victim(STEP)
+    bias = dense(view.update["head.bias"])
+    answer = Headless()(replace(view, update={**view.update, "head.bias": torch.full_like(bias, torch.inf)}))
+    assert isinstance(answer, NotApplicable)
+    assert "not finite" in answer.reason
+
+
 def test_signs_alone_are_refused() -> None:
     view, _ = victim(STEP)
     signs = {name: dense(value).sign() * 0.01 for name, value in view.update.items()}

@@ -10,7 +10,7 @@ from support.loud import Loud
 from torch import nn
 
 from attacks import NotApplicable, Reconstruction
-from attacks.equations import invert
+from attacks.layer_equations import invert
 from attacks.layerwise import Layerwise
 from attacks.rconv import RConv
 from attacks.rgap import RGAP

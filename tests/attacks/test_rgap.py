@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
-from attacks.equations import Outputs, gradient_rows, solve, weight_rows
+from attacks.layer_equations import Outputs, gradient_rows, solve, weight_rows
 from attacks.rgap import RGAP, rank_analysis
 from attacks.unroll import Stage, unroll
+from defenses.clip import Clip
 from fl.capture import from_batch
 from fl.client import Client
+from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -26,7 +28,7 @@ from fl.models import build as network
 from fl.models.hypernetwork import Hypernetwork
 from fl.models.layers import Normalize
 from fl.seeds import stream
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, ServerView, Task, ThreatModel
 
 LEAKY = lambda: nn.LeakyReLU(0.2)  # noqa: E731
 
@@ -156,21 +158,23 @@ def test_without_any_bias_the_logits_follow_from_the_loss(classes: int) -> None:
         assert result.labels.tolist() == [label]
 
 
-def test_a_right_prediction_of_two_classes_leaves_the_brightness_open() -> None:
-    model = chains.chain(LEAKY, classes=2, bias=False)
+@pytest.mark.parametrize("dim", [False, True])
+def test_a_right_prediction_of_two_classes_leaves_the_brightness_of_a_dim_image_open(dim: bool) -> None:
+    """A network without biases gives every multiple of an image the same gradient, up to its size."""
+    model, image = chains.chain(LEAKY, classes=2, bias=False), chains.image() * (0.1 if dim else 1.0)
     with torch.no_grad():
-        logits = model(chains.image())[0]
+        logits = model(image)[0]
         model[-1].weight *= 0.5 / (logits[0] - logits[1]).abs()  # type: ignore[operator, union-attr]
     right = int(logits.argmax())
-    wrong = attack(chains.seen(model, label=1 - right)[0])
-    assert off(wrong, chains.image()) < 1e-6
+    wrong = attack(from_batch(model, image, torch.tensor([1 - right]))[0])
+    assert off(wrong, image) < 1e-6
     assert wrong.verified
-    view, truth = chains.seen(model, label=right)
-    result = attack(view)
+    result = attack(from_batch(model, image, torch.tensor([right]))[0])
     assert result.inputs is not None
-    ratio = result.inputs / truth.inputs  # a network without biases gives every multiple of an image the same gradient
-    assert not result.verified or off(result, truth.inputs) < 1e-6
-    assert float(ratio.std()) < 1e-6 or not result.verified
+    ratio = result.inputs / image  # the other margin that explains the gradient is five times as large
+    assert float(ratio.std()) < 1e-6
+    assert result.verified is not dim
+    assert dim or off(result, image) < 1e-6
 
 
 def test_an_unknown_size_of_the_gradient_is_no_ground_for_logits() -> None:
@@ -178,6 +182,24 @@ def test_an_unknown_size_of_the_gradient_is_no_ground_for_logits() -> None:
     result = RGAP()(chains.seen(chains.chain(LEAKY, bias=False), method=method)[0])
     assert isinstance(result, NotApplicable)
     assert "size of its gradient" in result.reason
+    for classes in (2, 4):  # of two classes, any size has logits that explain it
+        model = chains.chain(LEAKY, classes=classes, bias=False)
+        short, long = (RGAP()(chains.seen(model, defense=Clip(max_norm=norm))[0]) for norm in (0.05, 1e6))
+        assert isinstance(short, NotApplicable)
+        assert "size of its gradient" in short.reason
+        assert isinstance(long, Reconstruction)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_lengths_clipped_apart_are_never_verified(deep: bool, known: bool) -> None:
+    top = [nn.Linear(128, 64), LEAKY(), nn.Linear(64, 4)] if deep else [nn.Linear(128, 4)]
+    model = chains.initialised(nn.Sequential(nn.Flatten(), *top))
+    for defense, right in ((Clip(max_norm=0.05, scope="tensor"), False), (Defense(), known or deep)):
+        view, _ = chains.seen(model, defense=defense, threat=ThreatModel(knows_defense=known))
+        result = RGAP()(view)
+        assert isinstance(result, Reconstruction) or (known and "ratio" in result.reason)
+        assert isinstance(result, NotApplicable) or result.verified is right
 
 
 # ---- other methods ---------------------------------------------------------------------------------------------------
@@ -194,6 +216,8 @@ def test_a_private_classifier_stops_it_unless_a_layer_below_has_a_bias(bias: boo
         assert off(result, truth.inputs) < 1e-6
         assert result.verified
         assert result.labels is None
+        told = attack(replace(view, labels=truth.labels))
+        assert told.knowledge == ("labels",)
     else:
         assert isinstance(RGAP()(view), NotApplicable)
 
@@ -230,6 +254,37 @@ class Functional(Residual):
         return out
 
 
+class Turned(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.flatten(self.conv(x).transpose(2, 3)))
+        return out
+
+
+class InPlace(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.flatten(nn.functional.leaky_relu_(self.conv(x), 0.2)))
+        return out
+
+
+class Flattening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act, self.fc = nn.Conv2d(2, 12, 4, stride=2, padding=1), nn.LeakyReLU(0.2), nn.Linear(192, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.act(self.conv(x)).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize("name", ["rgap", "rconv", "cascade"])
+def test_flattening_needs_no_module(name: str) -> None:
+    view, truth = chains.seen(chains.initialised(Flattening()))
+    result = build(name)(view)
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+    assert off(result, truth.inputs) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -237,11 +292,13 @@ class Functional(Residual):
         (chains.chain(nn.ReLU), "rconv"),
         (Residual(), "plain chain"),
         (Functional(), "plain chain"),
+        (Turned(), "plain chain"),
+        (InPlace(), "plain chain"),
         (nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(144, 4)), "groups"),
         (nn.Sequential(nn.Conv2d(2, 4, 3), nn.SiLU(), nn.Flatten(), nn.Linear(144, 4)), "SiLU"),
         (nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4)), "batch statistics"),
     ],
-    ids=["max pooling", "relu", "residual", "functional", "groups", "silu", "batch norm"],
+    ids=["max pooling", "relu", "residual", "functional", "turned", "in place", "groups", "silu", "batch norm"],
 )
 def test_it_says_what_it_can_not_undo(model: nn.Module, words: str) -> None:
     method = FedAvg(lr=1.0, steps=1, batch_size=None)
@@ -262,6 +319,15 @@ def test_a_system_that_is_too_large_is_refused_with_its_size() -> None:
     result = RGAP(gigabytes=1e-6)(chains.seen(chains.chain(LEAKY))[0])
     assert isinstance(result, NotApplicable)
     assert "GB" in result.reason
+
+
+def test_pooling_written_out_as_a_matrix_counts_too() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 24, 3, padding=1), LEAKY(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    view, _ = chains.seen(chains.initialised(nn.Sequential(*model, nn.Linear(24, 4))))
+    result = RGAP(gigabytes=5e-3)(view)  # 1536 numbers come into the pooling: 19 MB
+    assert isinstance(result, NotApplicable)
+    assert "equations of 4 take 0.019 GB" in result.reason
+    assert isinstance(RGAP()(view), Reconstruction)
 
 
 @pytest.mark.parametrize("setting", [{"fits": 0.0}, {"cutoff": 1.0}, {"gigabytes": 0.0}])

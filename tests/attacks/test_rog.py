@@ -176,8 +176,11 @@ def test_a_missing_or_wrong_file_says_how_to_make_one(trained: dict[str, str], t
     ):
         attacks.build({"name": "rog", "enhancer": trained["decoder"]})(view)
     np.savez(tmp_path / "else.npz", weights=np.zeros(3))
+    np.savez(tmp_path / "list.npz", head=np.array("[1]"))
+    np.save(tmp_path / "array.npy", np.zeros(3))
     (tmp_path / "text.npz").write_text("no arrays")
-    for name in ("else.npz", "text.npz"):
+    (tmp_path / "empty.npz").touch()
+    for name in ("else.npz", "list.npz", "array.npy", "text.npz", "empty.npz"):
         with pytest.raises(ValueError, match="make one with"):
             autoencoder.load(str(tmp_path / name), "decoder")
 
@@ -200,6 +203,14 @@ def test_bad_settings_are_refused() -> None:
         attacks.build({"name": "rog", "decoder": "d.npz", "boxed": True})
     with pytest.raises(ValueError, match="expected factor 1, 2 or 4, got 3"):
         autoencoder.Decoder(1, 3)
+    images = torch.rand(4, 1, 10, 9, generator=stream(0, "x"))
+    for kind, steps, word in (
+        ("decoder", 1, "multiples of 4, not 10 x 9"),
+        ("enhancer", 0, "steps=0"),
+        ("x", 1, "'x'"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            autoencoder.train(kind, images, factor=4, steps=steps)
 
 
 def test_the_command_trains_on_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

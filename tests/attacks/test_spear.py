@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from fl.methods.fedper import FedPer
 from fl.models import build
 from fl.seeds import stream
 from fl.simulate import Truth
+from fl.tensors import dense
 from fl.types import Batch, ServerView, ThreatModel
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
@@ -40,6 +42,14 @@ def victim(
     data = Batch(data.inputs.to(dtype), data.labels)
     run = Federation(Client(task, method, defense or Defense()), [ClientData(data, data)])
     return run.observe(0, threat=threat)
+
+
+def factors(view: ServerView, count: int) -> Factors:
+    layer = first_linear(view)
+    assert isinstance(layer, LinearLayer)
+    found = Factors.of(layer, count)
+    assert isinstance(found, Factors)
+    return found
 
 
 def nearest(result: object, truth: Truth) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,25 +92,18 @@ def test_neither_head_nor_batch_size_need_be_known() -> None:
 
 def test_a_kernel_of_silent_rows_is_a_column() -> None:
     view, truth = victim(4)
-    layer = first_linear(view)
-    assert isinstance(layer, LinearLayer)
-    factors = Factors.of(layer, 4)
-    assert isinstance(factors, Factors)
-    std, mean = view.task.std[0], view.task.mean[0]
-    outputs = ((truth.inputs - mean) / std).flatten(1) @ layer.weight.mT + layer.bias
-    silent = (outputs <= 0) | ~factors.heard
+    known = factors(view, 4)
+    mean, std = view.task.normalisation(truth.inputs)
+    outputs = ((truth.inputs - mean) / std).flatten(1) @ known.layer.weight.mT + known.layer.bias
+    silent = (outputs <= 0) | ~known.heard
     for column in silent:
-        kernel = torch.linalg.svd(factors.left[column & factors.heard])[2][-1]
-        assert torch.equal(factors.zeros(kernel[None], 8)[0], column)
+        kernel = torch.linalg.svd(known.left[column & known.heard])[2][-1]
+        assert torch.equal(known.zeros(kernel[None], 8)[0], column)
 
 
 def test_draws_follow_the_seed_and_the_budget() -> None:
-    view, _ = victim(5)
-    layer = first_linear(view)
-    assert isinstance(layer, LinearLayer)
-    factors = Factors.of(layer, 5)
-    assert isinstance(factors, Factors)
-    first, again, other = (factors.kernels(300, stream(seed, "spear")) for seed in (0, 0, 1))
+    known = factors(victim(5)[0], 5)
+    first, again, other = (known.kernels(300, stream(seed, "spear")) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     poor = Spear(samples=1)(victim(7)[0])
@@ -126,6 +129,18 @@ def test_other_views_are_refused(settings: dict[str, object], reason: str) -> No
 def test_a_defended_update_is_never_taken_for_an_exact_one(defense: Defense) -> None:
     result = Spear(samples=20_000)(victim(4, defense=defense)[0])
     assert isinstance(result, NotApplicable) or not result.verified
+
+
+@pytest.mark.parametrize(("size", "known", "verified"), [(1.0, False, True), (0.95, False, False), (0.95, True, True)])
+def test_an_unknown_defence_may_have_changed_the_size(size: float, known: bool, verified: bool) -> None:
+    """Zeros do not show it; a server that knows that there is no defence believes a wrong size."""
+    view, truth = victim(2, threat=ThreatModel(knows_defense=known))
+    weight = next(name for name in view.update if name.endswith("weight"))
+    result = Spear()(replace(view, update={**view.update, weight: dense(view.update[weight]) * size}))
+    assert isinstance(result, Reconstruction)
+    assert result.objective == 0
+    assert result.verified is verified
+    assert bool(nearest(result, truth)[0].max() < 1e-7) is (size == 1)
 
 
 @pytest.mark.skipif("HYPERLEAK_DATA" not in os.environ, reason="HYPERLEAK_DATA names no folder of data sets")

@@ -7,20 +7,17 @@ import pytest
 import torch
 from support import worlds
 from support.compare import assert_near, assert_same
-from torch import Tensor
+from support.updates import numbers
 
 from attacks.base import NotApplicable, Reconstruction, build
 from defenses.clip import Clip
 from fl.client import predict
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
+from fl.models.hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, combine, dense, norm, scaled
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=stream(0, *shape), dtype=torch.float64)
-
+from fl.types import ThreatModel
 
 UPDATE: Tensors = {
     "small": numbers(20, 5) * 1e-3,
@@ -100,3 +97,22 @@ def test_lengths_clipped_apart_are_not_solved_for() -> None:
     method = worlds.one_step(HyperFL.example())
     view, _ = worlds.federation(method, Clip(max_norm=1e-3, scope="tensor")).observe(1)
     assert isinstance(build("peel")(view), NotApplicable)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("max_norm", [1e-4, 1e-3, 1e-2])
+def test_lengths_clipped_apart_are_not_verified_by_a_server_that_does_not_know(max_norm: float, bias: bool) -> None:
+    generator = Hypernetwork(embedding=8, hidden=16, init="scaled", bias=bias)
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, weight_decay=0.0, parametrisation=generator)
+    defense, unaware = Clip(max_norm=max_norm, scope="tensor"), ThreatModel(knows_defense=False)
+    view, truth = worlds.federation(method, defense).observe(1, threat=unaware)
+    for route in ("auto", "trunk", "heads"):
+        result = build({"name": "peel", "route": route})(view)
+        assert isinstance(result, Reconstruction)
+        pairs = [(dense(result.private[f"extractor/{n}"]), w) for n, w in truth.extractor.items()]
+        off = max(float((x - w).norm() / w.norm()) for x, w in pairs)
+        assert not result.verified or off < 1e-9
+    plain, _ = worlds.federation(method).observe(1, threat=unaware)
+    result = build("peel")(plain)
+    assert isinstance(result, Reconstruction)
+    assert result.verified

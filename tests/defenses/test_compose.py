@@ -72,6 +72,10 @@ def test_trust_is_that_of_all() -> None:
     assert Chain(parts=(Prune(), noise)).weights(UPDATE) == noise.weights(UPDATE)
 
 
+def test_it_does_not_call_itself_no_defence() -> None:
+    assert Chain.plain != Defense.plain
+
+
 def test_settings() -> None:
     built = defenses.build({"name": "chain", "parts": ["clip", {"name": "noise", "std": 0.2}]})
     assert built == Chain(parts=(Clip(), Noise(std=0.2)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import assert_near, assert_same
+from support.updates import numbers
 from torch import Tensor
 
 from defenses.noise import Noise, rms
@@ -14,11 +15,6 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense, scaled
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=stream(0, *shape), dtype=torch.float64)
-
 
 UPDATE: Tensors = {
     "small": numbers(200, 50) * 1e-3,

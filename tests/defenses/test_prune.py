@@ -8,6 +8,7 @@ import torch
 from support import worlds
 from support.compare import assert_same
 from support.probes import PROBES
+from support.updates import numbers
 from torch import Tensor
 
 from defenses.prune import Prune
@@ -16,11 +17,6 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=stream(0, *shape), dtype=torch.float64)
-
 
 UPDATE: Tensors = {
     "small": numbers(20, 5) * 1e-3,

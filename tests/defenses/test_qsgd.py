@@ -5,16 +5,11 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_near, assert_same
-from torch import Tensor
+from support.updates import numbers
 
 from defenses.qsgd import QSGD
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense, scaled
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=stream(0, *shape), dtype=torch.float64)
-
 
 UPDATE: Tensors = {
     "small": numbers(20, 5) * 1e-3,

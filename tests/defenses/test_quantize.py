@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import assert_near, assert_same
-from torch import Tensor
+from support.updates import numbers
 
 from defenses.quantize import Quantize
 from fl.client import predict
@@ -14,11 +14,6 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense, scaled
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=stream(0, *shape), dtype=torch.float64)
-
 
 UPDATE: Tensors = {
     "small": numbers(200, 5) * 1e-3,
