@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
+from attacks.exact.bounds import spans
 from attacks.exact.equations import Equations
-from attacks.exact.invert import solve
+from attacks.exact.invert import Solved, solve
 from attacks.exact.layer import Layer
 from attacks.headless import obstacle, one_gradient
 from attacks.layer_equations import Outputs, invert
@@ -20,8 +21,10 @@ from fl.tensors import dense
 from fl.types import ServerView
 
 RESHAPING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d)
-SURE = 1 / 255
+SURE = 0.5 / 255
 """Standard deviation up to which a pixel counts as known."""
+ROUNDED = 0.25
+"""Rounding to the nearest number, root mean square, relative to the spacing after 1."""
 RANGE = 1e-2
 """How far outside [0, 1] a pixel may come out of equations that are satisfied."""
 
@@ -39,8 +42,9 @@ class Cascade(Attack):
     pooling cell passed on; `attacks.exact` finds that out.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
-    fix every pixel to a level of 8 bits. Pixels that they leave open (flat regions, where pooling never looked) come
-    from a smooth prior, and the result is then not verified.
+    fix every pixel to a level of 8 bits. Where pooling never looked (corners of flat regions) a pixel counts as fixed
+    if moving it, whatever else moves that no equation fixes, would have made another output the largest. What neither
+    fixes comes from a smooth prior, and the result is not verified.
 
     `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
     """
@@ -146,7 +150,7 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
             values = (signal @ weight) / (signal @ signal)
             residuals[stage.name] = torch.stack([left.norm() / weight.norm(), left.new_zeros(())])
             signal = signal @ stage.layer.weight.detach()
-            off = max(float(residuals[stage.name][0]), torch.finfo(view.dtype).eps)
+            off = max(float(residuals[stage.name][0]), ROUNDED * torch.finfo(view.dtype).eps)
             verified = verified and off < 1e-3
         else:
             known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt))
@@ -156,8 +160,7 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
             if i == 0 and verified:
-                sure = float((solved.deviations() * _statistics(stage)[1][:, None, None]).max())
-                verified = sure < SURE
+                verified = _sure(solved, *_statistics(stage))
             values, signal, off = found.x, solved.signal, max(found.gradient, known.noise)
     image = stages[0].undo(values[None])
     verified = verified and bool((image > -RANGE).all() and (image < 1 + RANGE).all())
@@ -168,6 +171,16 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
         private={f"residual/{name}": value for name, value in residuals.items()},
         verified=verified,
     )
+
+
+def _sure(solved: Solved, mean: Tensor, std: Tensor) -> bool:
+    """Whether every pixel is fixed: by equations, or by the outputs that pooling did not pass on."""
+    mean, std = mean[:, None, None], std[:, None, None]
+    off = solved.deviations() * std
+    free = ~(off < SURE)
+    if bool(free.any()):
+        off[free] = spans(solved.known, solved.found, free, -mean / std, (1 - mean) / std) * std.expand_as(off)[free]
+    return bool((off < SURE).all())
 
 
 def _below(
@@ -243,7 +256,7 @@ def _normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
 def _rounding(view: ServerView, name: str) -> float:
     """Share of a weight's gradient that is rounding: the update is a difference of numbers of the weight's size."""
     full = f"{name}.weight"
-    step = torch.finfo(view.dtype).eps
+    step = ROUNDED * torch.finfo(view.dtype).eps
     moved, start = dense(view.update[full]).norm(), dense(view.shared[full]).norm()
     return float(step * (1 + start / moved)) if bool(moved > 0) else step
 

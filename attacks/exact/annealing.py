@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.exact.equations import Equations, Prior, System
-
-SMALLEST = 1e-7
-"""Noise relative to the equations' own size, below which nothing is told apart in float32."""
+from attacks.exact.equations import SMALLEST, Equations, Prior, System
 
 
 def temperatures(first: float, factor: float) -> list[float]:
@@ -71,7 +68,6 @@ def anneal(
     """
     start = Start.blank(known) if start is None else start
     x, shares, noise, forward = start.x, start.shares, start.noise, start.forward
-    least = max(SMALLEST, known.noise)
     exceeded = None
     for temperature in temperatures:
         for _ in range(steps):
@@ -79,7 +75,7 @@ def anneal(
             excess = known.excess(x)
             shares, left = _expected(known, x, excess, shares, noise, forward, temperature)
             exceeded = (excess > 0).to(shares)
-            noise = known.deviation(x, shares, left).clamp_min(least * known.gradient_scale.square().mean().sqrt())
+            noise = known.deviation(x, shares, left).maximum(known.floor)
             missed = known.average((shares * excess.square()).sum(-1)).sqrt()
             forward = missed.clamp_min(SMALLEST * known.forward_scale)
         if done(x):

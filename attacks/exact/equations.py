@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from attacks.exact.layer import Layer
+
+SMALLEST = 1e-7
+"""Noise relative to the equations' own size, below which nothing is told apart in float32."""
+LARGEST = 4096
+"""Unknowns up to which a dense matrix of all of them is factorised."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,11 @@ class Equations:
         return size.clamp_min(1e-12 * size.max() + torch.finfo(size.dtype).tiny)
 
     @cached_property
+    def floor(self) -> Tensor:
+        """How far each of the gradient's equations may be off: rounding of the model, alike for all filters."""
+        return max(self.noise, SMALLEST) * self.gradient.square().mean().sqrt()
+
+    @cached_property
     def start(self) -> Tensor:
         """Every position of a cell alike (O, K, P)."""
         cells = self.layer.cells
@@ -91,50 +101,70 @@ class Equations:
 
 @dataclass(frozen=True)
 class Prior:
-    """What is expected of X: a Gaussian whose precision is a product over channels and pixels.
+    """What is expected of X: a Gaussian whose precision is a product over channels and pixels, and one per pixel.
 
     Attributes:
         channels: precision between channels (I, I).
         pixels: precision between pixels (H W, H W).
         mean: expected value of every channel (I,).
+        sites: precision, and precision times mean, of what is known of single pixels (2, I, H, W), or None.
     """
 
     channels: Tensor
     pixels: Tensor
     mean: Tensor
+    sites: Tensor | None = None
 
     @cached_property
     def right(self) -> Tensor:
         """The precision times the mean (I, H W)."""
-        return (self.channels @ self.mean)[:, None] * self.pixels.sum(0)
+        smooth = (self.channels @ self.mean)[:, None] * self.pixels.sum(0)
+        return smooth if self.sites is None else smooth + self.sites[1].flatten(1)
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """The precision itself (N, N)."""
+        matrix = torch.kron(self.channels, self.pixels)
+        if self.sites is not None:
+            matrix.diagonal().add_(self.sites[0].flatten())
+        return matrix
+
+    @property
+    def blocks(self) -> Tensor:
+        """Each channel's own part (I, H W, H W)."""
+        parts = self.channels.diagonal()[:, None, None] * self.pixels
+        return parts if self.sites is None else parts + torch.diag_embed(self.sites[0].flatten(1))
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """The precision times X (I, H W)."""
+        smooth = self.channels @ x @ self.pixels
+        return smooth if self.sites is None else smooth + self.sites[0].flatten(1) * x
 
     def weakened(self, factor: float) -> Prior:
-        """The same with its precision times `factor`."""
-        return Prior(self.channels * factor, self.pixels, self.mean)
+        """The same with its smoothness times `factor`."""
+        return replace(self, channels=self.channels * factor)
 
 
 @dataclass(frozen=True)
 class System:
     """Normal equations in X: one matrix for every channel alike, and the forward equations, which join channels.
 
-    Solved by conjugate gradients; the preconditioner inverts each channel's own block. Since the gradient's equations,
-    which keep channels apart, outnumber the forward ones, a few iterations do.
+    Solved by conjugate gradients, with each channel's own block inverted for a preconditioner: where the gradient's
+    equations, which keep channels apart, outnumber the forward ones, a few iterations do.
 
     Attributes:
         layer: whose input is X; average pooling merged into it.
         plane: quadratic form of each channel (H W, H W).
         weights: of the forward equations (O, L).
         right: right-hand side (I, H W).
-        from_gradient: the gradient equations' part of it (I, H W).
-        prior: precision between channels (I, I) and between pixels (H W, H W), whose product is added, or None.
+        prior: what is added to the matrix, or None.
     """
 
     layer: Layer
     plane: Tensor
     weights: Tensor
     right: Tensor
-    from_gradient: Tensor
-    prior: tuple[Tensor, Tensor] | None = None
+    prior: Prior | None = None
 
     @classmethod
     def of(
@@ -172,33 +202,38 @@ class System:
         if layer.searched:
             plane += layer.pairs(_spread(shares, signal))
         scaled = (known.gradient / noise[:, None]).view(layer.weight.shape).transpose(0, 1).flatten(1)
-        from_gradient = scaled @ maps
-        right = right + from_gradient
+        right = right + scaled @ maps
         if prior is not None:
             right = right + prior.right
-        kept = None if prior is None else (prior.channels, prior.pixels)
-        return cls(told, plane, told.placed(weights), right, from_gradient, kept)
+        return cls(told, plane, told.placed(weights), right, prior)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The matrix times X (I, H W)."""
         outputs = self.layer.convolved(x.view(self.layer.shape))
         result = x @ self.plane + self.layer.pull(self.weights * outputs).flatten(1)
-        return result if self.prior is None else result + self.prior[0] @ x @ self.prior[1]
+        return result if self.prior is None else result + self.prior @ x
 
     def dense(self) -> Tensor:
-        """The matrix itself (N, N), without the prior."""
-        filters = self.layer.filters
-        forms = torch.einsum("om,ol,on->lmn", filters, self.weights, filters)
-        apart = torch.kron(torch.eye(self.layer.shape[0]).to(self.plane), self.plane)
-        return self.layer.form(forms) + apart
+        """The matrix itself (N, N)."""
+        filters, count = self.layer.filters, self.plane.shape[0]
+        matrix = self.layer.form(torch.einsum("om,ol,on->lmn", filters, self.weights, filters))
+        for first in range(0, len(matrix), count):
+            matrix[first : first + count, first : first + count] += self.plane
+        return matrix if self.prior is None else matrix.add_(self.prior.dense)
 
-    def solve(self, start: Tensor, tolerance: float = 1e-3, iterations: int = 500) -> Tensor:
-        """X (I, H, W) from `start` on, until the preconditioned residual is `tolerance` of the right-hand side's."""
-        blocks = self.layer.blocks(self.weights) + self.plane
-        if self.prior is not None:
-            blocks = blocks + self.prior[0].diagonal()[:, None, None] * self.prior[1]
-        factor = _cholesky(blocks)
-        x = start.flatten(1)
+    def solve(self, start: Tensor, tolerance: float = 1e-3, iterations: int = 200, *, whole: bool = False) -> Tensor:
+        """X (I, H, W) from `start` on, until the preconditioned residual is `tolerance` of the right-hand side's.
+
+        `whole` inverts the matrix of all channels for a preconditioner: dear, but one or two iterations do.
+        """
+        if whole and start.numel() <= LARGEST:
+            matrix = self.dense()[None]
+        else:
+            matrix = self.layer.blocks(self.weights) + self.plane
+            matrix = matrix if self.prior is None else matrix + self.prior.blocks
+        return self._descend(start.flatten(1), _cholesky(matrix), tolerance, iterations).view(self.layer.shape)
+
+    def _descend(self, x: Tensor, factor: Tensor, tolerance: float, iterations: int) -> Tensor:
         left = self.right - self(x)
         whole = (self.right * _apart(self.right, factor)).sum()
         step = moved = _apart(left, factor)
@@ -212,7 +247,7 @@ class System:
             moved = _apart(left, factor)
             before, size = size, (left * moved).sum()
             step = moved + size / before * step
-        return x.view(self.layer.shape)
+        return x
 
 
 def _spread(shares: Tensor, signal: Tensor) -> Tensor:
@@ -236,5 +271,5 @@ def _cholesky(blocks: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor, factor: Tensor) -> Tensor:
-    """The blocks' inverse times X, channel by channel."""
-    return torch.cholesky_solve(x[..., None], factor)[..., 0]
+    """The inverse times X (I, H W), of blocks channel by channel or of one matrix."""
+    return torch.cholesky_solve(x.view(len(factor), -1, 1), factor).view_as(x)

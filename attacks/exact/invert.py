@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from attacks.exact.annealing import SMALLEST, Start, anneal, temperatures
-from attacks.exact.equations import Equations, Prior, System
-from attacks.exact.polish import Fit, fit, settle, unbent
-from attacks.exact.propagation import Schedule, State, image_prior, propagate
+from attacks.exact.annealing import Start, anneal, temperatures
+from attacks.exact.equations import SMALLEST, Equations, Prior, System
+from attacks.exact.levels import Levels
+from attacks.exact.polish import Fit, decided, fit, settle, system_of, unbent
+from attacks.exact.propagation import Schedule, State, feature_prior, image_prior, propagate
 from attacks.exact.rowspace import from_rows
 
 EXACT = 1e-5
 """Equations left unexplained by less than this share are taken for satisfied, in float32."""
 
-COOLING = ((30.0, 0.65), (100.0, 0.75), (300.0, 0.85))
-"""First temperature and factor of one annealing after the other, each slower."""
+NEAR = 1e-3
+"""Equations left unexplained by less than this share are a matter of a few pixels: another start would not help."""
 
-SCHEDULES = (
-    Schedule(),
-    Schedule(deviation=0.6, joint_from=1, noise=0.1, damping=0.3, factor=0.7),
-    Schedule(deviation=0.6, joint_from=1, noise=1.0, damping=0.2, factor=0.75, iterations=60),
-)
-"""Of the propagation: each starts wider and moves more slowly than the one before."""
+COOLING = (temperatures(30.0, 0.65), temperatures(100.0, 0.75))
+"""Of one annealing after the other, for layers further up."""
+
+SMALL = 1500
+"""Unknowns below which a propagation is so cheap that it may take its time."""
+
+
+def schedules(unknown: int) -> tuple[Schedule, ...]:
+    """For the propagation of `unknown` pixels.
+
+    The second starts wider and moves more slowly, the third takes any pixel value.
+    """
+    fast = Schedule(noise=1e-3, factor=0.2, iterations=16, gradient=0.1)
+    wide = Schedule(deviation=0.6, noise=0.1, damping=0.3, factor=0.5)
+    return Schedule() if unknown < SMALL else fast, wide, Schedule(levels=None, least=1e-8)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class Solved:
     @property
     def satisfied(self) -> bool:
         """Whether what is known is explained up to rounding, or up to the gradient's own noise."""
-        return self.found.error < max(EXACT, 10 * self.known.noise)
+        return self.found.error < max(EXACT, 5 * self.known.noise)
 
     @property
     def signal(self) -> Tensor:
@@ -60,9 +71,8 @@ class Solved:
         """How far each number of the input may be off (I, H, W), from how far the equations are and how they hang."""
         known, found = self.known, self.found
         noise = known.deviation(found.x, found.shares, known.residual(found.x, found.shares))
-        least = max(known.noise, SMALLEST)  # with less, rounding would fill in what no equation determines
-        noise = noise.maximum(least * known.gradient_scale)
-        forward = known.forward_scale * max(found.forward, least)
+        noise = noise.maximum(known.floor)  # with less, rounding would fill in what no equation determines
+        forward = known.forward_scale * max(found.forward, known.noise, SMALLEST)
         system = System.of(known, found.shares, noise, forward)
         matrix = system.dense()
         matrix.diagonal().add_(1e-15 * matrix.diagonal().mean())
@@ -93,54 +103,61 @@ def solve(known: Equations, statistics: tuple[Tensor, Tensor] | None = None) -> 
 def _hidden(known: Equations) -> Solved:
     closed = from_rows(known)
     best = None if closed is None else Solved.of(known, settle(known, closed))
-    for first, factor in COOLING:
-        if best is not None and best.satisfied:
-            break
-        x, _ = anneal(known, temperatures(first, factor), partial(_close, known))
-        best = Solved.of(known, settle(known, x)).better(best)
+    for stretches in COOLING:
+        if best is None or not best.satisfied:
+            x, _ = anneal(known, stretches, partial(_close, known))
+            best = Solved.of(known, settle(known, x)).better(best)
     assert best is not None
+    if not best.satisfied:
+        best = _propagated(known, feature_prior(known), Schedule(factor=0.4)).better(best)
     return best
 
 
 def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
     best: Solved | None = None
-    for schedule in SCHEDULES:
+    for schedule in schedules(math.prod(known.layer.shape)):
         prior = image_prior(known.layer.shape, mean, std, schedule.deviation)
-        best = _propagated(known, prior, schedule).better(best)
-        if best.satisfied:
+        levels = None if schedule.levels is None else Levels.of(mean, std, schedule.levels)
+        best = _propagated(known, prior, schedule, levels).better(best)
+        if best.found.error < NEAR:
             break
     assert best is not None
     return best
 
 
-def _propagated(known: Equations, prior: Prior, schedule: Schedule) -> Solved:
+def _propagated(known: Equations, prior: Prior, schedule: Schedule, levels: Levels | None = None) -> Solved:
     """The best of the propagation's means and of what they lead to."""
-    unknown = known.layer.shape[0] * known.layer.shape[1] * known.layer.shape[2]
-    # where the outputs alone are more than enough, positions follow from a rough image
-    attempt = 2e-2 if int(known.seen.sum()) > 2 * unknown else 1.5e-3
+    unknown = math.prod(known.layer.shape)
+    # where the outputs alone are more than enough, or features have no levels, positions follow from rough values
+    attempt = 2e-2 if int(known.seen.sum()) > 2 * unknown or levels is None else 1.5e-3
     best: Solved | None = None
     nearest, since = State.first(known), 0
-    for state in propagate(known, prior, schedule):
+    for state in propagate(known, prior, schedule, levels):
         since = 0 if state.error < nearest.error else since + 1
         nearest = state if since == 0 else nearest
         if since > 4 or not state.error < 5 * nearest.error:
             break
         if state.error < attempt:
             attempt = state.error / 2
-            best = _finished(known, state, prior).better(Solved(known, fit(known, state.mean)).better(best))
+            best = _finished(known, state, prior, levels).better(best)
             if best.satisfied:
                 break
-    return best or _finished(known, nearest, prior)
+    return best or _finished(known, nearest, prior, levels)
 
 
-def _finished(known: Equations, state: State, prior: Prior) -> Solved:
+def _finished(known: Equations, state: State, prior: Prior, levels: Levels | None) -> Solved:
     """What soft and hard positions in turn make of a propagation's state, for as long as it gets better."""
-    start = Start(state.mean, state.shares, state.left, known.forward_scale * state.error)
+    prior = replace(prior, sites=state.levels)
+    known, _ = unbent(known, fit(known, state.mean, state.shares))
+    left = known.deviation(state.mean, state.shares, known.residual(state.mean, state.shares))
+    start = Start(state.mean, state.shares, left, known.forward_scale * state.error)
     best: Solved | None = None
     while True:
-        close = partial(_close, known)
-        x, shares = anneal(known, [1.0] * 4, close, steps=1, start=start, prior=prior.weakened(1e-3))
+        x, shares = anneal(known, [1.0] * 4, partial(_close, known), steps=1, start=start, prior=prior.weakened(1e-3))
         now = Solved.of(known, settle(known, x, rounds=3, prior=prior.weakened(1e-5)))
+        if levels is not None:
+            even = _on(levels, now)
+            now = even if even.satisfied else even.better(now)
         if best is not None and not now.found.error < 0.7 * best.found.error:
             return now.better(best)
         best, known, found = now, now.known, now.found
@@ -148,6 +165,22 @@ def _finished(known: Equations, state: State, prior: Prior) -> Solved:
             return best
         noise = known.deviation(found.x, shares, known.residual(found.x, shares))
         start = Start(found.x, shares, noise, known.forward_scale * found.forward)
+
+
+def _on(levels: Levels, now: Solved, rounds: int = 3) -> Solved:
+    """The same with every pixel on a level: the nearest, then those beside it that explain more."""
+    known, x = now.known, levels.nearest(now.found.x)
+    best: Solved | None = None
+    for _ in range(rounds):
+        found = fit(known, x)
+        found = fit(known, x, decided(known, found))
+        best = Solved.of(known, found).better(best)
+        system = system_of(known, found)
+        x, before = levels.descend(x, system.dense(), system.right), x
+        if torch.equal(x, before):
+            break
+    assert best is not None
+    return best
 
 
 def _close(known: Equations, x: Tensor) -> bool:

@@ -72,13 +72,20 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
         if any(torch.equal(shares, other) for other in tried):
             break
         tried.append(shares)
-        left = known.residual(now.x, shares).square().mean(1).sqrt()
-        noise = left.maximum(max(known.noise, 1e-6) * known.gradient_scale)
-        forward = known.forward_scale * min(max(now.forward, 1e-6), 1e-4)
-        now = fit(known, System.of(known, shares, noise, forward, prior=prior).solve(now.x, 1e-12, iterations=200))
-        if now.error < best.error:
-            best = now
+        system = system_of(known, replace(now, shares=shares), prior)
+        now = fit(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, whole=prior is not None))
+        if not now.error < 0.9 * best.error:
+            return now if now.error < best.error else best
+        best = now
     return best
+
+
+def system_of(known: Equations, now: Fit, prior: Prior | None = None) -> System:
+    """The linear system of the positions in `now`, each filter trusted as far as the gradient confirms it."""
+    left = known.residual(now.x, now.shares).square().mean(1).sqrt()
+    noise = left.maximum(known.floor)
+    forward = known.forward_scale * min(max(now.forward, 1e-6), 1e-4)
+    return System.of(known, now.shares, noise, forward, prior=prior)
 
 
 def unbent(known: Equations, found: Fit) -> tuple[Equations, Fit]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attacks.exact.equations import Equations, Prior, System
+from attacks.exact.equations import Equations, Prior
 from attacks.exact.layer import joined
+from attacks.exact.levels import Levels
+
+SINGLE = 1e-6
+"""Relative noise from which on single precision tells outputs apart, at half the cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,24 +23,23 @@ class Schedule:
 
     Attributes:
         deviation: of a pixel in [0, 1], for the prior.
+        levels: how many values a pixel may take, or None for any.
         iterations: at most.
         damping: share of the new sites that enters.
         noise: variance of the forward equations at the start, relative to their mean square.
         factor: what it is multiplied by in each iteration.
-        late: where it is small enough to trust prior and gradient less and more, tenfold each.
         least: where it stops.
-        joint_from: iteration from which cells that are still open block only their own directions of the gradient's
-            equations, and not the whole filter.
+        gradient: deviation of the gradient's equations, as a share of the outputs'; both relative to their sizes.
     """
 
     deviation: float = 0.27
-    iterations: int = 46
+    levels: int | None = 256
+    iterations: int = 30
     damping: float = 0.6
     noise: float = 1e-2
     factor: float = 0.6
-    late: float = 3e-7
-    least: float = 2e-9
-    joint_from: int = 6
+    least: float = 1e-6
+    gradient: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class State:
         shift: precision times mean of it (O, K, P).
         shares: probability of every position (O, K, P).
         mean: of X (I, H, W).
-        variance: of X, averaged over pixels.
-        left: standard deviation of each filter's gradient equations (O,).
+        variance: of X (I, H, W).
+        levels: precision, and precision times mean, of every pixel's site on its levels (2, I, H, W).
         error: of the pooled outputs, relative to them.
     """
 
@@ -57,8 +60,8 @@ class State:
     shift: Tensor
     shares: Tensor
     mean: Tensor
-    variance: float
-    left: Tensor
+    variance: Tensor
+    levels: Tensor
     error: float = math.inf
 
     @classmethod
@@ -67,7 +70,7 @@ class State:
         shares = known.start
         flat = shares.new_zeros(*shares.shape, shares.shape[-1])
         x = shares.new_zeros(known.layer.shape)
-        return cls(flat, torch.zeros_like(shares), shares, x, 1.0, known.gradient_scale)
+        return cls(flat, torch.zeros_like(shares), shares, x, x + 1, torch.stack([x, x]))
 
 
 def image_prior(shape: tuple[int, int, int], mean: Tensor, std: Tensor, deviation: float) -> Prior:
@@ -81,44 +84,75 @@ def image_prior(shape: tuple[int, int, int], mean: Tensor, std: Tensor, deviatio
         std: of the normalisation (I,).
         deviation: standard deviation of a pixel in [0, 1].
     """
-    channels, height, width = shape
+    between = torch.full((shape[0], shape[0]), 0.9).to(mean).fill_diagonal_(1.0)
+    scale = deviation / std
+    return _prior(between * scale[:, None] * scale, shape, (0.93, 0.02), (0.5 - mean) / std)
+
+
+def feature_prior(known: Equations) -> Prior:
+    """Channels that know nothing of each other, a little smooth, as large as the layer's outputs suggest."""
+    channels = known.layer.shape[0]
+    size = known.forward_scale.square() / known.layer.filters.square().sum(1).mean()
+    eye = torch.eye(channels).to(size)
+    return _prior(eye * size, known.layer.shape, (0.7, 0.05), torch.zeros(channels).to(size))
+
+
+def _prior(between: Tensor, shape: tuple[int, int, int], decay: tuple[float, float], mean: Tensor) -> Prior:
+    """From the covariance between channels, the correlation of neighbours and the share of a pixel that is its own."""
+    _, height, width = shape
     rows, columns = torch.arange(height).to(mean), torch.arange(width).to(mean)
     y, x = rows.repeat_interleave(width), columns.repeat(height)
     distance = ((y[:, None] - y) ** 2 + (x[:, None] - x) ** 2).sqrt()
-    pixels = 0.98 * 0.93**distance + 0.02 * torch.eye(height * width).to(mean)
-    between = torch.full((channels, channels), 0.9).to(mean).fill_diagonal_(1.0)
-    scale = deviation / std
-    between = between * scale[:, None] * scale
-    return Prior(torch.linalg.inv(between), torch.linalg.inv(pixels), (0.5 - mean) / std)
+    near, own = decay
+    pixels = (1 - own) * near**distance + own * torch.eye(height * width).to(mean)
+    return Prior(torch.linalg.inv(between).contiguous(), torch.linalg.inv(pixels).contiguous(), mean)
 
 
-def propagate(known: Equations, prior: Prior, schedule: Schedule) -> Iterator[State]:
+def propagate(known: Equations, prior: Prior, schedule: Schedule, levels: Levels | None = None) -> Iterator[State]:
     """One state after the other.
 
     The forward equations of one filter in one cell say that the largest of P jointly Gaussian outputs is the target: a
     mixture over which one it is, the others truncated. Each is replaced by a Gaussian of the same first two moments,
-    given all others (Minka, 2001). The gradient's equations are Gaussian given the positions' probabilities.
+    given all others (Minka, 2001), and so is each pixel's being on one of its levels. The gradient's equations are
+    Gaussian given the positions' probabilities.
     """
     state = State.first(known)
     for iteration in range(schedule.iterations):
         noise = max(schedule.noise * schedule.factor**iteration, schedule.least)
-        trust = 10.0 if noise < schedule.late else 1.0
-        matrix, right = _forward(known, prior.weakened(1 / trust), state)
+        matrix, right = _forward(known, replace(prior, sites=state.levels), state)
         if iteration:
-            added, told = _gradient(known, state, 1e-4 / trust, joint=iteration >= schedule.joint_from)
+            added, told = _gradient(known, state, schedule.gradient * noise**0.5)
             matrix, right = matrix.add_(added), right + told
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        if bool(failed):
+        solved = _solved(matrix, right.flatten(), single=noise >= SINGLE)
+        if solved is None:
             return
-        mean = torch.cholesky_solve(right.flatten()[:, None], factor)[:, 0].view(known.layer.shape)
-        whole = torch.cholesky_inverse(factor)
+        mean, whole = solved[0].view(known.layer.shape), solved[1]
+        variance = whole.diagonal().view_as(mean).to(mean).clamp_min(1e-12)
         damping = schedule.damping if iteration else 0.7
         precision, shift, shares = _sites(known, state, mean, whole, noise, damping)
-        left = known.deviation(mean, shares, known.residual(mean, shares))
+        sites = state.levels
+        if levels is not None:
+            sites = sites.lerp(torch.stack(levels.sites(mean, variance, *sites)), 0.5)
         missed = (known.layer.pooled_outputs(mean) - known.target).square()
         error = float(known.average(missed).sqrt() / known.forward_scale)
-        state = State(precision, shift, shares, mean, float(whole.diagonal().mean()), left, error)
+        state = State(precision, shift, shares, mean, variance, sites, error)
         yield state
+
+
+def _solved(matrix: Tensor, right: Tensor, *, single: bool) -> tuple[Tensor, Tensor] | None:
+    """Solution and inverse of a positive definite system, the latter in single precision where that will do."""
+    size = right.norm()
+    for dtype in (torch.float32, torch.float64) if single else (torch.float64,):
+        factor, failed = torch.linalg.cholesky_ex(matrix.to(dtype))
+        if bool(failed):
+            continue
+        x, left = torch.zeros_like(right), right
+        for _ in range(4):
+            x = x + torch.cholesky_solve(left.to(dtype)[:, None], factor)[:, 0].to(right)
+            left = right - matrix @ x
+        if left.norm() <= 1e-9 * size:
+            return x, torch.cholesky_inverse(factor)
+    return None
 
 
 def _forward(known: Equations, prior: Prior, state: State) -> tuple[Tensor, Tensor]:
@@ -127,33 +161,27 @@ def _forward(known: Equations, prior: Prior, state: State) -> tuple[Tensor, Tens
     filters = windows.filters.unflatten(0, (-1, state.shift.shape[-1]))  # (O, P, M)
     raised = torch.einsum("okpr,orm->kopm", state.precision, filters).flatten(1, 2)
     matrix = windows.form(windows.filters.mT @ raised)
-    matrix += torch.kron(prior.channels, prior.pixels)
+    matrix += prior.dense
     right = windows.pull(state.shift.transpose(1, 2).flatten(0, 1)).flatten(1) + prior.right
     return matrix, right
 
 
-def _gradient(known: Equations, state: State, noise: float, *, joint: bool) -> tuple[Tensor, Tensor]:
-    """The gradient's equations: precision of X (N, N), and precision times mean (I, H W)."""
-    floor = max(noise, known.noise) * known.gradient.square().mean().sqrt()
-    if joint:
-        return _joint_gradient(known, state, floor)
-    apart = System.of(known, state.shares, state.left.maximum(floor), known.forward_scale)
-    return torch.kron(torch.eye(known.layer.shape[0]).to(apart.plane), apart.plane), apart.from_gradient
-
-
-def _joint_gradient(known: Equations, state: State, floor: Tensor) -> tuple[Tensor, Tensor]:
+def _gradient(known: Equations, state: State, noise: float) -> tuple[Tensor, Tensor]:
     """The gradient's equations with the covariance of what open cells may add: precision of X (N, N) and (I, H W).
 
-    Only the directions in which an open cell's patches differ are lost; all other combinations stay exact.
+    Only the directions in which an open cell's patches differ are lost, and those of cells whose signal is in doubt;
+    all other combinations hold up to `noise`, relative to the gradient's root mean square.
     """
     layer, signal = known.layer, known.signal
     cells = layer.patches(state.mean)[layer.cells]  # (K, P, M)
     mean = torch.einsum("okp,kpm->okm", state.shares, cells)
     spread = (signal[..., None] * state.shares.sqrt())[..., None] * (cells - mean[:, :, None])
     spread = spread.flatten(1, 2)  # (O, K P, M)
-    loose = (signal.square() * (1 - state.shares.square().sum(-1))).sum(1) * state.variance + floor**2
+    bent = (signal * (known.doubt - 1))[..., None] * mean  # (O, K, M)
+    floor = max(noise, known.noise) * known.gradient.square().mean().sqrt()
+    loose = (signal.square() * (1 - state.shares.square().sum(-1))).sum(1) * state.variance.mean() + floor**2
     eye = torch.eye(spread.shape[-1]).to(spread)
-    inverse = torch.linalg.inv(spread.mT @ spread + loose[:, None, None] * eye)  # (O, M, M)
+    inverse = torch.linalg.inv(spread.mT @ spread + bent.mT @ bent + loose[:, None, None] * eye)  # (O, M, M)
     maps = layer.correlation(layer.placed(state.shares * signal[..., None])).unflatten(0, (len(signal), -1))
     channels, count = layer.shape[0], maps.shape[1]
     inverse = inverse.view(-1, channels, count, channels, count)
@@ -194,7 +222,7 @@ def _outputs(known: Equations, mean: Tensor, whole: Tensor) -> tuple[Tensor, Ten
     windows, (_, positions) = known.layer.windows, known.layer.cells.shape
     filters = windows.filters.unflatten(0, (-1, positions))  # (O, P, M)
     outputs = windows.convolved(mean).unflatten(0, (-1, positions)).transpose(1, 2)
-    through = windows.filters @ windows.covariances(whole)  # (K, O P, M)
+    through = windows.filters @ windows.covariances(whole).to(mean)  # (K, O P, M)
     through = through.unflatten(1, (-1, positions)).transpose(0, 1)  # (O, K, P, M)
     return outputs, through @ filters[:, None].mT
 
@@ -246,8 +274,3 @@ def _bounded(matrices: Tensor, low: Tensor, high: Tensor | None = None) -> Tenso
     """Symmetric matrices with their eigenvalues moved into [low, high]."""
     values, vectors = torch.linalg.eigh(0.5 * (matrices + matrices.mT))
     return (vectors * values.clamp(low, high)[..., None, :]) @ vectors.mT
-
-
-def _left(known: Equations, x: Tensor, shares: Tensor) -> Tensor:
-    """Standard deviation of each filter's gradient equations (O,)."""
-    return known.deviation(x, shares, known.residual(x, shares))

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attacks.exact.bounds import spans
 from attacks.exact.equations import Equations, Prior, System
 from attacks.exact.invert import Solved, solve
 from attacks.exact.layer import Layer
+from attacks.exact.levels import SHARP, Levels
 from attacks.exact.polish import fit, passed, settle
 from attacks.exact.propagation import Schedule, image_prior, propagate
 from attacks.exact.rowspace import from_rows
@@ -98,16 +100,21 @@ def test_what_a_cell_sees_is_one_patch_of_its_window() -> None:
     assert torch.allclose(outputs + made.bias[:, None, None], made.outputs(x))
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", ["plain", "average"])
-def test_conjugate_gradients_solve_the_dense_system(name: str) -> None:
+def test_conjugate_gradients_solve_the_dense_system(name: str, whole: bool) -> None:
     made = layer(name, 6)
     known = problem(made, randn(*SHAPES[name]["shape"]))  # type: ignore[misc]
     shares = torch.softmax(randn(*known.start.shape, key="shares"), -1) if made.searched else known.start
     noise, forward = known.gradient_scale * 0.1, known.forward_scale * 0.3
     prior = Prior(torch.eye(2).double() * 2, torch.eye(made.shape[1] * made.shape[2]).double(), torch.ones(2).double())
+    sites = randn(2, *made.shape, key="sites").abs()
+    prior = replace(prior, sites=sites)
     system = System.of(known, shares, noise, forward, prior=prior)
-    matrix = system.dense() + torch.kron(prior.channels, prior.pixels)
-    found = system.solve(torch.zeros(made.shape).double(), 1e-12)
+    bare = System.of(known, shares, noise, forward).dense()
+    matrix = bare + torch.kron(prior.channels, prior.pixels) + torch.diag(sites[0].flatten())
+    found = system.solve(torch.zeros(made.shape).double(), 1e-12, whole=whole)
+    assert torch.allclose(system.dense(), matrix)
     assert torch.allclose(found.flatten(), torch.linalg.solve(matrix, system.right.flatten()), atol=1e-9)
 
 
@@ -162,14 +169,81 @@ def test_one_flipped_position_is_found_by_the_gradient() -> None:
     assert torch.allclose(found.x, x, atol=1e-8)
 
 
-def test_propagation_approaches_the_image() -> None:
+def wave() -> tuple[Equations, Tensor, Prior, Levels]:
+    """A smooth image of 8 bits behind a pooled convolution, and what is expected of it."""
     rows = torch.linspace(0, 1, 12, dtype=torch.float64)
-    image = (0.5 + 0.3 * torch.sin(6 * rows)[:, None] * torch.cos(5 * rows) + 0.1 * randn(12, 12, key="image"))[None]
+    image = 0.5 + 0.3 * torch.sin(6 * rows)[:, None] * torch.cos(5 * rows) + 0.1 * randn(12, 12, key="image")
     made = Layer(randn(12, 1, 3, 3, key="w"), randn(12, key="b"), (1, 12, 12), (1, 1), window=(2, 2))
     mean, std = torch.tensor([0.5]).double(), torch.tensor([0.25]).double()
-    x = (image - mean[0]) / std[0]
-    states = list(propagate(problem(made, x), image_prior(made.shape, mean, std, 0.3), Schedule(iterations=25)))
+    x = ((image[None] * 255).round().clamp(0, 255) / 255 - mean[0]) / std[0]
+    return problem(made, x), x, image_prior(made.shape, mean, std, 0.3), Levels.of(mean, std)
+
+
+def test_propagation_approaches_the_image() -> None:
+    known, x, prior, levels = wave()
+    slow = Schedule(noise=1e-2, factor=0.6, iterations=20)
+    states = list(propagate(known, prior, slow))
     errors = [float((state.mean - x).norm() / x.norm()) for state in states]
     assert errors[5] < 0.5 * errors[0]
     assert errors[-1] < 1e-2
     assert states[-1].error < 1e-2 * states[0].error
+    on = [state.mean for state in propagate(known, prior, slow, levels)][14]
+    assert float((on - x).norm() / x.norm()) < 0.8 * errors[14]
+    assert torch.allclose(levels.nearest(on), x)
+
+
+def test_doubtful_signals_do_not_mislead_the_propagation() -> None:
+    known, x, prior, _ = wave()
+    wrong = torch.ones_like(known.signal)
+    wrong[2, 7] = 100.0
+    doubt = torch.ones_like(wrong)
+    doubt[2, 7] = 0.01
+    slow = Schedule(noise=1e-2, factor=0.6, iterations=15)
+
+    def error(given: Equations) -> float:
+        last = [state.mean for state in propagate(given, prior, slow)][-1]
+        return float((last - x).norm() / x.norm())
+
+    misled = replace(known, signal=known.signal * wrong)
+    assert error(replace(misled, doubt=doubt)) < 0.3 * error(misled)
+
+
+def test_sites_of_levels_have_the_moments_of_the_levels() -> None:
+    levels = Levels(torch.tensor([[[-1.0]]]).double(), torch.tensor([[[0.1]]]).double(), 21)
+    every = -1 + 0.1 * torch.arange(21).double()
+    mean, variance = torch.tensor([[[0.11, -1.03, 0.4]]]).double(), torch.tensor([[[0.001, 0.002, 1.0]]]).double()
+    none = torch.zeros_like(mean)
+    precision, shift = levels.sites(mean, variance, none, none)
+    for n in range(2):
+        weights = torch.softmax(-0.5 * (every - mean[0, 0, n]) ** 2 / variance[0, 0, n], 0)
+        centre = (weights * every).sum()
+        spread = (weights * (every - centre) ** 2).sum() + (SHARP * 0.1) ** 2
+        together = precision[0, 0, n] + 1 / variance[0, 0, n]
+        assert together == pytest.approx(float(1 / spread), rel=1e-3)
+        assert float((shift[0, 0, n] + mean[0, 0, n] / variance[0, 0, n]) / together) == pytest.approx(float(centre))
+    assert precision[0, 0, 2] == shift[0, 0, 2] == 0  # levels that can't be told apart say nothing
+
+
+def test_single_pixels_move_to_the_levels_that_explain_most() -> None:
+    levels = Levels(torch.zeros(1, 1, 1).double(), torch.ones(1, 1, 1).double(), 8)
+    draw = randn(12, 9, key="form")
+    matrix = draw.mT @ draw + torch.eye(9).double()
+    x = torch.arange(9).double().remainder(8).view(1, 3, 3)
+    start = x.clone()
+    start[0, 0, 1], start[0, 2, 2] = 3, 1
+    assert torch.equal(levels.descend(start, matrix, matrix @ x.flatten()), x)
+
+
+def test_what_pooling_did_not_pass_on_bounds_what_no_equation_fixes() -> None:
+    made = Layer(randn(16, 1, 3, 3, key="w"), randn(16, key="b"), (1, 6, 6), window=(2, 2))
+    x = torch.full((1, 6, 6), 0.25).double()  # all outputs of a cell are equal: the first is passed on
+    known = problem(made, x)
+    free = torch.zeros(1, 6, 6, dtype=torch.bool)
+    free[0, 5, 5] = free[0, 0, 5] = True
+    low, high = torch.zeros(1, 1, 1).double(), torch.ones(1, 1, 1).double()
+    assert float(spans(known, fit(known, x), free, low, high).max()) < 1e-4
+    one = replace(made, weight=made.weight[:1], bias=made.bias[:1])  # one filter bounds a corner from one side
+    lone = problem(one, x)
+    free[0, 0, 5] = False
+    reach = float(spans(lone, fit(lone, x), free, low, high).max())
+    assert reach == pytest.approx(0.25 if one.weight[0, 0, 2, 2] > 0 else 0.75, abs=1e-4)
