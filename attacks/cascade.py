@@ -59,6 +59,8 @@ class Cascade(Attack):
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
         reason = obstacle(view)
+        if reason is None and not view.client.defense.keeps_ratios():
+            reason = f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
         gradient = NotApplicable(reason) if reason is not None else one_gradient(view)
         if isinstance(gradient, NotApplicable):
             return gradient
@@ -137,7 +139,8 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> Reconstruction:
     signal = gradients[f"{stages[top].name}.bias"]
     residuals: dict[str, Tensor] = {}
-    verified, off = True, 0.0
+    # an unknown defence may have shortened weight and bias apart, which only a second layer shows
+    verified, off = view.threat.knows_defense or top > 0, 0.0
     values = signal
     for i in range(top, -1, -1):
         stage = stages[i]
@@ -146,8 +149,8 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
         weight = gradients[f"{stage.name}.weight"]
         if isinstance(stage.layer, nn.Linear):
             signal = gradients.get(f"{stage.name}.bias", signal.flatten())
-            left = weight - torch.outer(signal, signal @ weight) / (signal @ signal)
             values = (signal @ weight) / (signal @ signal)
+            left = weight - torch.outer(signal, values)
             residuals[stage.name] = torch.stack([left.norm() / weight.norm(), left.new_zeros(())])
             signal = signal @ stage.layer.weight.detach()
             off = max(float(residuals[stage.name][0]), ROUNDED * torch.finfo(view.dtype).eps)

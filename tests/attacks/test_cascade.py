@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from skimage import data
+from support import chains
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
@@ -16,7 +17,9 @@ import fl.models
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.cascade import Cascade
+from defenses.clip import Clip
 from fl.client import Client
+from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -24,7 +27,7 @@ from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
 from fl.models.layers import Normalize
 from fl.seeds import stream
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, ServerView, Task, ThreatModel
 
 STEP = FedAvg(lr=1.0, steps=1)
 GENERATED = HyperFL(
@@ -163,3 +166,22 @@ def test_batches_and_several_steps_are_refused() -> None:
         batch = Batch(photograph(14).repeat(count, 1, 1, 1), torch.arange(count))
         view = Federation(Client(task, method), [ClientData(batch, batch)]).observe(0)[0]
         assert isinstance(Cascade()(view), NotApplicable)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_lengths_clipped_apart_are_never_verified(deep: bool, known: bool) -> None:
+    top = [nn.Linear(128, 64), nn.LeakyReLU(0.2), nn.Linear(64, 4)] if deep else [nn.Linear(128, 4)]
+    model = chains.initialised(nn.Sequential(nn.Flatten(), *top))
+    for defense, right in (
+        (Clip(max_norm=0.05, scope="tensor"), False),
+        (Defense(), known),
+    ):  # it starts at the lowest bias
+        view, truth = chains.seen(model, defense=defense, threat=ThreatModel(knows_defense=known))
+        result = Cascade()(view)
+        assert isinstance(result, Reconstruction) or (known and "ratio" in result.reason)
+        assert bool(isinstance(result, Reconstruction) and result.verified) == right
+        if right:
+            assert isinstance(result, Reconstruction)
+            assert result.inputs is not None
+            assert torch.allclose(result.inputs, truth.inputs, atol=1e-6)
