@@ -22,7 +22,7 @@ class Reconstruction:
     Attributes:
         inputs: (N, C, H, W) in [0, 1], or None where the attack recovers no images.
         labels: (N,) int64, or None where it recovers none.
-        objective: the attack's objective at `inputs`, relative to where the search began.
+        objective: the attack's objective at `inputs`, relative to where the (first) search began.
         history: the objective along the search, coarsely.
         private: recovered private tensors by the names of `ServerView.private`, and a recovered extractor under
             `extractor/name`.

@@ -20,6 +20,7 @@ class DLG(Matching):
 
     Attributes:
         iterations: evaluations of the objective (the authors' 300 x 20).
+        labels: searched for from random ones, as published; see `Matching` for the others.
     """
 
     plain: ClassVar[str] = (
@@ -31,7 +32,7 @@ class DLG(Matching):
     optimizer: Literal["adam", "lbfgs"] = "lbfgs"
     lr: float = 1.0
     boxed: bool = False
-    labels: Literal["auto", "joint"] = "joint"
+    labels: Literal["auto", "joint", "random"] = "random"
     history: int = 50
     tolerance: float = 1e-10
     patience: int = 1000

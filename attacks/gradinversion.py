@@ -40,7 +40,8 @@ class GradInversion(Matching):
     It differs from the paper in the registration: where the paper aligns the searches by RANSAC-flow, which takes a
     trained network, here each is moved by a whole number of pixels at most, round the border. Labels are recovered
     as by every search, and are not assumed to be all different. Where those of a batch have to be searched for, the
-    searches go alone: nothing says which image of one is which of another.
+    searches go alone: nothing says which image of one is which of another. Where the order of the batches is unknown,
+    all searches take the likeliest one; with one each, their consensus was further from the images.
 
     Attributes:
         iterations: of the search.

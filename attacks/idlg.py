@@ -22,7 +22,7 @@ class IDLG(DLG):
 
     plain: ClassVar[str] = "reads the label off the update, then solves for the picture."
 
-    labels: Literal["auto", "joint"] = "auto"
+    labels: Literal["auto", "joint", "random"] = "auto"
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
         """Needs a shared classifier and a known number of images, or known labels."""

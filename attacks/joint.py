@@ -15,12 +15,13 @@ from fl.types import ServerView
 class Joint(InvertingGradients):
     """IG with embedding, classifier and labels searched for together with the image (HyperFL, appendix D.1).
 
-    The paper's settings: 10,000 iterations, total variation 1e-6, step size 0.1 for images. It gives none for the
-    private tensors; a signed step of 0.1 on an unknown classifier ruins the search, so they take plain Adam at 0.01.
+    The paper's settings: 10,000 iterations, total variation 1e-6, step size 0.1 for images. It gives none for labels
+    and private tensors; a signed step of 0.1 on an unknown classifier ruins the search: they take plain Adam at 0.01.
 
     Attributes:
         iterations: of the search.
         tv: weight of the total variation.
+        label_lr: step size for label logits, that of all that is private.
     """
 
     plain: ClassVar[str] = (
@@ -31,6 +32,7 @@ class Joint(InvertingGradients):
 
     iterations: int = 10_000
     tv: float = 1e-6
+    label_lr: float = 0.01
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
         """Needs something private."""

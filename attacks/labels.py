@@ -38,7 +38,8 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
 
     Under cross entropy the logit gradient p - y is negative for the true class alone (iDLG, Zhao et al. 2020, Eq. 3).
     It is the classifier's bias gradient; without a bias, each row of the weight gradient is it times the features, so
-    the true row alone points against all others (Eq. 4, which needs no sign of the features).
+    the true row alone points against all others (Eq. 4, which needs no sign of the features). Of two rows each points
+    against the other, so two classes can't be told apart like this.
 
     Args:
         view: of one image in one or more steps.
@@ -51,7 +52,9 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
         return bias.argmin().view(1)
     if weight is None:
         return None
-    return ((weight @ weight.mT) < 0).sum(1).argmax().view(1)
+    against = ((weight @ weight.mT) < 0).sum(1)
+    most = (against == against.max()).nonzero().flatten()
+    return most if len(most) == 1 else None
 
 
 def recovered(view: ServerView, update: Tensors) -> Tensor | None:
@@ -135,7 +138,7 @@ class _Head:
         start = dense(view.shared[name]).double()
         marks = torch.linspace(0, 1, len(shares) + 1, dtype=torch.float64)[:-1].tolist()
         noise = _features(view, name.removesuffix(".weight"), marks)
-        hooks = [overrides(view.defense, hook) for hook in ("gradient", "surrogate", "transform_update")]
+        hooks = [overrides(view.client.defense, hook) for hook in ("gradient", "surrogate", "transform_update")]
         if bias_name is not None:
             bias = dense(update[bias_name]).double() / whole
             offset = dense(view.shared[bias_name]).double()
@@ -146,9 +149,7 @@ class _Head:
             return None
         heads = torch.stack([start - weight * whole * t for t in marks])
         offsets = torch.stack([offset - (bias * whole * t if bias_name else 0 * bias) for t in marks])
-        sent = torch.ones_like(bias, dtype=torch.bool)
-        if view.threat.knows_defense and bias_name is not None:
-            sent = let_through(view, bias_name)
+        sent = torch.ones_like(bias, dtype=torch.bool) if bias_name is None else let_through(view, bias_name)
         if not bool(bias.isfinite().all() and weight.isfinite().all() and bias.any() and sent.any()):
             return None
         sized = not (clipped or view.scaled or hooks[0] or hooks[1])

@@ -174,7 +174,7 @@ def let_through(view: ServerView, name: str) -> Tensor:
     """Where a known defence lets an entry of the update's tensor `name` through (bool): a zero may not be one."""
     seen = dense(view.update[name])
     probe: Tensors = {name: torch.where(seen != 0, seen, seen.abs().max())}
-    return dense(view.defense.passed(probe, view.update)[name]) != 0
+    return dense(view.client.defense.passed(probe, view.update)[name]) != 0
 
 
 def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:

@@ -36,8 +36,8 @@ class LearningToInvert(Attack):
     It differs from the authors' code in what the network is given: an update is brought to length 1, each of its
     numbers standardised over imitated updates, so that no unit matters, and in the hash signs keep apart what is added
     up. Labels are the public images' own if there are as many classes as in the task, else drawn at random. What the
-    client keeps to itself is drawn at random, too. Noise that a defence adds within training is left out, as in every
-    prediction. No labels are returned.
+    client keeps to itself is drawn at random, too. As in every prediction, noise that a defence adds within training is
+    left out, and images are fed in turn where their order is unknown. No labels are returned.
 
     Cost grows with the numbers of an update: for a hypernetwork, let `peel` open it first.
 
@@ -89,6 +89,8 @@ class LearningToInvert(Attack):
         data = self.auxiliary.load()
         public = data.train if self.part == "train" else data.test
         mark = digest(public.inputs, public.labels)
+        if not len(public):
+            return [NotApplicable(f"{data.name} has no images in its part {self.part!r}")] * len(views)
         return [self.refuse(view, data) or self._read(view, data, public, mark) for view in views]
 
     def refuse(self, view: ServerView, data: Dataset) -> NotApplicable | None:
@@ -98,7 +100,10 @@ class LearningToInvert(Attack):
         if not view.batch_size:
             return NotApplicable("the number of images is unknown")
         if view.schedule is None:
-            return NotApplicable("the local schedule is unknown, so the client can't be imitated")
+            return NotApplicable(
+                "the local schedule is unknown, so the client can't be imitated: take all steps for one by surrogate+ "
+                "before the attack"
+            )
         if data.input_shape != tuple(view.task.input_shape):
             return NotApplicable(f"the client's images are {view.task.input_shape}, the public ones {data.input_shape}")
         if not all(dense(value).isfinite().all() for value in view.update.values()):
@@ -118,10 +123,16 @@ class LearningToInvert(Attack):
             while len(_TRAINED) > KEPT:
                 del _TRAINED[next(iter(_TRAINED))]
         inverter = _TRAINED[key]
+        used = {
+            f"public images ({data.name}, {self.part})": True,
+            "order": view.order is not None,
+            "draws": view.draws is not None,
+            "private_init": bool(view.private and view.private_init),
+        }
         return Reconstruction(
             inputs=inverter(view.update),
             history=inverter.history,
-            knowledge=(f"public images ({data.name}, {self.part})",),
+            knowledge=tuple(name for name, known in used.items() if known),
         )
 
     def _trained(self, imitation: Imitation) -> Inverter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,13 +20,17 @@ from fl.seeds import stream
 from fl.tensors import LowRank, Tensors
 from fl.types import ServerView
 
+SURE = 5.0
+"""Logit of a class that was read off, where the search for labels begins there; the others' are 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Matching(Attack):
     """Gradient matching over images, labels and whatever is private, on stacks of trials (images x restarts).
 
     The objective is divided by its value at the start of each trial and no tolerance is absolute, so results do not
-    depend on the unit of the update. The iterate and the restart with the smallest finite objective are kept.
+    depend on the unit of the update. The iterate and the restart with the smallest finite objective are kept; restarts
+    are compared, and the result's objective is given, relative to where the first one of the view began.
 
     Attributes:
         iterations: of the search.
@@ -46,13 +50,15 @@ class Matching(Attack):
             methods have none.
         boxed: keep pixels in [0, 1] during the search.
         start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
-        labels: "auto" takes labels as known, else as read off the classifier, else searches; "joint" reads none off.
-        private_lr: step size for private tensors and label logits (adam only; these are never signed).
+        labels: "auto" takes labels as known, else as read off the classifier, else searches from random ones; "joint"
+            searches from those read off, dealt out at random, unless they are known; "random" reads none off.
+        label_lr: step size for label logits (adam only; these are never signed).
+        private_lr: step size for private tensors (adam only; these are never signed).
         history: pairs kept by L-BFGS.
         max_step: longest step of L-BFGS, as the root of its mean square over all unknowns.
         tolerance: a trial ends where its objective falls below this share of its start.
         patience: a trial ends when its objective has not fallen for this many iterations; 0 never.
-        enough: no further restart of a view once its objective has fallen below this share of its start.
+        enough: no further restart of a view once one's objective has fallen to this share of its own start.
         orders: where it is unknown which image fed which batch, so many guesses are ranked by what the labels tell;
             each restart begins with the next best. 0 takes the images in turn.
         stack: trials evaluated at once, at most.
@@ -75,7 +81,8 @@ class Matching(Attack):
     landmarks: float = 0.1
     boxed: bool = True
     start: Literal["normal", "uniform", "grey"] = "normal"
-    labels: Literal["auto", "joint"] = "auto"
+    labels: Literal["auto", "joint", "random"] = "auto"
+    label_lr: float = 0.1
     private_lr: float = 0.01
     history: int = 100
     max_step: float = 0.1
@@ -94,7 +101,8 @@ class Matching(Attack):
             raise ValueError(f"expected memory > 0, got {self.memory}")
         if not self.max_step > 0:
             raise ValueError(f"expected max_step > 0, got {self.max_step}")
-        for name in ("tv", "landmarks", "tolerance", "patience", "enough", "warmup", "last_lr", "langevin", "orders"):
+        sizes = ("lr", "label_lr", "private_lr", "last_lr", "langevin", "tv", "landmarks")
+        for name in (*sizes, "warmup", "tolerance", "patience", "enough", "orders"):
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
 
@@ -119,15 +127,21 @@ class Matching(Attack):
             # trials that look at each other have to feed their images alike
             apart = self.restarts if type(self)._evaluate is Matching._evaluate else 1
             guesses = {i: ranked(problem, self.orders, apart) for i, problem in members}
-            for trials in self._waves(members, results):
+            starts: dict[int, float] = {}
+            done: set[int] = set()
+            for trials in self._waves(members, done):
                 for begin in range(0, len(trials), size):
                     chunk = trials[begin : begin + size]
-                    starts = [self._start(problem, seeds[i], r) for i, problem, r in chunk]
+                    rows = [self._start(problem, seeds[i], r) for i, problem, r in chunk]
                     noise = [stream(seeds[i], "langevin", r) for i, _, r in chunk]
                     fed = Stack([guesses[i][r % len(guesses[i])] for i, _, r in chunk])
-                    found = self._search(fed, _stacked(starts), noise)
-                    for (i, problem, _), trial in zip(chunk, found, strict=True):
-                        results[i] = _better(results[i], self._result(problem, *trial))
+                    found = self._search(fed, _stacked(rows), noise)
+                    for (i, problem, _), (row, value, history, start) in zip(chunk, found, strict=True):
+                        unit = start / starts.setdefault(i, start)
+                        result = self._result(problem, row, value * unit, tuple(past * unit for past in history))
+                        results[i] = _better(results[i], result)
+                        if value <= self.enough:
+                            done.add(i)
         return [NotApplicable("no trial was run") if r is None else r for r in results]
 
     def _fitting(self, index: int, problem: Problem, seeds: Sequence[int]) -> int | NotApplicable:
@@ -144,15 +158,14 @@ class Matching(Attack):
         )
 
     def _waves(
-        self, members: Sequence[tuple[int, Problem]], results: Sequence[Result | None]
+        self, members: Sequence[tuple[int, Problem]], done: Container[int]
     ) -> Iterator[list[tuple[int, Problem, int]]]:
-        """Trials to run together: all at once, or restart by restart where success can be told."""
+        """Trials to run together: all at once, or restart by restart of views not `done` where success can be told."""
         if self.enough == 0:
             yield [(i, problem, r) for i, problem in members for r in range(self.restarts)]
             return
         for r in range(self.restarts):
-            best = {i: result.objective for i, result in enumerate(results) if isinstance(result, Reconstruction)}
-            yield [(i, problem, r) for i, problem in members if not best.get(i, float("inf")) <= self.enough]
+            yield [(i, problem, r) for i, problem in members if i not in done]
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
         """Why this attack says nothing about `view`, or None."""
@@ -161,7 +174,10 @@ class Matching(Attack):
         if view.batch_size is None:
             return NotApplicable("the number of images is unknown")
         if view.schedule is None:
-            return NotApplicable("the local schedule is unknown, so no update can be predicted")
+            return NotApplicable(
+                "the local schedule is unknown, so no update can be predicted: take all steps for one by surrogate+ "
+                "before the attack"
+            )
         if not all(value.isfinite().all() for value in _parts(view.update)):
             return NotApplicable("the update has numbers that are not finite")
         if not any(value.any() for value in _parts(Problem(view, None, self.objective).observed)):
@@ -174,7 +190,8 @@ class Matching(Attack):
         labels = fixed_labels(view, self.labels)
         space, terms = self._space(view), self._terms(view)
         now = Problem(view, labels, self.objective, self.tv, self.landmarks, self.tv_units, space, terms)
-        past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in repeated(view)]
+        told = [earlier for earlier in repeated(view) if self.refuse(earlier) is None]
+        past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in told]
         return replace(now, earlier=tuple(ranked(problem, self.orders, 1)[0] for problem in past))
 
     def _space(self, view: ServerView) -> Space:
@@ -209,11 +226,20 @@ class Matching(Attack):
             inputs = ((torch.full(shape, 0.5) - offset) / scale).float()
         made = {INPUTS: inputs}
         if problem.labels is None:
-            made[LABELS] = torch.randn(count, view.task.num_classes, generator=draw)
+            made[LABELS] = self._logits(problem, draw)
         for name, size in view.private.items():
             known = (view.private_init or {}).get(name)
             made[private_key(name)] = known if isinstance(known, Tensor) else _guess(name, size, draw)
         return {k: v.to(dtype=view.dtype, device=view.device) for k, v in made.items()}
+
+    def _logits(self, problem: Problem, draw: torch.Generator) -> Tensor:
+        """Where the search for labels begins (N, K)."""
+        count, classes = problem.view.batch_size or 1, problem.view.task.num_classes
+        counted = problem.counted if self.labels == "joint" else None
+        if counted is None:
+            return torch.randn(count, classes, generator=draw)
+        dealt = counted.cpu()[torch.randperm(count, generator=draw)]
+        return SURE * torch.nn.functional.one_hot(dealt, classes)
 
     def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
         view = problem.view
@@ -240,7 +266,7 @@ class Matching(Attack):
     # ---- the search --------------------------------------------------------------------------------------------------
     def _search(
         self, stack: Stack, variables: Variables, noise: Sequence[torch.Generator]
-    ) -> list[tuple[Variables, float, tuple[float, ...]]]:
+    ) -> list[tuple[Variables, float, tuple[float, ...], float]]:
         low, high = _limits(stack.problems[0])
         watch = _Watch(variables)
         mover = Adam(self, noise) if self.optimizer == "adam" else Quasi(self)
@@ -308,13 +334,13 @@ class _Watch:
         self.value = torch.full((self.count,), float("inf"), device=self.rows.device, dtype=variables[INPUTS].dtype)
         self.since = torch.zeros_like(self.rows)
         self.history: list[list[float]] = [[] for _ in range(self.count)]
-        self.scale = torch.ones_like(self.value)
+        self.scale = self.start = torch.ones_like(self.value)
 
     def note(self, iteration: int, values: Tensor, variables: Variables) -> Tensor:
         """Record the objectives (rows still going) at `variables`; returns them relative to the start."""
         if iteration == 0:
             usable = values.isfinite() & (values > 0)
-            self.scale = torch.where(usable, values, 1.0)
+            self.scale = self.start = torch.where(usable, values, 1.0)
         relative = values / self.scale
         better = relative < self.value[self.rows]  # never true for not-a-number
         rows = self.rows[better]
@@ -339,10 +365,10 @@ class _Watch:
         """Go on with these of the running trials."""
         self.rows, self.scale = self.rows[rows], self.scale[rows]
 
-    def results(self) -> list[tuple[Variables, float, tuple[float, ...]]]:
-        """Best variables, their objective and the history, trial by trial."""
-        values = self.value.tolist()
+    def results(self) -> list[tuple[Variables, float, tuple[float, ...], float]]:
+        """Best variables, objective there and history, both relative to the start, and the start's; trial by trial."""
+        values, starts = self.value.tolist(), self.start.tolist()
         return [
-            ({k: v[t].clone() for k, v in self.best.items()}, values[t], tuple(self.history[t]))
+            ({k: v[t].clone() for k, v in self.best.items()}, values[t], tuple(self.history[t]), starts[t])
             for t in range(self.count)
         ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.lbfgs import StackedLBFGS
-from attacks.problem import INPUTS, Variables
+from attacks.problem import INPUTS, LABELS, Variables
 
 if TYPE_CHECKING:
     from attacks.matching import Matching
@@ -41,6 +41,7 @@ class Adam:
         """The next iterate."""
         factor = self.factor()
         self.steps += 1
+        sizes = {INPUTS: self.settings.lr, LABELS: self.settings.label_lr}
         result = {}
         for k, g in grads.items():
             if k == INPUTS and self.settings.signed:
@@ -48,8 +49,7 @@ class Adam:
             m = self.first[k] = 0.9 * self.first.get(k, torch.zeros_like(g)) + 0.1 * g
             v = self.second[k] = 0.999 * self.second.get(k, torch.zeros_like(g)) + 0.001 * g * g
             step = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
-            lr = self.settings.lr if k == INPUTS else self.settings.private_lr
-            result[k] = variables[k] - lr * factor * step
+            result[k] = variables[k] - sizes.get(k, self.settings.private_lr) * factor * step
         if self.settings.langevin:
             size = result[INPUTS].shape[1:]
             noise = torch.stack([torch.randn(size, generator=draw) for draw in self.noise]).to(result[INPUTS])

@@ -81,6 +81,11 @@ class Problem:
         return self.without_decay(self.view.update, self.view.shared, self.view.update)
 
     @cached_property
+    def counted(self) -> Tensor | None:
+        """The labels (N,) read off the classifier's update, in ascending order; None where it doesn't tell."""
+        return recovered(self.view, self.observed)
+
+    @cached_property
     def turn(self) -> Tensor | None:
         """The images fed (M,), batch by batch and in turn, where the true order matters and is unknown; else None."""
         view = self.view
@@ -288,12 +293,10 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
 
     Args:
         view: the server's.
-        rule: "auto" as above; "joint" searches for them unless they are known.
+        rule: "auto" as above; by any other they are searched for unless they are known.
     """
     if not view.method.uses_labels:
         return torch.zeros(view.batch_size or 1, dtype=torch.int64, device=view.device)
     if view.labels is not None:
         return view.labels
-    if rule == "joint":
-        return None
-    return recovered(view, Problem(view, None, "l2").observed)
+    return Problem(view, None, "l2").counted if rule == "auto" else None

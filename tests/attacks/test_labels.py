@@ -20,7 +20,7 @@ from fl.methods.fedper import FedPer
 from fl.models import build
 from fl.seeds import stream
 from fl.simulate import Truth
-from fl.types import ServerView, Task
+from fl.types import ServerView, Task, ThreatModel
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
 
@@ -54,6 +54,13 @@ def test_one_image_has_the_sign_rule(label: int, bias: bool) -> None:
         view, _ = victim([label], given=given if bias else biasless(given))
         assert named(view) == [label]
         assert torch.equal(idlg(view, Problem(view, None, "l2").observed), torch.tensor([label]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("label", range(2))
+def test_two_classes_without_a_bias_are_mirror_images(label: int) -> None:
+    given = biasless(task(2))
+    assert named(victim([label], given=given)[0]) is None
+    assert named(victim([label], given=task(2))[0]) == [label]
 
 
 BATCHES = [[1, 4], [2, 2, 2], [0, 1, 1, 3, 7, 7, 7, 9], [5] * 12 + [6, 6, 8, 9], list(range(10)) * 2]
@@ -138,11 +145,21 @@ def test_a_pruned_bias_counts_where_it_was_sent() -> None:
     assert (Counter(found) & Counter(labels)).total() >= 6
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_defence_is_looked_at_only_where_it_is_known(known: bool) -> None:
+    view, _ = victim([0, 0, 0, 3, 3, 7, 7, 9], defense=Prune(ratio=0.5))
+    view = replace(view, threat=ThreatModel(knows_defense=known))
+    head = _Head.of(view, Problem(view, None, "l2").observed)
+    assert head is not None
+    assert (head.sized, head.exact, bool(head.sent.all())) == ((False,) * 3 if known else (True,) * 3)
+
+
 def test_what_gives_no_labels_away() -> None:
     assert named(victim([1, 2], FedPer(lr=0.1, steps=1))[0]) is None
     view, _ = victim([1, 2])
     assert named(replace(view, batch_size=None)) is None
     assert fixed_labels(view, "joint") is None
+    assert fixed_labels(view, "random") is None
     assert recovered(view, {}) is None
 
 

@@ -202,7 +202,7 @@ def test_neither_the_unit_of_the_update_nor_the_global_generator_matters() -> No
     [
         (lambda v: v, {"auxiliary": None}, "name a data set"),
         (lambda v: v, {"auxiliary": {"name": "faces", "size": 9}}, r"the public ones \(1, 9, 9\)"),
-        (lambda v: replace(v, schedule=None), {}, "schedule"),
+        (lambda v: replace(v, schedule=None), {}, r"schedule is unknown.*surrogate\+"),
         (lambda v: replace(v, batch_size=None), {}, "number of images"),
         (lambda v: replace(v, update={n: 0 * dense(x) for n, x in v.update.items()}), {}, "zero"),
         (lambda v: replace(v, update={n: torch.nan * dense(x) for n, x in v.update.items()}), {}, "finite"),
@@ -214,6 +214,23 @@ def test_it_says_where_it_can_say_nothing(
     result = attacks.build({"name": "lti", **SETTINGS, **settings})(change(view([0])))
     assert isinstance(result, NotApplicable)
     assert re.search(words, result.reason)
+
+
+def test_a_part_without_images_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = replace(DATA, test=DATA.test.take(torch.arange(0)))
+    monkeypatch.setattr(Faces, "load", lambda self: empty)
+    result = attacks.build({"name": "lti", **SETTINGS, "part": "test"})(view([0]))
+    assert isinstance(result, NotApplicable)
+    assert "no images in its part 'test'" in result.reason
+
+
+def test_what_the_imitation_knew_of_the_client_is_said() -> None:
+    run = worlds.federation(worlds.one_step(FedPer.example()))
+    threat = ThreatModel(knows_order=True, knows_draws=True, knows_private_init=True)
+    seen = run.observe(1, data=worlds.images(1, "victim"), threat=threat)[0]
+    result = attacks.build({"name": "lti", **SETTINGS, "iterations": 3})(seen)
+    assert isinstance(result, Reconstruction)
+    assert result.knowledge == ("public images (faces, train)", "order", "draws", "private_init")
 
 
 def test_images_of_other_classes_get_labels_at_random_and_the_result_names_them() -> None:

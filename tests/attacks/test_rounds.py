@@ -21,7 +21,8 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
 from fl.simulate import Truth
-from fl.types import ServerView, ThreatModel
+from fl.tensors import dense
+from fl.types import Phase, ServerView, Task, ThreatModel
 
 TWICE = FedAvg(lr=0.3, epochs=2, batch_size=2)
 
@@ -69,6 +70,34 @@ def test_labels_tell_the_batches() -> None:
     assert len({one.batches(one.constants["order"]) for one in found}) == 5
     for one in found:
         assert all(sorted(fed(one)[i : i + 6]) == list(range(6)) for i in (0, 6))
+
+
+class Halves(FedAvg):
+    """Two phases, which a pass over the data does not outlast."""
+
+    name = "halves"
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        return super().phases(task, round) * 2
+
+
+def test_a_pass_ends_with_its_phase() -> None:
+    _, _, problem = greyed(ThreatModel(knows_labels=True), Halves(lr=0.3, steps=4, batch_size=2))
+    for one in ranked(problem, 200, 100):
+        order = fed(one)
+        for phase in (order[:8], order[8:]):
+            assert sorted(phase[:6]) == list(range(6))
+            assert len(set(phase[6:])) == 2
+
+
+def test_no_batch_holds_an_image_twice() -> None:
+    view, _, _ = greyed(ThreatModel(knows_labels=True))
+    schedule = (((4,), (4,), (0,), (3,)),)  # as Poisson sampling may draw
+    poisson = Problem(replace(view, schedule=schedule), view.labels, "cosine")
+    found = ranked(poisson, 200, 100)
+    assert len(found) > 10
+    for one in found:
+        assert all(len(set(batch)) == len(batch) for batch in one.batches(one.constants["order"]))
 
 
 def test_an_order_that_is_known_or_does_not_matter_is_left_alone() -> None:
@@ -133,6 +162,20 @@ def test_only_rounds_on_the_same_images_count() -> None:
         found = attacks.build({"name": "ig", "iterations": 2})(view)
         assert isinstance(found, Reconstruction)
         assert ("earlier rounds" in found.knowledge) is used
+
+
+def test_a_round_without_information_does_not_count() -> None:
+    view, _ = rounds(FedAvg(lr=0.3, epochs=2, batch_size=None), 3)
+    first, second = view.history
+    attack = attacks.build({"name": "ig", "iterations": 3})
+    expected = attack(replace(view, history=(second,)))
+    for value in (0.0, torch.nan):
+        silent = replace(first, update={name: value * dense(x) for name, x in first.update.items()})
+        found = attack(replace(view, history=(silent, second)))
+        assert isinstance(found, Reconstruction)
+        assert isinstance(expected, Reconstruction)
+        assert torch.equal(found.inputs, expected.inputs)  # type: ignore[arg-type]
+        assert found.objective == expected.objective < 1
 
 
 def test_a_surrogate_takes_every_round_for_one_step() -> None:
