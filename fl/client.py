@@ -18,7 +18,7 @@ from fl.defense import Defense
 from fl.method import Method, Step
 from fl.optim import OptimState, optimise
 from fl.tensors import LowRank, Payloads, Tensors, combine, dense, each, minus, zeros
-from fl.types import Batch, Candidate, Draws, Order, Scope, ServerView, Task
+from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task
 
 Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
 Batches = Sequence[Sequence[Sequence[Batch]]]
@@ -240,6 +240,7 @@ def local_update(
     generator: torch.Generator | None = None,
     track: bool = False,
     derivative: Derivative = autograd_derivative,
+    phases: Sequence[Phase] | None = None,
 ) -> LocalResult:
     """Train from `shared` and `private` on `batches`: pure, and differentiable in everything that enters.
 
@@ -256,6 +257,7 @@ def local_update(
         generator: for the defence's noise; None leaves the noise out.
         track: whether running statistics are updated (in the simulator).
         derivative: how gradients are taken.
+        phases: of the training; None are those of the method in this round.
 
     Returns:
         Differences, private state and buffers after training; nothing that came in is changed.
@@ -266,7 +268,8 @@ def local_update(
     base = Step(task, start, received or {}, memory or {}, {}, round)
     predictor = client.stackable if derivative is func_derivative else client.predictor
     params, count, model = start, 0, task.model if track else predictor
-    for p, (phase, steps) in enumerate(zip(method.phases(task, round), batches, strict=True)):
+    phases = method.phases(task, round) if phases is None else phases
+    for p, (phase, steps) in enumerate(zip(phases, batches, strict=True)):
         groups, state = phase.assign(params), OptimState()
         # where only the network's own weights move, what is generated stays as it is: generate it once
         still = all(name in task.parameters for name in groups)

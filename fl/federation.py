@@ -14,6 +14,7 @@ from fl.client import Client
 from fl.engines import EngineName, choose
 from fl.engines.base import Engine
 from fl.method import Download, ServerState
+from fl.protocol import Protocol, scores, without_outsiders
 from fl.seeds import stream
 from fl.simulate import ClientState, Round, Start, Truth, observe, prepare, settled, train
 from fl.tensors import Tensors
@@ -64,13 +65,14 @@ class Record:
     Attributes:
         round: how many rounds are behind; 0 is before training.
         clients: who took part in the last of them.
-        accuracy: for every client, the share of its test images that what the server sends now, with the client's own
-            private tensors, classifies right; None where it was not asked for.
+        accuracy: for every participant, the share of its test images that what the server sends now, with the client's
+            own private tensors, classifies right; None where it was not asked for.
         accuracy_local: likewise for those that took part, right after their training.
         diagnostics: the parametrisation's own figures, means over clients ("active_units", say).
         numbers_up: how many numbers one client sent; 0 before training.
         numbers_down: how many a client received.
         seconds: of training, aggregation and evaluation.
+        further: scores of the federation's protocol, by name (see `fl.protocol.scores`).
     """
 
     round: int
@@ -81,6 +83,7 @@ class Record:
     numbers_up: int
     numbers_down: int
     seconds: float
+    further: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -97,8 +100,11 @@ class Federation:
         rate: share of clients that take part in a round, in (0, 1].
         engine: how clients are trained: "auto", "loop" or "factored" (see `fl.engines`).
         workers: processes to spread them over.
+        protocol: who never takes part, and which further scores are taken.
         server: the server's state.
         clients: what every client keeps.
+        participants: numbers of the clients that may take part.
+        outsiders: numbers of those that never do.
     """
 
     client: Client
@@ -107,15 +113,20 @@ class Federation:
     rate: float = 1.0
     engine: EngineName = "auto"
     workers: int = 1
+    protocol: Protocol = field(default_factory=Protocol)
     server: ServerState = field(init=False)
     clients: list[ClientState] = field(init=False)
     private_init: Tensors = field(init=False)
+    participants: range = field(init=False)
+    outsiders: range = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
             raise ValueError(f"expected rate in (0, 1], got {self.rate}")
         if not self.data:
             raise ValueError("expected at least 1 client, got none")
+        count = without_outsiders(self.protocol, len(self.data))
+        self.participants, self.outsiders = range(count), range(count, len(self.data))
         if takes_any_layout(self.client, self.data[0].train.inputs):
             self.data = [own.laid_out() for own in self.data]
         self._engine: Engine = choose(self.engine, self.client, self.workers)
@@ -127,12 +138,13 @@ class Federation:
         memory = method.init_memory(params, task)
         # every client starts from the same private tensors, as the published methods do
         self.clients = [ClientState(self.private_init, memory, buffers) for _ in self.data]
-        self.server = method.init_server(params, task, len(self.data), stream(self.seed, "server"))
+        self.server = method.init_server(params, task, len(self.participants), stream(self.seed, "server"))
 
     def sampled(self, round: int) -> list[int]:
         """The clients of a round, in order."""
-        count = max(1, int(self.rate * len(self.data) + 0.5))
-        chosen = torch.randperm(len(self.data), generator=stream(self.seed, "clients", round))[:count]
+        every = len(self.participants)
+        count = max(1, int(self.rate * every + 0.5))
+        chosen = torch.randperm(every, generator=stream(self.seed, "clients", round))[:count]
         return sorted(chosen.tolist())
 
     def download(self, number: int) -> Download:
@@ -176,11 +188,11 @@ class Federation:
         """One round, in figures.
 
         Args:
-            everyone: all clients take part, whatever the rate.
+            everyone: all participants train, whatever the rate.
             evaluate: take accuracies, too.
         """
         began = time.perf_counter()
-        rounds = self.run_round(range(len(self.data)) if everyone else None, evaluate=evaluate)
+        rounds = self.run_round(self.participants if everyone else None, evaluate=evaluate)
         return self.record(rounds, evaluate=evaluate, since=began)
 
     def record(self, rounds: Sequence[Round] = (), *, evaluate: bool = True, since: float | None = None) -> Record:
@@ -193,7 +205,7 @@ class Federation:
         """
         began = time.perf_counter() if since is None else since
         local = tuple(done.accuracy for done in rounds if done.accuracy is not None)
-        downs = [self.download(number) for number in range(len(self.data))]
+        downs = [self.download(number) for number in self.participants]
         every = self.accuracy() if evaluate else None
         return Record(
             round=self.server.round,
@@ -203,13 +215,14 @@ class Federation:
             diagnostics=self._diagnostics(downs),
             numbers_up=max((done.upload.numbers() for done in rounds), default=0),
             numbers_down=max(down.numbers() for down in downs),
+            further=scores(self) if evaluate else {},
             seconds=time.perf_counter() - began,
         )
 
     def _diagnostics(self, downs: Sequence[Download]) -> dict[str, float]:
         made = self.client.method.parametrisation
         found = [
-            made.diagnostics({**down.shared, **state.private}) for down, state in zip(downs, self.clients, strict=True)
+            made.diagnostics({**down.shared, **state.private}) for down, state in zip(downs, self.clients, strict=False)
         ]
         return {key: sum(one[key] for one in found) / len(found) for key in found[0]}
 
@@ -256,30 +269,36 @@ class Federation:
         """Share of each client's test images classified right.
 
         Args:
-            numbers: which clients; all by default.
+            numbers: which clients; all participants by default.
             tuned: score the model after one more round of local training, not what the server sends now (with the
                 client's own private tensors).
         """
-        chosen = list(range(len(self.data)) if numbers is None else numbers)
+        chosen = list(self.participants if numbers is None else numbers)
         if not tuned:
             return self._engine.accuracy(self, chosen)
         return [done.accuracy or 0.0 for done in self._engine.train(self, chosen, evaluate=True)]
 
-    def score(self, number: int) -> float:
-        """Accuracy of what client `number` would get now, with its own private tensors."""
+    def score(self, number: int, images: Batch | None = None) -> float:
+        """Accuracy of what client `number` would get now, with its own private tensors, on its test images or others.
+
+        Args:
+            number: of the client.
+            images: what to classify instead.
+        """
         state, down = self.clients[number], self.download(number)
-        return self._score(number, {**down.shared, **state.private}, {**down.buffers, **state.buffers})
+        images = self.data[number].test if images is None else images
+        return self._score(images, {**down.shared, **state.private}, {**down.buffers, **state.buffers})
 
     def scored(self, done: Round) -> Round:
         """A client's round with the accuracy of the model it ended with."""
         number = done.upload.client
         shared = done.result.trained(self.download(number).shared)
-        accuracy = self._score(number, {**shared, **done.state.private}, done.result.buffers)
+        accuracy = self._score(self.data[number].test, {**shared, **done.state.private}, done.result.buffers)
         return replace(done, accuracy=accuracy)
 
-    def _score(self, number: int, params: Tensors, buffers: dict[str, torch.Tensor]) -> float:
+    def _score(self, images: Batch, params: Tensors, buffers: dict[str, torch.Tensor]) -> float:
         params = self.client.method.parametrisation.lift(params)
-        return accuracy(self.client, params, {**self.client.task.buffers, **buffers}, self.data[number].test)
+        return accuracy(self.client, params, {**self.client.task.buffers, **buffers}, images)
 
 
 def accuracy(client: Client, params: Tensors, buffers: dict[str, torch.Tensor], data: Batch, size: int = 256) -> float:

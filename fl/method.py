@@ -50,7 +50,7 @@ class ServerState:
         shared: parameters it sends to every client, or from which it makes what it sends.
         buffers: the model's shared buffers.
         own: what never leaves the server, by payload.
-        clients: how many clients there are, whether or not they take part.
+        clients: how many clients may take part; those with higher numbers never do.
         round: number of the next round.
     """
 
@@ -102,6 +102,10 @@ class Method:
         """Local training in round `round`."""
         raise TypeError(f"{type(self).__name__} does not say how a client trains: define phases()")
 
+    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+        """How a client adapts what it received before it is scored: by default as in round 0, for `epochs` passes."""
+        return tuple(replace(phase, epochs=epochs, steps=None) for phase in self.phases(task, 0))
+
     def scope(self, name: str, task: Task) -> Scope:
         """Who holds a parameter or buffer: the parametrisation's word, else shared."""
         return self.parametrisation.scope(name) or Scope.SHARED
@@ -151,7 +155,7 @@ class Method:
         return ServerState(shared, buffers, clients=clients)
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """What client number `client` receives."""
+        """What client number `client` receives; from `server.clients` on, one that never takes part."""
         return Download(server.shared, server.buffers)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:

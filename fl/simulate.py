@@ -15,7 +15,7 @@ from fl.defense import overrides
 from fl.method import Download
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors
-from fl.types import Batch, Candidate, Draws, Order, Scope, ServerView, Task, ThreatModel, Trace, Upload
+from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task, ThreatModel, Trace, Upload
 
 if TYPE_CHECKING:
     from fl.data.augment import Augmentation
@@ -100,6 +100,7 @@ class Start:
         number: of the client.
         round: number of the round.
         noise: for the defence.
+        phases: of the training.
     """
 
     client: Client
@@ -111,6 +112,7 @@ class Start:
     number: int
     round: int
     noise: torch.Generator
+    phases: tuple[Phase, ...]
 
 
 def train_client(
@@ -155,6 +157,7 @@ def train(start: Start) -> Round:
             round=start.round,
             generator=start.noise,
             track=True,
+            phases=start.phases,
         )
     return finish(start, result)
 
@@ -169,13 +172,15 @@ def prepare(
     number: int = 0,
     round: int = 0,
     seed: int = 0,
+    phases: tuple[Phase, ...] | None = None,
 ) -> Start:
-    """All that enters a client's round; arguments as of `train_client`."""
-    order = sampling.plan(client.method.phases(client.task, round), len(data), stream(seed, "order", number, round))
+    """All that enters a client's round; arguments as of `train_client`, and `phases` in place of the method's."""
+    phases = client.method.phases(client.task, round) if phases is None else phases
+    order = sampling.plan(phases, len(data), stream(seed, "order", number, round))
     trace = _feed(client, data, order, stream(seed, "draws", number, round), augment)
     buffers = {**client.task.buffers, **download.buffers, **state.buffers}
     noise = stream(seed, "defense", number, round)
-    return Start(client, state, download, trace, buffers, float(len(data)), number, round, noise)
+    return Start(client, state, download, trace, buffers, float(len(data)), number, round, noise, phases)
 
 
 def finish(start: Start, result: LocalResult) -> Round:

@@ -69,7 +69,7 @@ def _by_factors(client: Client, starts: Sequence[Start]) -> list[Round]:
     heads = _Heads.of(client, starts[0].download.shared)
     trainees = [_Trainee(start, heads) for start in starts]
     with torch.no_grad():
-        for p, phase in enumerate(client.method.phases(client.task, starts[0].round)):
+        for p, phase in enumerate(starts[0].phases):
             _run_phase(heads, trainees, p, phase)
     return [finish(trainee.start, trainee.result()) for trainee in trainees]
 
@@ -80,7 +80,7 @@ def _fits(client: Client, starts: Sequence[Start]) -> bool:
     if any(s.download.received or any(s.download.shared[k] is not v for k, v in first.items()) for s in starts):
         return False
     names = [name for name in first if name.startswith("hypernet.")] + [COEFFICIENTS, BIAS]
-    for phase in client.method.phases(client.task, starts[0].round):
+    for phase in starts[0].phases:
         moving = phase.assign(dict.fromkeys(names))
         groups = {id(group) for group in moving.values()}
         together = len(groups) == 1 and len(moving) == len(names)
