@@ -12,6 +12,7 @@ from fl.data.augment import Augmentation
 from fl.data.partition import Iid, Partitioner
 from fl.method import Method, methods
 from fl.models import Network
+from fl.protocol import FURTHER
 from fl.registry import UnknownNameError
 from fl.types import ThreatModel
 
@@ -44,6 +45,9 @@ class FederationSpec:
             (up to rounding the same numbers), "auto" the fastest that applies.
         augment: how images are changed before they are fed in training.
         evaluate_every: accuracy is measured every so many rounds; before the first and after the last it always is.
+        outsiders: the last so many clients never take part; they are scored apart, on all their images.
+        fine_tune: epochs for which clients adapt what they receive before they are scored once more; 0 leaves it out.
+        whole_test: whether every participant's model is also scored on the data set's whole test part.
     """
 
     partition: Partitioner = field(default_factory=Iid)
@@ -53,10 +57,14 @@ class FederationSpec:
     engine: Literal["auto", "loop", "factored"] = "auto"
     augment: Augmentation = field(default_factory=Augmentation)
     evaluate_every: int = 1
+    outsiders: int = 0
+    fine_tune: int = 0
+    whole_test: bool = False
 
     def __post_init__(self) -> None:
-        if self.rounds < 0:
-            raise ValueError(f"federation.rounds: expected 0 or more, got {self.rounds}")
+        for key in ("rounds", "outsiders", "fine_tune"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"federation.{key}: expected 0 or more, got {getattr(self, key)}")
         if not 0 < self.rate <= 1:
             raise ValueError(f"federation.rate: expected a share in (0, 1], got {self.rate}")
         if self.evaluate_every < 1:
@@ -147,6 +155,10 @@ class Published:
         lpips: likewise.
         accuracy: in [0, 1], of the aggregated model after the last round.
         accuracy_local: likewise, of the clients' models right after their training in the last round.
+        accuracy_tuned: of models that clients fine-tuned (`federation.fine_tune`).
+        accuracy_unseen: on all images of clients that never took part (`federation.outsiders`).
+        accuracy_unseen_tuned: on the test images of those, after fine-tuning.
+        accuracy_global: on the data set's whole test part (`federation.whole_test`).
         note: why ours may differ, in words.
     """
 
@@ -158,10 +170,14 @@ class Published:
     lpips: float | None = None
     accuracy: float | None = None
     accuracy_local: float | None = None
+    accuracy_tuned: float | None = None
+    accuracy_unseen: float | None = None
+    accuracy_unseen_tuned: float | None = None
+    accuracy_global: float | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("accuracy", "accuracy_local"):
+        for key in ("accuracy", "accuracy_local", *(f"accuracy_{name}" for name in FURTHER)):
             value = getattr(self, key)
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"published.{key}: expected a share in [0, 1], got {value}")

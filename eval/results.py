@@ -31,6 +31,7 @@ from eval.rundir import RunDir
 from eval.score import Row
 from eval.training import ROUNDS
 from eval.watching import IMAGES, PICTURES
+from fl.protocol import FURTHER
 
 CONFIG, ENVIRONMENT, TABLE = "config.yaml", "env.json", "table.md"
 log = logging.getLogger(__name__)
@@ -114,10 +115,15 @@ def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[R
 
 
 def _accuracies(rounds: Sequence[Row]) -> Row:
-    """Accuracy of the aggregated model in the end, after local training in the last round, and in its best round."""
+    """Accuracy of the aggregated model in the end, after local training in the last round, and in its best round.
+
+    The federation's further scores are those of the end, too.
+    """
     scored = [row for row in rounds if row["accuracy"] is not None]
     best = max(scored, key=lambda row: row["accuracy"])  # the first of equals
+    further = {f"accuracy_{name}_last": scored[-1].get(f"accuracy_{name}") for name in FURTHER}
     return {
+        **{name: value for name, value in further.items() if value is not None},
         "accuracy_last": scored[-1]["accuracy"],
         "accuracy_local_last": rounds[-1]["accuracy_local"],
         "accuracy_best": best["accuracy"],

@@ -17,6 +17,7 @@ from eval.score import Row
 from fl import checkpoint
 from fl.client import Client
 from fl.federation import Federation, Record
+from fl.protocol import Protocol
 
 log = logging.getLogger(__name__)
 ROUNDS = "rounds.jsonl"
@@ -27,8 +28,15 @@ def federation_of(training: Training, workers: int = 1) -> Iterator[Federation]:
     """The federation before its first round; its worker processes end with the context."""
     client = Client(training.world.task(training.seed), training.method.item, training.defense.item)
     spec = training.federation
+    whole = training.world.dataset.test if spec.whole_test else None
     federation = Federation(
-        client, training.world.clients, training.seed, spec.rate, engine=spec.engine, workers=workers
+        client,
+        training.world.clients,
+        training.seed,
+        spec.rate,
+        engine=spec.engine,
+        workers=workers,
+        protocol=Protocol(outsiders=spec.outsiders, fine_tune=spec.fine_tune, whole=whole),
     )
     try:
         yield federation
@@ -113,6 +121,8 @@ def row_of(record: Record) -> Row:
         "accuracy": None if record.accuracy is None else fmean(record.accuracy),
         "accuracies": None if record.accuracy is None else list(record.accuracy),
         "accuracy_local": None if record.accuracy_local is None else fmean(record.accuracy_local),
+        **{f"accuracy_{name}": fmean(values) for name, values in record.further.items()},
+        **({"accuracies_further": {k: list(v) for k, v in record.further.items()}} if record.further else {}),
         "diagnostics": {name: value if isfinite(value) else None for name, value in record.diagnostics.items()},
         "numbers_up": record.numbers_up,
         "numbers_down": record.numbers_down,

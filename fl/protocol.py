@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from fl.federation import Federation
 
+FURTHER = ("tuned", "unseen", "unseen_tuned", "global")
+"""Names of the scores that a protocol may ask for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:

@@ -11,10 +11,14 @@ from eval.report.load import Run
 from eval.report.overview import Numbered
 from eval.report.rounds import accuracy
 from eval.report.summary import Group, lpips
-from eval.report.words import NONE, interval, number, percent
+from eval.report.words import NONE, SCORES, interval, number, percent
 
 OF_PICTURES = {"psnr": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS"}
-OF_MODELS = {"accuracy": "accuracy after the last round", "accuracy_local": "accuracy after local training"}
+OF_MODELS = {
+    "accuracy": "accuracy after the last round",
+    "accuracy_local": "accuracy after local training",
+    **{f"accuracy_{name}": words for name, words in SCORES.items()},
+}
 FIGURES = {**OF_PICTURES, **OF_MODELS}
 
 
@@ -67,8 +71,7 @@ def _published(figures: Mapping[str, Any]) -> dict[str, str]:
         "psnr": number(figures.get("psnr"), 2),
         "ssim": number(figures.get("ssim"), 3),
         "lpips": number(figures.get("lpips"), 3),
-        "accuracy": percent(figures.get("accuracy"), 2),
-        "accuracy_local": percent(figures.get("accuracy_local"), 2),
+        **{name: percent(figures.get(name), 2) for name in OF_MODELS},
     }
 
 
@@ -83,8 +86,8 @@ def _of_pictures(group: Group) -> dict[str, str]:
 
 def _of_model(run: Run, group: Group) -> dict[str, str]:
     return {
+        **{name: percent(group.over_seeds(f"{name}_last"), 1) for name in OF_MODELS},
         "accuracy": accuracy(run, group, last=True),
-        "accuracy_local": percent(group.over_seeds("accuracy_local_last"), 1),
     }
 
 

@@ -11,7 +11,7 @@ from eval.report.blocks import Absent, Block, Grid, Items, Section
 from eval.report.overview import Numbered
 from eval.report.rounds import accuracy, costs
 from eval.report.summary import FLOORS, RECOVERED, Group, floors, lpips, pictures, reaching
-from eval.report.words import NONE, error, interval, join, number, percent, percent_interval, sentence
+from eval.report.words import NONE, SCORES, error, interval, join, number, percent, percent_interval, sentence
 from eval.score import Row
 
 BYTES, MEBI = 4, 2**20
@@ -106,8 +106,10 @@ def _accuracies(numbered: Numbered) -> list[Block]:
         if group.by_seed("accuracy_last"):
             first.setdefault(group.subject, group)
     lines = []
+    further = [f"accuracy_{name}_last" for name in SCORES]
     for (method, defense), group in first.items():
-        ends = [percent(group.over_seeds(column), 1) for column in ("accuracy_local_last", "accuracy_best")]
+        readings = ("accuracy_local_last", *further, "accuracy_best")
+        ends = [percent(group.over_seeds(column), 1) for column in readings]
         best = dict.fromkeys(row.get("accuracy_best_round") for row in group.rows)
         rounds = join([str(number) for number in best if number is not None]) if any(best) else NONE
         lines.append([method, defense, accuracy(numbered.run, group, last=True), *ends, rounds])
@@ -116,6 +118,7 @@ def _accuracies(numbered: Numbered) -> list[Block]:
         "defence",
         ">after the last round",
         ">after local training",
+        *(f">{words}" for words in SCORES.values()),
         ">in the best round",
         ">best round",
     ]

@@ -13,7 +13,7 @@ from eval.report.figures import NARROW, WIDE, Curve, Floor, Point, Strip
 from eval.report.overview import Numbered
 from eval.report.rounds import Course, Value, accuracy, accuracy_interval, courses, diagnostics
 from eval.report.summary import FLOORS, Group, floor_means
-from eval.report.words import interval, join, number
+from eval.report.words import SCORES, interval, join, number
 from eval.statistics import Interval
 
 T = TypeVar("T")
@@ -130,6 +130,10 @@ def _training(numbered: Numbered) -> list[Block]:
         "accuracy (%)",
         partial(_times, column="accuracy_local"),
     )
+    for name, words in SCORES.items():
+        column = f"accuracy_{name}"
+        title = f"Accuracy {words}"
+        blocks += _courses(numbered, column.replace("_", "-"), title, "accuracy (%)", partial(_times, column=column))
     for i, name in enumerate(diagnostics(rows), 1):
         words = name.replace("_", " ")
         value = partial(_diagnostic, name=name)

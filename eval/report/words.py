@@ -8,6 +8,13 @@ from eval.statistics import Interval
 
 NONE = "\N{EN DASH}"
 """Stands where there is no figure."""
+SCORES = {
+    "tuned": "after fine-tuning",
+    "unseen": "on clients that never took part",
+    "unseen_tuned": "on those, after fine-tuning",
+    "global": "on one test for all",
+}
+"""The further scores of a federation (`fl.protocol`), in words."""
 _RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 """To superscripts."""
 

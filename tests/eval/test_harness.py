@@ -10,10 +10,12 @@ import torch
 from support.runs import run, tiny
 from support.tiny import Registered
 
-from eval import harness, tables, training, watching, worlds
+from eval import harness, report, tables, training, watching, worlds
 from eval.experiment import Entry
+from eval.report.words import SCORES
 from eval.store import read_rows
 from fl.defense import Defense
+from fl.protocol import FURTHER
 from fl.tensors import dense
 
 
@@ -84,6 +86,24 @@ def test_accuracies_are_those_of_the_rows_own_round(tmp_path):
         assert (row["accuracy"] is None) == (row["round"] == 1)  # not evaluated
         assert row["accuracy_last"] == rounds[3]["accuracy"]
         assert row["accuracy_local_last"] == rounds[3]["accuracy_local"]
+
+
+def test_further_scores_reach_rows_and_report(tmp_path):
+    words = ("federation.outsiders=1", "federation.fine_tune=2", "federation.whole_test=true", "attack=guess")
+    rows = [row for row in run(tiny(*words), tmp_path / "a") if row["method"] == "fedavg"]
+    rounds = [row for row in read_rows(tmp_path / "a" / "rounds.jsonl") if row["method"] == "fedavg"]
+    counts = {"tuned": 2, "unseen": 1, "unseen_tuned": 1, "global": 2}
+    assert set(counts) == set(FURTHER) == set(SCORES)
+    assert len(rounds[-1]["accuracies"]) == 2
+    for name, count in counts.items():
+        values = rounds[-1]["accuracies_further"][name]
+        assert len(values) == count
+        assert rows[0][f"accuracy_{name}_last"] == rounds[-1][f"accuracy_{name}"] == pytest.approx(sum(values) / count)
+    report.write(tmp_path / "a")
+    text = (tmp_path / "a" / "report.md").read_text()
+    for name in FURTHER:
+        assert SCORES[name] in text
+        assert f"{rows[0][f'accuracy_{name}_last']:.1%}".replace("%", "\N{NO-BREAK SPACE}%") in text
 
 
 def test_options_of_the_federation_take_effect(tmp_path):
