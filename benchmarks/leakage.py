@@ -145,6 +145,8 @@ def _report_idlg(scored: list[Row], seconds: dict[tuple[str, str], float]) -> No
 def _line(data: list[Row], seconds: float) -> list[object]:
     psnr, rate = mean_interval(data), success_rate(data, 40.0)
     labels = sum(bool(row["label_correct"]) for row in data)
+    assert rate.low is not None
+    assert rate.high is not None
     floor = mean_interval(data, "floor_mean_psnr").value
     return [
         f"{psnr.value:.1f} [{psnr.low:.1f}, {psnr.high:.1f}]",

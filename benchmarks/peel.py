@@ -70,7 +70,9 @@ def local_work(method: HyperFL, work: str, data: Batch) -> tuple[HyperFL, Batch]
 
 def uploaded(view: ServerView) -> ServerView:
     """The update as the difference of two dense float32 models."""
-    return replace(view, update={n: dense(view.shared[n]) - minus(view.shared[n], u) for n, u in view.update.items()})
+    return replace(
+        view, update={n: dense(view.shared[n]) - dense(minus(view.shared[n], u)) for n, u in view.update.items()}
+    )
 
 
 def error(found: Tensor, truth: Tensor) -> float:

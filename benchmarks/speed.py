@@ -21,6 +21,7 @@ from benchmarks.common import publish, table
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
 from fl.types import Batch, ServerView, Task
 
 NETWORKS = (("hyperfl-colour", "colour", 32), ("lenet-zhu", "colour", 32), ("hyperfl-grey", "grey", 28))
@@ -45,8 +46,8 @@ def by_hand(task: Task, images: Batch) -> Callable[[int], None]:
             value = nn.functional.cross_entropy(model(guess), label)
             grads = torch.autograd.grad(value, weights, create_graph=True)
             dot = sum((g * o).sum() for g, o in zip(grads, observed, strict=True))
-            mine = sum(g.square().sum() for g in grads)
-            theirs = sum(o.square().sum() for o in observed)
+            mine = torch.stack([g.square().sum() for g in grads]).sum()
+            theirs = torch.stack([o.square().sum() for o in observed]).sum()
             across = (guess[..., 1:] - guess[..., :-1]).abs().mean()
             down = (guess[..., 1:, :] - guess[..., :-1, :]).abs().mean()
             objective = 1 - dot / (mine * theirs).sqrt() + 1e-4 * (across + down)
@@ -68,7 +69,8 @@ def ours(view: ServerView, count: int) -> Callable[[int], None]:
     def run(iterations: int) -> None:
         settings = attacks.build({"name": "ig", "iterations": iterations})
         assert isinstance(settings, Matching)
-        settings._search(Stack([problem] * count), {k: torch.stack([s[k] for s in starts]) for k in starts[0]})
+        noise = [stream(0, "noise", r) for r in range(count)]
+        settings._search(Stack([problem] * count), {k: torch.stack([s[k] for s in starts]) for k in starts[0]}, noise)
 
     return run
 
