@@ -120,7 +120,7 @@ class _Job:
                     one,
                     self.folder.part(one.cell),
                     checkpoints,
-                    watched={watch.round for watch in open_to},
+                    watched=one.looked_at(open_to),
                     every=self.options.every,
                     workers=self.options.workers,
                     tick=count.to,
@@ -130,7 +130,7 @@ class _Job:
         if open_to:
             self._attacks(one, open_to)
         if not self.options.keep_checkpoints:
-            checkpoints.keep({watch.round for watch in one.watches if not self.folder.finished(watch.cell)})
+            checkpoints.keep(one.looked_at(watch for watch in one.watches if not self.folder.finished(watch.cell)))
 
     def _attacks(self, one: Training, open_to: list[Watch]) -> None:
         several = len({watch.round for watch in one.watches}) > 1
@@ -152,13 +152,21 @@ class _Job:
         self, federation: Federation, one: Training, watch: Watch, sights: dict[Scene, watching.Seen]
     ) -> watching.Seen:
         """What the server sees in the watch's round; what several attacks look at is made once."""
-        if not sights:
-            count = Counter(self.progress, f"{one.name}: training again to round {watch.round}", watch.round)
-            checkpoints = self.folder.checkpoints(one.cell)
-            training.load(federation, one, checkpoints, watch.round, workers=self.options.workers, tick=count.to)
         if watch.scene not in sights:
-            sights[watch.scene] = watching.look(federation, one, watch.scene)
+            earlier = []
+            for number in watch.past:
+                self._bring(federation, one, number)
+                earlier.append(watching.look(federation, one, watch.scene).views)
+            self._bring(federation, one, watch.round)
+            sights[watch.scene] = watching.look(federation, one, watch.scene, earlier)
         return sights[watch.scene]
+
+    def _bring(self, federation: Federation, one: Training, number: int) -> None:
+        """The federation to its state after `number` rounds."""
+        if federation.server.round != number:
+            count = Counter(self.progress, f"{one.name}: training again to round {number}", number)
+            checkpoints = self.folder.checkpoints(one.cell)
+            training.load(federation, one, checkpoints, number, workers=self.options.workers, tick=count.to)
 
     @contextmanager
     def _cell(self, cell: Cell, name: str) -> Iterator[None]:

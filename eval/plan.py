@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,11 @@ class Watch:
     scene: Scene
     cell: Cell
 
+    @property
+    def past(self) -> range:
+        """Rounds before it in which the attacker saw the same clients, oldest first."""
+        return range(max(0, self.round - self.scene.threat.rounds), self.round)
+
 
 @dataclass(frozen=True, eq=False)
 class Training:
@@ -79,6 +84,11 @@ class Training:
     cell: Cell
     watches: tuple[Watch, ...]
     name: str
+
+    @staticmethod
+    def looked_at(watches: Iterable[Watch]) -> set[int]:
+        """After which rounds these watches see clients."""
+        return {number for watch in watches for number in (*watch.past, watch.round)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +44,22 @@ class Seen:
     errors: tuple[float, ...]
 
 
-def look(federation: Federation, training: Training, scene: Scene) -> Seen:
-    """Observe every victim at the federation's present round; each draws its own noise."""
+def look(
+    federation: Federation, training: Training, scene: Scene, earlier: Sequence[Sequence[ServerView]] = ()
+) -> Seen:
+    """Observe every victim at the federation's present round; each draws its own noise.
+
+    Args:
+        federation: at that round.
+        training: what is trained.
+        scene: whom to watch.
+        earlier: what the server saw of every victim in rounds before, oldest first.
+    """
     client = Client(training.world.task(training.seed), scene.method, training.defense.item)
-    found = [_observed(federation, client, training, scene, victim) for victim in scene.victims]
+    found = [
+        _observed(federation, client, training, scene, victim, tuple(views[i] for views in earlier))
+        for i, victim in enumerate(scene.victims)
+    ]
     errors = []
     for victim, (view, truth) in zip(scene.victims, found, strict=True):
         state, download = federation.clients[victim.client], federation.download(victim.client)
@@ -94,7 +106,12 @@ def attack(
 
 
 def _observed(
-    federation: Federation, client: Client, training: Training, scene: Scene, victim: Victim
+    federation: Federation,
+    client: Client,
+    training: Training,
+    scene: Scene,
+    victim: Victim,
+    history: tuple[ServerView, ...],
 ) -> tuple[ServerView, Truth]:
     view, truth, _ = observe(
         client,
@@ -102,11 +119,12 @@ def _observed(
         federation.download(victim.client),
         victim.data,
         augment=training.world.augment if scene.observe.augment else None,
-        threat=scene.threat,
+        threat=replace(scene.threat, rounds=len(history)),
         number=victim.client,
         round=federation.server.round,
         seed=derive(training.seed, "observe", victim.key),
         private_init=federation.private_init,
+        history=history,
     )
     return view, truth
 

@@ -125,7 +125,7 @@ def test_an_overruled_number_is_refused(experiment):
         ("as: scaled", "as: a/b", "expected `as`"),
         ("knows_labels: true", "knows_label: true", "did you mean 'knows_labels'"),
         ("knows_labels: true", "knows_labels: maybe", "threat.knows_labels: .*'maybe'"),
-        ("knows_labels: true", "rounds: 2", "threat.rounds: expected 0"),
+        ("knows_labels: true", "rounds: -2", "threat.rounds: expected 0 or more, got -2"),
         ("images: 8", "images: 7", "observe.images: expected a multiple of batch_size 2, got 7"),
         ("images: 8", "images: 0, rounds: 9", "observe.images"),
         ("images: 8", "rounds: 9", "observe.rounds: expected at most 5"),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from support.runs import run, tiny
-from support.tiny import Registered
+from support.tiny import Guess, Registered
 
+from attacks.base import NotApplicable
 from eval import harness, report, tables, training, watching, worlds
 from eval.experiment import Entry
 from eval.report.words import SCORES
@@ -282,3 +283,26 @@ def test_device_names():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="use --device cpu"):
             worlds.device_of("cuda")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_attacker_may_have_seen_the_same_client_before(tmp_path, monkeypatch, keep):
+    seen = {}
+
+    def one(self, view, seed):
+        seen.setdefault(view.round, []).append(view)
+        return NotApplicable("only looking")
+
+    monkeypatch.setattr(Guess, "one", one)
+    words = ("threat.rounds=2", "federation.rounds=3", "observe.rounds=[0, 1, 3]", "attack=guess", "observe.images=2")
+    experiment = tiny(*words, "observe.method={}", "method=[{name: fedavg, lr: 0.1, batch_size: 6}]")
+    run(experiment, tmp_path / "a", keep_checkpoints=keep)
+    for number, past in ((0, []), (1, [0]), (3, [1, 2])):
+        (view,) = seen[number]
+        assert [earlier.round for earlier in view.history] == past
+        assert not any(earlier.history for earlier in view.history)
+        for earlier in view.history:
+            if earlier.round in seen:
+                (alone,) = seen[earlier.round]
+                assert all(torch.equal(dense(v), dense(earlier.update[n])) for n, v in alone.update.items())
+                assert all(torch.equal(dense(v), dense(earlier.shared[n])) for n, v in alone.shared.items())
