@@ -19,7 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attacks.base import Attack, Chain
 from attacks.latent import Upsampled
+from attacks.rog import ROG
 from eval.assignment import pairwise_mse
 from fl.seeds import stream
 
@@ -83,6 +85,20 @@ def bound(truth: Tensor, factor: int) -> Tensor:
     """
     height, width = truth.shape[-2:]
     return Upsampled(factor, (height, width)).closest(truth).clamp(0, 1).to(truth)
+
+
+def ceiling(attack: Attack, truth: Tensor) -> Tensor | None:
+    """The best images an attack could show, where its own parametrisation limits it and no network sharpens after it.
+
+    Args:
+        attack: or a chain that ends in it.
+        truth: (N, C, H, W) in [0, 1].
+    """
+    while isinstance(attack, Chain):
+        attack = attack.then
+    if not isinstance(attack, ROG) or attack.factor == 1 or attack.decoder is not None or attack.enhancer is not None:
+        return None
+    return bound(truth, attack.factor)
 
 
 def _round8(images: Tensor) -> Tensor:

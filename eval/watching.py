@@ -14,6 +14,8 @@ from torch import Tensor
 from attacks.base import NotApplicable, Reconstruction, Result
 from eval import store
 from eval.audit import forward_error
+from eval.floors import ceiling
+from eval.metrics import psnr
 from eval.perceptual import Perceptual
 from eval.plan import Scene, Training, Watch
 from eval.score import Row, score
@@ -96,6 +98,10 @@ def attack(
         head = {"round": watch.round, "client": victim.client, "update": victim.key}
         head["forward_error"] = error if math.isfinite(error) else None
         scored = _scored(result, truth, perceptual, reference, derive(training.seed, "floor", victim.key))
+        best = ceiling(watch.attack.item, truth.inputs) if "image" in scored[0] else None
+        if best is not None:
+            limits = psnr(best, truth.inputs).tolist()
+            scored = [{**row, "bound_psnr": limits[row["image"]]} for row in scored]
         rows.extend({**head, "picture": _picture(victim, truth, row), **row} for row in scored)
         if isinstance(result, Reconstruction) and result.inputs is not None:
             pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))

@@ -42,6 +42,7 @@ def _closeness(numbered: Numbered) -> Grid:
     rows = [row for group in numbered.numbers.values() for row in group.pictured]
     perceptual = lpips(rows)
     extra = [f">{perceptual.replace('lpips_', 'LPIPS ')}"] if perceptual else []
+    limited = any("bound_psnr" in row for row in rows)
     columns = [
         *numbered.columns(),
         ">accuracy",
@@ -50,6 +51,7 @@ def _closeness(numbered: Numbered) -> Grid:
         ">median (dB)",
         ">SSIM",
         *extra,
+        *([">its own bound (dB)"] if limited else []),
         ">images",
     ]
     lines = []
@@ -63,6 +65,7 @@ def _closeness(numbered: Numbered) -> Grid:
                 interval(group.gain, sign=True),
                 _median(group.pictured),
                 *(interval(value, 2) for value in found),
+                *([_mean_bound(group)] if limited else []),
                 f"{group.images}",
             ]
         )
@@ -72,8 +75,15 @@ def _closeness(numbered: Numbered) -> Grid:
     for guess, psnr in measured["psnr"].items():
         middle = _median(chosen, f"floor_{guess}_psnr")
         rest = [interval(measured[metric].get(guess), 2) for metric in measured if metric != "psnr"]
-        lesser.append([*_floor(numbered, guess), "", interval(psnr), "", middle, *rest, f"{psnr.images}"])
+        own = [""] if limited else []
+        lesser.append([*_floor(numbered, guess), "", interval(psnr), "", middle, *rest, *own, f"{psnr.images}"])
     return Grid("How close the pictures are", columns, lines, lesser)
+
+
+def _mean_bound(group: Group) -> str:
+    """What an attack that searches in a smaller space than all images could reach at best."""
+    known = [row["bound_psnr"] for row in group.pictured if "bound_psnr" in row]
+    return number(fmean(known)) if known else NONE
 
 
 def _median(rows: Sequence[Row], column: str = "psnr") -> str:

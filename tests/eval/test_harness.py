@@ -285,6 +285,16 @@ def test_device_names():
             worlds.device_of("cuda")
 
 
+def test_what_a_code_could_show_at_best_is_said(tmp_path):
+    attacks = "attack=[{name: rog, iterations: 30, factor: 2, against: fedavg}, {name: guess, against: fedavg}]"
+    rows = run(tiny(attacks, "observe.images=2"), tmp_path / "a")
+    bounded = [row for row in rows if row["attack"] == "rog"]
+    assert all(row["psnr"] < row["bound_psnr"] < 60 for row in bounded)
+    assert not any("bound_psnr" in row for row in rows if row["attack"] != "rog")
+    report.write(tmp_path / "a")
+    assert "its own bound (dB)" in (tmp_path / "a" / "report.md").read_text()
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_an_attacker_may_have_seen_the_same_client_before(tmp_path, monkeypatch, keep):
     seen = {}
