@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import norm
+from scipy.stats import beta, norm
 
 from eval.metrics import PSNR_CAP
 
@@ -100,6 +100,25 @@ def paired_difference(
         raise ValueError(f"expected the same ({image}, {run}) pairs on both sides, got {_count(a)} and {_count(b)}")
     difference = {key: {r: value - b[key][r] for r, value in runs.items()} for key, runs in a.items()}
     return _bootstrap(difference, seed, resamples, level)
+
+
+def exact_interval(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
+    """Clopper and Pearson's interval of a rate (1934): it covers the truth with probability `level` or more."""
+    _check_level(level)
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"expected 0 <= successes <= trials and a trial, got {successes} of {trials}")
+    tail = (1 - level) / 2
+    return at_least(successes, trials, tail), at_most(successes, trials, tail)
+
+
+def at_most(successes: int, trials: int, significance: float) -> float:
+    """Clopper and Pearson's one-sided upper bound on a rate."""
+    return 1.0 if successes >= trials else float(beta.ppf(1 - significance, successes + 1, trials - successes))
+
+
+def at_least(successes: int, trials: int, significance: float) -> float:
+    """Clopper and Pearson's one-sided lower bound on a rate."""
+    return 0.0 if successes <= 0 else float(beta.ppf(significance, successes, trials - successes + 1))
 
 
 def success_rate(

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attacks.base import NotApplicable, Reconstruction, Result
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from eval import store
 from eval.audit import forward_error
 from eval.floors import ceiling
+from eval.identify import distractors, in_pixels
 from eval.metrics import psnr
 from eval.perceptual import Perceptual
 from eval.plan import Scene, Training, Watch
@@ -24,7 +25,7 @@ from fl.client import Client
 from fl.federation import Federation
 from fl.seeds import derive
 from fl.simulate import Truth, observe
-from fl.types import ServerView
+from fl.types import Batch, ServerView
 
 IMAGES, PICTURES = "images.jsonl", "pictures.npz"
 STACK = 64
@@ -98,10 +99,9 @@ def attack(
         head = {"round": watch.round, "client": victim.client, "update": victim.key}
         head["forward_error"] = error if math.isfinite(error) else None
         scored = _scored(result, truth, perceptual, reference, derive(training.seed, "floor", victim.key))
-        best = ceiling(watch.attack.item, truth.inputs) if "image" in scored[0] else None
-        if best is not None:
-            limits = psnr(best, truth.inputs).tolist()
-            scored = [{**row, "bound_psnr": limits[row["image"]]} for row in scored]
+        if isinstance(result, Reconstruction) and result.inputs is not None:
+            seed = derive(training.seed, "identify", victim.key)
+            scored = _named(_bounded(scored, watch.attack.item, truth), result.inputs.cpu(), truth, reference, seed)
         rows.extend({**head, "picture": _picture(victim, truth, row), **row} for row in scored)
         if isinstance(result, Reconstruction) and result.inputs is not None:
             pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
@@ -136,15 +136,40 @@ def _observed(
 
 
 def _scored(
-    result: Result, truth: Truth, perceptual: Perceptual | None, reference: Tensor | None, seed: int
+    result: Result, truth: Truth, perceptual: Perceptual | None, reference: Batch | None, seed: int
 ) -> list[Row]:
     """The rows of one attacked update; a single one, with the reason, where the attack says nothing about it."""
     if isinstance(result, NotApplicable):
         return [{"not_applicable": result.reason}]
     history = [value if math.isfinite(value) else None for value in map(float, result.history)]
     common = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
-    rows = score(result, truth, perceptual=perceptual, reference=reference, seed=seed)
+    pictures = None if reference is None else reference.inputs
+    rows = score(result, truth, perceptual=perceptual, reference=pictures, seed=seed)
     return [{**row, **common} for row in rows]
+
+
+def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:
+    """The rows with what the attack could show at best, where its parametrisation limits it."""
+    best = ceiling(attack, truth.inputs)
+    if best is None:
+        return rows
+    limits = psnr(best, truth.inputs).tolist()
+    return [{**row, "bound_psnr": limits[row["image"]]} for row in rows]
+
+
+def _named(rows: list[Row], found: Tensor, truth: Truth, reference: Batch | None, seed: int) -> list[Row]:
+    """The rows with whether a reconstruction names its image among others of its class, where there are any."""
+    if reference is None or truth.labels.ndim > 1:
+        return rows
+    result = []
+    for row in rows:
+        image, i = truth.inputs[row["image"]].cpu(), row["image"]
+        others = distractors(reference, int(truth.labels[i]), image, seed=seed + i)
+        if len(others):
+            told = row["matched"] is not None and in_pixels(found[row["matched"]], image, others)
+            row = {**row, "identified": told, "candidates": len(others) + 1}
+        result.append(row)
+    return result
 
 
 def _picture(victim: Victim, truth: Truth, row: Row) -> str | None:

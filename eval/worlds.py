@@ -72,12 +72,14 @@ class World:
         pairs = zip(self.partition.train, self.partition.test, strict=True)
         return [ClientData(self.dataset.train.take(a), self.dataset.test.take(b), self.augment) for a, b in pairs]
 
-    def reference(self, victims: Sequence[Victim]) -> Tensor | None:
+    def reference(self, victims: Sequence[Victim]) -> Batch | None:
         """Training images that no watched client holds: what an attacker may have had before, or None."""
         free = torch.ones(len(self.dataset.train), dtype=torch.bool)
         for victim in victims:
             free[self.partition.train[victim.client]] = False
-        return self.dataset.train.inputs[free].cpu() if free.any() else None
+        if not free.any():
+            return None
+        return Batch(self.dataset.train.inputs[free].cpu(), self.dataset.train.labels[free].cpu())
 
     def victims(self, observe: Observe) -> tuple[Victim, ...]:
         """Whom the attacker watches.

@@ -127,6 +127,15 @@ class Group:
         return share([{**row, "hit": float(row["label_correct"])} for row in known], "hit")
 
     @cached_property
+    def identified(self) -> tuple[int, int, float] | None:
+        """How many reconstructions name their image among others of its class, of how many, and by chance."""
+        known = [row for row in self.pictured if row.get("identified") is not None]
+        if not known:
+            return None
+        hits = sum(bool(row["identified"]) for row in known)
+        return hits, len(known), fmean(1 / row["candidates"] for row in known)
+
+    @cached_property
     def label_gain(self) -> Interval | None:
         """Share of labels recovered above what the commonest class of these images gets by itself."""
         known = [row for row in self.pictured if row.get("label_correct") is not None]

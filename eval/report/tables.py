@@ -93,20 +93,31 @@ def _median(rows: Sequence[Row], column: str = "psnr") -> str:
 
 def _successes(numbered: Numbered) -> Grid:
     """Shares of images."""
-    columns = [*numbered.columns(), ">≥ 20 dB", ">≥ 25 dB", ">≥ 30 dB", ">exact", ">labels", ">commonest label"]
+    columns = [*numbered.columns(), ">≥ 20 dB", ">≥ 25 dB", ">≥ 30 dB", ">exact"]
+    columns += [">named in its class", ">by chance", ">labels", ">commonest label"]
     lines = []
     for key, group in numbered.numbers.items():
         rates = [percent_interval(group.reaching(level)) for level in statistics.THRESHOLDS]
         exact = [float(row["exact8"]) for row in group.pictured if row.get("exact8") is not None]
         labels = [percent_interval(group.labels), percent(group.common_label)]
-        lines.append([*numbered.row(key, group), *rates, percent(fmean(exact)) if exact else NONE, *labels])
+        shares = [percent(fmean(exact)) if exact else NONE, *_identified(group)]
+        lines.append([*numbered.row(key, group), *rates, *shares, *labels])
     chosen = pictures([row for group in numbered.numbers.values() for row in group.pictured])
     lesser = []
     for guess in FLOORS:
         rates = [percent_interval(reaching(chosen, level, f"floor_{guess}_psnr")) for level in statistics.THRESHOLDS]
         if any(rate != NONE for rate in rates):
-            lesser.append([*_floor(numbered, guess), *rates, "", "", ""])
+            lesser.append([*_floor(numbered, guess), *rates, "", "", "", "", ""])
     return Grid("How many pictures and labels came back", columns, lines, lesser)
+
+
+def _identified(group: Group) -> list[str]:
+    """Share of images named among others of their class, with Clopper and Pearson's interval, and chance."""
+    if group.identified is None:
+        return [NONE, NONE]
+    hits, count, chance = group.identified
+    low, high = statistics.exact_interval(hits, count)
+    return [f"{percent(hits / count)} [{100 * low:.0f}, {100 * high:.0f}]", percent(chance)]
 
 
 def _accuracies(numbered: Numbered) -> list[Block]:

@@ -191,7 +191,7 @@ def test_a_guess_from_other_images_has_none_of_the_watched_clients():
     own = torch.cat([world.partition.train[client] for client in (0, 2)])
     assert len(known) == len(world.dataset.train) - len(own) > 0
     held = world.dataset.train.inputs[own].flatten(1)
-    assert (torch.cdist(known.flatten(1), held) > 0).all()
+    assert (torch.cdist(known.inputs.flatten(1), held) > 0).all()
 
 
 def test_every_victim_is_observed_with_draws_of_its_own(monkeypatch):
@@ -293,6 +293,12 @@ def test_what_a_code_could_show_at_best_is_said(tmp_path):
     assert not any("bound_psnr" in row for row in rows if row["attack"] != "rog")
     report.write(tmp_path / "a")
     assert "its own bound (dB)" in (tmp_path / "a" / "report.md").read_text()
+
+
+def test_rows_say_whether_an_image_is_named_among_others_of_its_class(done):
+    _, rows = done
+    guesses = [row for row in rows if row["attack"] == "guess"]
+    assert all(isinstance(row["identified"], bool) and 2 <= row["candidates"] <= 50 for row in guesses)
 
 
 @pytest.mark.parametrize("keep", [True, False])

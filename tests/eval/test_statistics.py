@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binom, binomtest
 
+from eval import statistics
 from eval.statistics import THRESHOLDS, mean_interval, median, paired_difference, psnr_of_mean_mse, success_rate
 
 
@@ -160,3 +161,14 @@ def test_unknown_columns_are_named():
         mean_interval([{"image": 0, "psnr": 1.0}], "ssim")
     with pytest.raises(ValueError, match="shape"):
         mean_interval(np.zeros((2, 2, 2)))
+
+
+def test_rates_are_bounded_by_clopper_and_pearson() -> None:
+    assert statistics.at_most(0, 100, 0.05) == pytest.approx(1 - 0.05 ** (1 / 100))
+    assert statistics.at_least(100, 100, 0.05) == pytest.approx(0.05 ** (1 / 100))
+    assert (statistics.at_most(5, 5, 0.05), statistics.at_least(0, 5, 0.05)) == (1.0, 0.0)
+    low, high = statistics.exact_interval(7, 20)
+    assert binom.sf(6, 20, low) == pytest.approx(0.025)
+    assert binom.cdf(7, 20, high) == pytest.approx(0.025)
+    with pytest.raises(ValueError, match="successes <= trials"):
+        statistics.exact_interval(3, 2)
