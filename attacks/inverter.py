@@ -18,7 +18,7 @@ from fl.defense import overrides
 from fl.models.initialise import initialise
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Candidate, ServerView
+from fl.types import Batch, Candidate, ServerView, frozen
 
 ROOM = 2**25
 """Numbers of imitated updates that are held at once."""
@@ -53,7 +53,7 @@ class Imitation:
         given = self.public.take(torch.randint(len(self.public), (count * size,), generator=draw))
         if self.view.threat.knows_defense and overrides(self.view.defense, "transform_batch"):
             parts = [given.take(torch.arange(i, i + size)) for i in range(0, len(given), size)]
-            parts = [self.view.defense.transform_batch(part, draw) for part in parts]
+            parts = [self.view.defense.transform_batch(part, self.view.client.task, draw) for part in parts]
             given = Batch(*(torch.cat(x) for x in zip(*((p.inputs, p.labels) for p in parts), strict=True)))
         inputs = given.inputs.to(dtype=self.view.dtype, device=self.view.device)
         labels = given.labels.to(self.view.device)
@@ -252,7 +252,8 @@ def fingerprint(view: ServerView) -> str:
     shapes = ([(n, v.shape) for n, v in view.update.items()], list(view.private.items()), view.dtype, view.device)
     task = (str(view.task.model), view.task.num_classes, view.task.input_shape)
     held = (view.shared, view.buffers, view.received, view.private_init, view.draws, view.order)
-    return digest(repr((settings, shapes, task)), held, view.task.parameters, view.task.buffers)
+    network = (view.task.parameters, frozen(view.task.model), view.task.buffers)
+    return digest(repr((settings, shapes, task)), held, network)
 
 
 def digest(*values: object) -> str:

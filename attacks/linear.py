@@ -20,7 +20,7 @@ from fl.defense import overrides
 from fl.method import Method, Step
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Phase, ServerView
+from fl.types import Batch, Phase, ServerView, frozen
 
 SIZED = 1e-3
 """Distance of a signal's directions up to which a layer's input is as bright as it seems: about one percent of it."""
@@ -197,7 +197,7 @@ class _Probe:
         view = self.view
         self.model = copy.deepcopy(view.client.predictor).double()
         draw = stream(0, "probe")
-        self.weights, known = {}, {**view.shared}
+        self.weights, known = {}, {**frozen(self.model), **view.shared}
         for name, value in self.model.named_parameters():
             guess = torch.randn(value.shape, generator=draw, dtype=torch.float64) * value[0].numel() ** -0.5
             self.weights[name] = (dense(known[name]) if name in known else guess).to(value).detach()

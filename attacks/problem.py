@@ -212,18 +212,26 @@ class Problem:
         derivative = func_derivative if stacked else autograd_derivative
         if constants["order"] is not None:
             candidate = replace(candidate, order=self._cut(constants["order"]))
-        predicted = predict(view, candidate, derivative=derivative, client=client, defended=False)
+        predicted = predict(view, candidate, derivative=derivative, client=client, defended=False, guided=True)
         if view.threat.knows_defense:
             predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weighed(self.without_decay(predicted, view.shared, view.update), constants["weights"])
-        if view.scaled:  # the best factor for this guess, so that no distance depends on it
-            ratio = total(constants["observed"], predicted) / total(predicted, predicted).clamp_min(1e-38)
-            predicted = scaled(predicted, ratio.clamp_min(0) * constants["size"])
+        if view.scaled:
+            predicted = scaled(predicted, _factor(constants["observed"], predicted) * constants["size"])
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
         if constants["marks"] is not None:
             marks, share = constants["marks"]
             value = value + self.landmarks * squared(predicted, marks, share)
         return value
+
+
+def _factor(observed: Tensors, predicted: Tensors) -> Tensor:
+    """The best factor for this guess, so that no distance depends on it; equal sizes where the guess points away.
+
+    No factor is negative; the best would be 0 there, and nothing would tell the search where to turn.
+    """
+    along, size = total(observed, predicted), total(predicted, predicted).clamp_min(1e-38)
+    return torch.where(along > 0, along / size, (total(observed, observed) / size).sqrt())
 
 
 def _weighed(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:
@@ -299,4 +307,6 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
         return torch.zeros(view.batch_size or 1, dtype=torch.int64, device=view.device)
     if view.labels is not None:
         return view.labels
+    if overrides(view.client.defense, "transform_batch"):
+        return None  # what is fed is known to be changed, labels with it: those read off would be whole ones
     return Problem(view, None, "l2").counted if rule == "auto" else None

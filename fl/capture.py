@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from fl import sampling
-from fl.client import Client, flatten
+from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.simulate import Truth
-from fl.tensors import Tensors, Value, dense
-from fl.types import Batch, Scope, ServerView, Task, ThreatModel
+from fl.tensors import Tensors, Value, dense, flatten
+from fl.types import Batch, Scope, ServerView, Task, ThreatModel, frozen
 
 
 def from_batch(
@@ -42,7 +42,7 @@ def from_batch(
 
     Args:
         model: takes pixels in [0, 1] and returns logits (B, K); it is copied, never changed. Parameters with
-            `requires_grad=False` are not trained: they count as buffers, which the server knows.
+            `requires_grad=False` are frozen: not trained, not sent, and known to the server.
         inputs: (B, C, H, W) in [0, 1].
         labels: (B,) int64 in [0, K).
         method: the federated method; one FedAvg step on the whole batch at step size 1 by default (FedSGD).
@@ -59,7 +59,7 @@ def from_batch(
         ValueError: images, labels or model do not fit each other; says which.
     """
     _check_images(inputs, labels)
-    own = _frozen_as_buffers(model)
+    own = _trainable(model)
     classes = _classes(own, inputs, num_classes)
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"expected labels in [0, {classes}), got {int(labels.min())} to {int(labels.max())}")
@@ -93,7 +93,7 @@ def from_update(
 
     Args:
         model: as the client got it, before training; copied, never changed. Parameters with `requires_grad=False`
-            are not trained: they count as buffers, and `update` has no tensor for them.
+            are frozen: the server knows them, and `update` has no tensor for them.
         update: `weights before - weights after` by parameter name, or the gradient (see `kind`).
         input_shape: (C, H, W) of the images.
         num_classes: K.
@@ -112,12 +112,12 @@ def from_update(
     Raises:
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
     """
-    task = _task(_frozen_as_buffers(model), input_shape, num_classes, head, mean, std)
+    task = _task(_trainable(model), input_shape, num_classes, head, mean, std)
     client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
     params = client.method.initial(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
-    sent, taken, known = _captured(model, client, params, scopes, update, shared, buffers, kind)
+    sent, taken, known = _captured(client, params, scopes, update, shared, buffers, kind)
     example = torch.full((batch_size, *input_shape), 0.5).to(next(iter(task.parameters.values())))
     _check_training(client, example, default=method is None)
     return ServerView(
@@ -133,7 +133,6 @@ def from_update(
 
 
 def _captured(
-    model: nn.Module,
     client: Client,
     params: Tensors,
     scopes: Mapping[str, Scope],
@@ -145,12 +144,12 @@ def _captured(
     """What the server sent, the update and the buffers it sent, each with every name it must have."""
     if kind not in {"update", "gradient"}:
         raise ValueError(f"expected kind 'update' or 'gradient', got {kind!r}")
-    task, real = client.base, dict(model.named_buffers())
+    task = client.base
     expected = {name: value for name, value in params.items() if scopes[name] is Scope.SHARED}
     if shared is None and (foreign := sorted(set(expected) - set(task.parameters))):
         raise ValueError(f"expected what the server sent as `shared`, got none: the model itself has no {foreign[0]!r}")
-    frozen = "frozen by requires_grad=False, so not trained: leave it out"
-    why = {name: "a buffer, not a parameter: leave it out" if name in real else frozen for name in task.buffers}
+    why = dict.fromkeys(task.buffers, "a buffer, not a parameter: leave it out")
+    why |= dict.fromkeys(frozen(task.model), "frozen by requires_grad=False, so not trained: leave it out")
     sent = expected if shared is None else _like(shared, expected, why, "shared")
     taken = _like(update, expected, why, kind)
     if kind == "gradient":
@@ -158,7 +157,7 @@ def _captured(
         taken = {name: value * rates[name] for name, value in taken.items()}
     known: dict[str, Value] = dict(task.buffers)
     if buffers is not None:
-        known |= _like(buffers, {name: task.buffers[name] for name in real}, why, "buffers")
+        known |= _like(buffers, task.buffers, why, "buffers")
     return sent, taken, known
 
 
@@ -192,17 +191,11 @@ def _one_step(model: nn.Module) -> FedAvg:
     return FedAvg(steps=1, batch_size=None, lr=1.0, train_mode=model.training)
 
 
-def _frozen_as_buffers(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose frozen parameters are buffers: values that the server knows and no one trains."""
-    own = copy.deepcopy(model)
-    for module in own.modules():
-        for name, value in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if not value.requires_grad:
-                delattr(module, name)
-                module.register_buffer(name, value.detach())
-    if not any(True for _ in own.parameters()):
+def _trainable(model: nn.Module) -> nn.Module:
+    """A copy of `model`, which has something to train."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("expected a model with parameters to train, got none; call model.requires_grad_(True)")
-    return own
+    return copy.deepcopy(model)
 
 
 def _task(

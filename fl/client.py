@@ -14,11 +14,11 @@ from torch.func import grad as func_grad
 from torch.nn import functional
 
 from fl import sampling
-from fl.defense import Defense
+from fl.defense import DRAWN, Defense
 from fl.method import Method, Step
 from fl.optim import OptimState, optimise
-from fl.tensors import LowRank, Payloads, Tensors, combine, dense, each, minus, zeros
-from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task
+from fl.tensors import Payloads, Tensors, combine, dense, flatten, minus, zeros
+from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task, frozen
 
 Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
 Batches = Sequence[Sequence[Sequence[Batch]]]
@@ -61,6 +61,7 @@ class Client:
     def __post_init__(self) -> None:
         model = self.defense.wrap_model(self.method.client_model(self.base))
         object.__setattr__(self, "task", replace(self.base, model=model.train(self.method.train_mode)))
+        self.defense.check(self.method, self.task)
         drops = [n for n, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
         if self.method.train_mode and drops:
             raise ValueError(
@@ -98,6 +99,11 @@ class Client:
         """Who holds each of `names`."""
         return {name: self.method.scope(name, self.task) for name in names}
 
+    def draw(self, batch: Batch, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """The random numbers of a step on `batch`: the method's, and those of the defence under `defense/buffer`."""
+        own = self.defense.draw(batch, self.task, generator)
+        return {**self.method.draw(batch, self.task, generator), **{DRAWN + name: x for name, x in own.items()}}
+
     def network(self, params: Tensors, buffers: dict[str, Tensor]) -> Network:
         """The client's network with the weights that `params` stand for."""
         return Network(self.predictor, self.method.parametrisation.network(params, self.task), buffers)
@@ -111,7 +117,7 @@ def _normalise_apart(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> T
 
 @dataclass(frozen=True)
 class Network:
-    """A module with explicit weights: `network(inputs)` returns its logits."""
+    """A module with explicit weights, all but the frozen ones: `network(inputs)` returns its logits."""
 
     model: nn.Module
     weights: dict[str, Tensor]
@@ -119,7 +125,8 @@ class Network:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Logits (B, K), or whatever the module returns."""
-        return functional_call(self.model, {**self.weights, **self.buffers}, inputs, strict=True)
+        given = {**frozen(self.model), **self.weights, **self.buffers}
+        return functional_call(self.model, given, inputs, strict=True)
 
 
 @dataclass(frozen=True)
@@ -133,12 +140,13 @@ class Gradient:
     model: nn.Module
     fixed: dict[str, Tensor] | None
     derivative: Derivative
+    loss: Callable[[Network, Batch, Step], Tensor] | None = None  # instead of the method's, where a defence changes it
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
         """By the names of the parameters that move."""
         if not len(batch):  # Poisson sampling may draw no image; the mean loss of none is no number
             return zeros(params, self.live)
-        return self._pull(params, self.of_weights(self.weights(params), batch, self.derivative))
+        return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
 
     def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
         """One gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
@@ -152,7 +160,7 @@ class Gradient:
 
         def one(image: Tensor, label: Tensor) -> Tensors:
             single = Batch(image[None], label[None])
-            return self._pull(params, self.of_weights(self.weights(params), single, func_derivative))
+            return self.pull(params, self.of_weights(self.weights(params), single, func_derivative))
 
         return vmap(one)(batch.inputs, batch.labels)
 
@@ -185,12 +193,17 @@ class Gradient:
         wanted = client.method.parametrisation.sources(client.task, self.live)
 
         def loss(chosen: dict[str, Tensor]) -> Tensor:
-            network = Network(self.model, {**weights, **chosen}, self.buffers)
-            return client.method.loss(network, batch, self.step)
+            return (self.loss or client.method.loss)(self.network({**weights, **chosen}), batch, self.step)
 
         return derivative(loss, {name: weights[name] for name in wanted})
 
-    def _pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
+    def network(self, weights: dict[str, Tensor]) -> Network:
+        """The network with these weights, and what the defence drew for this step in the buffers it is meant for."""
+        drawn = {n.removeprefix(DRAWN): x for n, x in self.step.draws.items() if n.startswith(DRAWN)}
+        return Network(self.model, weights, {**self.buffers, **drawn})
+
+    def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
+        """Gradients of the parameters that move from those of the network's weights."""
         return self.client.method.parametrisation.pullback(params, grads, self.client.task, self.live)
 
 
@@ -221,11 +234,6 @@ class LocalResult:
         return {**self.update, **flatten(self.extra)}
 
 
-def flatten(payloads: Payloads, prefix: str = "") -> Tensors:
-    """Payloads as one set with names `prefix payload/name`."""
-    return {f"{prefix}{payload}/{name}": value for payload, part in payloads.items() for name, value in part.items()}
-
-
 def local_update(
     client: Client,
     shared: Tensors,
@@ -241,6 +249,8 @@ def local_update(
     track: bool = False,
     derivative: Derivative = autograd_derivative,
     phases: Sequence[Phase] | None = None,
+    secrets: Mapping[tuple[int, int], dict[str, Tensor]] | None = None,
+    guided: bool = False,
 ) -> LocalResult:
     """Train from `shared` and `private` on `batches`: pure, and differentiable in everything that enters.
 
@@ -258,6 +268,8 @@ def local_update(
         track: whether running statistics are updated (in the simulator).
         derivative: how gradients are taken.
         phases: of the training; None are those of the method in this round.
+        secrets: random numbers by (phase, step) that go before those of `draws`.
+        guided: whether the defence's `guide` stands for its `gradient`, as in a search.
 
     Returns:
         Differences, private state and buffers after training; nothing that came in is changed.
@@ -275,10 +287,10 @@ def local_update(
         still = all(name in task.parameters for name in groups)
         fixed = method.parametrisation.network(params, task) if still else None
         for s, step_batches in enumerate(steps):
-            drawn = draws[p][s] if draws is not None else method.draw(step_batches[0], task, None)
-            step = replace(base, draws=drawn)
+            drawn = draws[p][s] if draws is not None else client.draw(step_batches[0], None)
+            step = replace(base, draws={**drawn, **(secrets or {}).get((p, s), {})})
             raw = Gradient(client, step, tuple(groups), buffers, model, fixed, derivative)
-            defended = _Defended(raw, client.defense, generator)
+            defended = _Defended(raw, client.defense, generator, guided)
             grads = method.gradient(defended, params, step_batches, step)  # type: ignore[arg-type]
             params, state = optimise(phase, groups, params, grads, state)
             count += 1
@@ -299,8 +311,11 @@ class _Defended:
     raw: Gradient
     defense: Defense
     generator: torch.Generator | None
+    guided: bool
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
+        if self.guided:
+            return self.defense.guide(self.raw, params, batch)
         return self.defense.gradient(self.raw, params, batch, self.generator)
 
 
@@ -317,6 +332,7 @@ def predict(
     derivative: Derivative = autograd_derivative,
     client: Client | None = None,
     defended: bool = True,
+    guided: bool = False,
 ) -> Tensors:
     """What the server would have observed if `candidate` were the truth: differentiable in all its tensors.
 
@@ -328,6 +344,7 @@ def predict(
         derivative: how gradients are taken; `func_derivative` under `vmap`.
         client: the view's local rule where the caller has built it already; the view builds its own otherwise.
         defended: whether a known defence changes the finished update; what it does during training it always does.
+        guided: whether the defence's `guide` stands for its `gradient`, as in a search.
 
     Returns:
         By the names of `view.update`.
@@ -344,12 +361,15 @@ def predict(
             raise ValueError("expected a view that knows the local schedule, or a candidate with an order")
         order = sampling.in_turn(view.schedule, candidate.inputs.shape[-4])
     params = {k: v for k, v in candidate.private.items() if "/" not in k and k not in own}
-    memory: Payloads = {}
-    for name, value in candidate.private.items():
-        if name.startswith("memory/"):
-            payload, key = name.removeprefix("memory/").split("/", 1)
-            memory.setdefault(payload, {})[key] = value
     kept = {k: v for k, v in candidate.private.items() if k in own}
+    memory: Payloads = {}
+    secrets: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for name, value in candidate.private.items():
+        kind, *path = name.split("/", 3)
+        if kind == "memory":
+            memory.setdefault(path[0], {})["/".join(path[1:])] = value
+        elif kind == "draws":
+            secrets.setdefault((int(path[0]), int(path[1])), {})[path[2]] = dense(value)
     result = local_update(
         client,
         view.shared,
@@ -361,6 +381,8 @@ def predict(
         draws=candidate.draws or view.draws,
         round=view.round,
         derivative=derivative,
+        secrets=secrets,
+        guided=guided,
     )
     sent = result.sent()
     if defended and view.threat.knows_defense:
@@ -375,16 +397,3 @@ def _check(view: ServerView, candidate: Candidate) -> None:
         got = candidate.private[name].shape
         if tuple(got) != tuple(shape):
             raise ValueError(f"expected {name!r} of shape {tuple(shape)}, got {tuple(got)}")
-
-
-def detached(values: Tensors) -> Tensors:
-    """Copies that share no memory and no graph with `values`, but for the bases of structured ones."""
-    result: Tensors = {}
-    for name, value in values.items():
-        if isinstance(value, LowRank):
-            copied = each({name: replace(value, base=None)}, lambda t: t.detach().clone())[name]
-            assert isinstance(copied, LowRank)
-            result[name] = replace(copied, base=value.base)
-        else:
-            result[name] = value.detach().clone()
-    return result

@@ -12,10 +12,11 @@ from fl.types import Group, Phase, Schedule
 
 
 def decay_shares(phases: Sequence[Phase], schedule: Schedule | None, names: Iterable[str]) -> dict[str, float]:
-    """The share of each parameter that local SGD takes off by weight decay alone.
+    """The share of each parameter that local SGD or AdamW takes off by weight decay alone.
 
-    SGD is linear in gradients and parameters, so `update = share * before + what the gradients make`. The share is
-    what the phases' own optimiser takes off the number 1 when every gradient is zero.
+    SGD is linear in gradients and parameters, and AdamW's decay never enters its normalised steps, so
+    `update = share * before + what the gradients make`. The share is what the phases' own optimiser takes off the
+    number 1 when every gradient is zero.
 
     Args:
         phases: local training, in order.
@@ -70,7 +71,7 @@ def _kept(phases: Sequence[Phase], counts: Sequence[int | None], owners: Sequenc
     for phase, count, owner in zip(phases, counts, owners, strict=True):
         if owner is None or phase.groups[owner].weight_decay == 0:
             continue
-        if count is None or phase.optimizer != "sgd":
+        if count is None or phase.optimizer == "adam":
             return None
         value *= _left(phase, phase.groups[owner], count)
     return value

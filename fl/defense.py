@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl.registry import Registry
 from fl.tensors import Tensors
-from fl.types import Batch
+from fl.types import Batch, Task
 
 if TYPE_CHECKING:
     from fl.client import Gradient
+    from fl.method import Method
 
 
 defenses: Registry[Defense] = Registry("defense", "defenses")
+DRAWN = "defense/"
+"""Before the names of what a defence draws for a step."""
 
 
 @defenses.register("none")
@@ -38,17 +41,40 @@ class Defense:
         """The defences it is made of: itself, but for a chain."""
         return (self,)
 
+    def check(self, method: Method, task: Task) -> None:
+        """Refuse what it can't defend, before any training.
+
+        Args:
+            method: the client's.
+            task: with the network that the client trains.
+
+        Raises:
+            ValueError: says what does not fit.
+        """
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """The network the client trains instead of `model`; what both have keeps its name."""
         return model
 
-    def transform_batch(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """The images and labels the client feeds instead of `batch`."""
+    def transform_batch(self, batch: Batch, task: Task, generator: torch.Generator) -> Batch:
+        """The images and labels the client feeds instead of `batch`; labels may come back as probabilities (B, K)."""
         return batch
+
+    def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """Random numbers of one step, each for the buffer of the network of its name; none without a generator.
+
+        They are recorded, so that a round can be replayed. To an attacker who knows the defence they are private
+        tensors of the client like any other, `draws/phase/step/defense/buffer`, to be searched for.
+        """
+        return {}
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The gradient a client steps along instead of `grad(params, batch)`."""
         return grad(params, batch)
+
+    def guide(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
+        """What a search of an attacker who knows the defence takes for `gradient`, where that costs it too much."""
+        return self.gradient(grad, params, batch, None)
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
         """What the client sends instead of `update`, which holds further payloads under `payload/name`."""

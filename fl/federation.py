@@ -177,6 +177,7 @@ class Federation:
             evaluate: whether each client's model is scored right after training.
         """
         chosen = self.sampled(self.server.round) if numbers is None else list(numbers)
+        self.server = self.client.method.select(self.server, chosen, self.client.task)
         rounds = self._engine.train(self, chosen, evaluate=evaluate)
         for number, done in zip(chosen, rounds, strict=True):
             self.clients[number] = done.state.settled()

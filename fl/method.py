@@ -16,7 +16,9 @@ from fl.tensors import Payloads, Tensors, Value, add, dense, minus
 from fl.types import Batch, Phase, Scope, Task, Upload
 
 if TYPE_CHECKING:
+    from fl.accounting import PrivacyStatement
     from fl.client import Gradient, Network
+    from fl.defense import Defense
 
 methods: Registry[Method] = Registry("method", "fl.methods")
 
@@ -114,6 +116,10 @@ class Method:
         """The network a client runs, built once per client."""
         return copy.deepcopy(task.model)
 
+    def privacy(self, sizes: Sequence[int], rounds: int, defense: Defense | None = None) -> PrivacyStatement | None:
+        """What differential privacy clients of `sizes` images have after `rounds` rounds; None claims nothing."""
+        return None
+
     # ---- local rule --------------------------------------------------------------------------------------------------
     def initial(self, task: Task, generator: torch.Generator) -> Tensors:
         """Initial shared and private parameters."""
@@ -153,6 +159,10 @@ class Method:
         shared = {name: value for name, value in params.items() if self.scope(name, task) is Scope.SHARED}
         buffers = {name: value for name, value in task.buffers.items() if self.scope(name, task) is Scope.SHARED}
         return ServerState(shared, buffers, clients=clients)
+
+    def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
+        """The server's state once it knows which clients take part in the round, before any of them trains."""
+        return server
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
         """What client number `client` receives; from `server.clients` on, one that never takes part."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fl.tensors import LowRank, Tensors, add, combine, norm, scaled
+from fl.tensors import LowRank, Tensors, add, combine, norm, scaled, times
 from fl.types import Group, Phase
 
 
@@ -22,14 +22,22 @@ class OptimState:
 def optimise(
     phase: Phase, groups: dict[str, Group], params: Tensors, grads: Tensors, state: OptimState
 ) -> tuple[Tensors, OptimState]:
-    """One step of `phase.optimizer`: clip each group, add the decay, move."""
+    """One step of `phase.optimizer`: clip each group, add the decay, move.
+
+    AdamW (Loshchilov and Hutter, ICLR 2019, Algorithm 2) shrinks the parameters by lr * weight_decay instead of adding
+    the decay to the gradient.
+    """
     grads = clipped(grads, groups)
-    directions = {
-        name: add(g, params[name], groups[name].weight_decay) if groups[name].weight_decay else g
-        for name, g in grads.items()
-    }
+    decays = {name: groups[name].weight_decay for name in grads}
+    apart = phase.optimizer == "adamw"
+    directions = grads if apart else {n: add(g, params[n], decays[n]) if decays[n] else g for n, g in grads.items()}
     update, state = _sgd(phase, directions, state) if phase.optimizer == "sgd" else _adam(directions, state)
-    return {**params, **{name: add(params[name], u, -groups[name].lr) for name, u in update.items()}}, state
+    moved = dict(params)
+    for name, change in update.items():
+        lr = groups[name].lr
+        left = times(params[name], 1 - lr * decays[name]) if apart and decays[name] else params[name]
+        moved[name] = add(left, change, -lr)
+    return moved, state
 
 
 def clipped(grads: Tensors, groups: dict[str, Group]) -> Tensors:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fl import sampling
-from fl.client import Client, LocalResult, detached, flatten, gather, local_update
-from fl.defense import overrides
+from fl.client import Client, LocalResult, gather, local_update
+from fl.defense import DRAWN, overrides
 from fl.method import Download
 from fl.seeds import stream
-from fl.tensors import Payloads, Tensors
-from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task, ThreatModel, Trace, Upload
+from fl.tensors import Payloads, Tensors, detached, flatten
+from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task, ThreatModel, Trace, Upload, frozen
 
 if TYPE_CHECKING:
     from fl.data.augment import Augmentation
@@ -211,7 +211,7 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
                 batches = []
                 for chosen in step:
                     batch = data.take(chosen) if augment is None else augment(data.take(chosen), generator)
-                    batch = client.defense.transform_batch(batch, generator)
+                    batch = client.defense.transform_batch(batch, client.task, generator)
                     fed.append(batch)
                     index.append(chosen)
                     batches.append(position + torch.arange(len(batch)))
@@ -230,9 +230,7 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
             tuple(tuple(torch.searchsorted(indices, chosen) for chosen in step) for step in steps) for steps in order
         )
     whole = Batch(inputs, labels)
-    draws: Draws = tuple(
-        tuple(client.method.draw(whole.take(step[0]), client.task, generator) for step in steps) for steps in order
-    )
+    draws: Draws = tuple(tuple(client.draw(whole.take(step[0]), generator) for step in steps) for steps in order)
     return Trace(order, inputs, labels, indices, draws)
 
 
@@ -262,6 +260,8 @@ def observe(
     hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
     if not client.method.train_mode:  # running statistics only matter where batch statistics are not used
         hidden.update({name: value for name, value in state.buffers.items() if value.is_floating_point()})
+    if threat.knows_defense and not threat.knows_draws:
+        hidden.update(_drawn(trace.draws))
     truth = Truth(
         trace=trace,
         private=hidden,
@@ -293,9 +293,10 @@ def observe(
 def public(client: Client) -> Task:
     """The client's task without what it keeps to itself: private initial weights and buffers are zero."""
     model = copy.deepcopy(client.base.model)
+    known = frozen(model)
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            if client.method.scope(name, client.task) is not Scope.SHARED:
+            if name not in known and client.method.scope(name, client.task) is not Scope.SHARED:
                 value.zero_()
     return replace(client.base, model=model)
 
@@ -307,6 +308,12 @@ def _generated(client: Client, params: Tensors) -> dict[str, Tensor]:
     with torch.no_grad():
         weights = client.method.parametrisation.network(client.method.parametrisation.lift(params), client.task)
     return {name: weights[name] for name in made(client.task)}
+
+
+def _drawn(draws: Draws) -> dict[str, Tensor]:
+    """What the defence drew, step by step, as private tensors of the client."""
+    steps = {f"draws/{p}/{s}": drawn for p, steps in enumerate(draws) for s, drawn in enumerate(steps)}
+    return {f"{step}/{name}": x for step, drawn in steps.items() for name, x in drawn.items() if name.startswith(DRAWN)}
 
 
 def _clone_order(order: Order) -> Order:

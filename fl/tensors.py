@@ -327,3 +327,21 @@ def compress(matrix: Tensor, rank: int) -> LowRank:
     _, vectors = torch.linalg.eigh((matrix.mT @ matrix).double())
     right = vectors[:, -rank:].mT.to(matrix.dtype).contiguous()
     return LowRank(None, 0.0, (Term(1.0, right @ matrix.mT, right),), (matrix.shape[0], matrix.shape[1]))
+
+
+def detached(values: Tensors) -> Tensors:
+    """Copies that share no memory and no graph with `values`, but for the bases of structured ones."""
+    result: Tensors = {}
+    for name, value in values.items():
+        if isinstance(value, LowRank):
+            copied = each({name: replace(value, base=None)}, lambda t: t.detach().clone())[name]
+            assert isinstance(copied, LowRank)
+            result[name] = replace(copied, base=value.base)
+        else:
+            result[name] = value.detach().clone()
+    return result
+
+
+def flatten(payloads: Payloads, prefix: str = "") -> Tensors:
+    """Payloads as one set with names `prefix payload/name`."""
+    return {f"{prefix}{payload}/{name}": value for payload, part in payloads.items() for name, value in part.items()}

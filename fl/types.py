@@ -57,12 +57,18 @@ class Batch:
         return Batch(self.inputs[index], self.labels[index])
 
 
+def frozen(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of `model` that nobody trains or sends and everybody knows: those with requires_grad=False."""
+    return {name: value.detach() for name, value in model.named_parameters() if not value.requires_grad}
+
+
 @dataclass(frozen=True)
 class Task:
     """A classification problem and the network every client starts from.
 
     Attributes:
         model: takes pixels in [0, 1] (B, C, H, W) and returns logits (B, K); its parameters are the initial ones.
+            Those with requires_grad=False are frozen: part of the network, known to everybody, not trained, not sent.
         input_shape: (C, H, W).
         num_classes: K.
         head: prefix of the names of the classifier's parameters, e.g. `"head."`.
@@ -86,8 +92,8 @@ class Task:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """The model's parameters by name, detached: shapes for all, initial values for the server."""
-        return {name: value.detach() for name, value in self.model.named_parameters()}
+        """The parameters that train, by name, detached: shapes for all, initial values for the server."""
+        return {name: value.detach() for name, value in self.model.named_parameters() if value.requires_grad}
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
@@ -143,7 +149,8 @@ class Phase:
 
     Attributes:
         groups: what moves, and how.
-        optimizer: "sgd" or "adam", fresh at the start of the phase.
+        optimizer: "sgd", "adam" or "adamw" (Adam whose decay stays out of the normalised step), fresh at the start of
+            the phase.
         momentum: of SGD.
         nesterov: Nesterov's form of it.
         epochs: passes over the client's data; exactly one of `epochs` and `steps` is set.
@@ -169,8 +176,8 @@ class Phase:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"expected exactly one of epochs and steps, got epochs={self.epochs}, steps={self.steps}")
-        if self.optimizer not in {"sgd", "adam"}:
-            raise ValueError(f"expected optimizer 'sgd' or 'adam', got {self.optimizer!r}")
+        if self.optimizer not in {"sgd", "adam", "adamw"}:
+            raise ValueError(f"expected optimizer 'sgd', 'adam' or 'adamw', got {self.optimizer!r}")
         if self.sampler not in {"shuffle", "poisson", "sequential"}:
             raise ValueError(f"expected sampler 'shuffle', 'poisson' or 'sequential', got {self.sampler!r}")
         if not 0 <= self.momentum < 1:

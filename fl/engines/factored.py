@@ -80,15 +80,18 @@ def _fits(client: Client, starts: Sequence[Start]) -> bool:
     if any(s.download.received or any(s.download.shared[k] is not v for k, v in first.items()) for s in starts):
         return False
     names = [name for name in first if name.startswith("hypernet.")] + [COEFFICIENTS, BIAS]
-    for phase in starts[0].phases:
+    counts = [0] * len(starts)
+    for p, phase in enumerate(starts[0].phases):
         moving = phase.assign(dict.fromkeys(names))
         groups = {id(group) for group in moving.values()}
         together = len(groups) == 1 and len(moving) == len(names)
         if phase.optimizer != "sgd" or phase.batches_per_step != 1 or (groups and not together):
             return False
-    # with more steps than hidden units the factors outgrow the matrices they stand for
-    longest = max(sum(len(steps) for steps in start.trace.order) for start in starts)
-    return longest <= dense(first[TRUNK_BIAS]).numel()
+        if groups:
+            counts = [n + len(start.trace.order[p]) for n, start in zip(counts, starts, strict=True)]
+    # the factors of all steps are kept, here for several clients at once: no more of them than the two matrices have
+    # numbers that they stand for, weights and momentum
+    return max(counts) <= 2 * dense(first[TRUNK_BIAS]).numel()
 
 
 @dataclass(frozen=True)

@@ -52,5 +52,5 @@ def _weights(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
             module.reset_parameters()
         elif isinstance(module, Normalize):
             module.reset_buffers()
-        elif module._parameters or module._buffers:
+        elif any(held.numel() for held in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             raise ValueError(f"expected layers with a known start, got {type(module).__name__} at {name!r}")

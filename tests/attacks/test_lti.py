@@ -31,7 +31,7 @@ from fl.models import build as build_model
 from fl.seeds import stream
 from fl.simulate import ClientState, observe
 from fl.tensors import dense
-from fl.types import Batch, ServerView, ThreatModel
+from fl.types import Batch, ServerView, Task, ThreatModel
 
 DATA = Faces(size=8, test_share=0.1).load()
 SETTINGS: dict[str, Any] = {
@@ -118,7 +118,7 @@ class Negative(Defense):
 
     name: ClassVar[str] = "negative"
 
-    def transform_batch(self, batch: Batch, generator: torch.Generator) -> Batch:
+    def transform_batch(self, batch: Batch, task: Task, generator: torch.Generator) -> Batch:
         return Batch(1 - batch.inputs, batch.labels)
 
 

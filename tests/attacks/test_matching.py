@@ -17,6 +17,7 @@ from fl.client import Client
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.models import build as build_model
+from fl.seeds import stream
 from fl.simulate import ClientState, Truth, observe
 from fl.types import Batch, ServerView, Task, ThreatModel
 
@@ -243,3 +244,14 @@ def test_a_distance_does_not_depend_on_an_unknown_factor() -> None:
         value, _ = Stack([problem]).evaluate({k: v[None] for k, v in row.items()})
         assert value.item() >= least
     assert value.item() < 1e-12
+
+
+@pytest.mark.parametrize("objective", ["l2", "cosine"])
+def test_a_guess_that_points_away_is_told_where_to_turn(objective: str) -> None:
+    view, truth = tiny_views(1)[0]
+    opposed = {name: value * -0.05 for name, value in view.update.items()}
+    guess = torch.rand(1, *truth.inputs.shape, generator=stream(0, "away")).double()
+    problem = Problem(replace(view, update=opposed, scaled=True), truth.labels, objective)
+    value, grads = Stack([problem]).evaluate({INPUTS: guess})
+    assert value.item() > 1
+    assert grads[INPUTS].abs().max() > 1e-6

@@ -272,7 +272,8 @@ def test_frozen_parameters_are_not_trained(model, batch, gradient):
     )
     for seen in (view, captured):
         assert seen.update.keys() == trained.keys()
-        assert torch.equal(seen.buffers["0.weight"], model[0].weight)
+        assert torch.equal(seen.task.model[0].weight, model[0].weight)
+        assert not seen.buffers
         predicted = predict(seen, truth.candidate())
         for name, value in trained.items():
             torch.testing.assert_close(seen.update[name], value, rtol=1e-4, atol=1e-6)

@@ -49,6 +49,32 @@ def test_what_can_not_be_told_is_left_out() -> None:
     assert decay_shares([adam], None, ["head.bias", "body.bias"]) == {"body.bias": 0.0}
 
 
+def test_adamw_shrinks_apart_from_its_steps() -> None:
+    group = Group(lr=0.1, weight_decay=0.2)
+    phase = Phase(groups=(group,), optimizer="adamw", steps=4)
+    share = decay_shares([phase], None, ["w"])["w"]
+    start = {"w": torch.tensor([1.5, -2.0], dtype=torch.float64)}
+
+    def update(decay: float) -> torch.Tensor:
+        leaf = start["w"].clone().requires_grad_()
+        solver = torch.optim.AdamW([leaf], lr=0.1, weight_decay=decay)
+        for step in range(4):
+            leaf.grad = torch.tensor([0.3, -1.0], dtype=torch.float64) * (step + 1)
+            solver.step()
+        return start["w"] - leaf.detach()
+
+    assert share == pytest.approx(1 - (1 - 0.1 * 0.2) ** 4, rel=1e-12)
+    left = dense(without_decay({"w": update(0.2)}, start, {"w": share})["w"])  # type: ignore[arg-type]
+    steps = [1.0, 0.98, 0.98**2, 0.98**3]  # the first of four steps shrinks thrice after it was taken
+    ups = [torch.tensor([0.3, -1.0], dtype=torch.float64) * (s + 1) for s in range(4)]
+    m, v, expected = torch.zeros(2).double(), torch.zeros(2).double(), torch.zeros(2).double()
+    for i, g in enumerate(ups):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        move = 0.1 * (m / (1 - 0.9 ** (i + 1))) / ((v / (1 - 0.999 ** (i + 1))).sqrt() + 1e-8)
+        expected = expected + move * steps[3 - i]
+    torch.testing.assert_close(left, expected, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("structured", [False, True])
 def test_an_update_without_decay_keeps_its_form_and_its_gradients(structured: bool) -> None:
     generator = torch.Generator().manual_seed(0)

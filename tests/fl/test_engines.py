@@ -150,7 +150,7 @@ class Adam(HyperFL):
     "method",
     [
         Adam(**SETTINGS),
-        replace(HYPERFL, epochs=8),  # 3 + 3 * 8 steps for the largest client, 24 hidden units
+        replace(HYPERFL, epochs=17),  # 3 * 17 steps for the largest client, 24 hidden units
     ],
 )
 def test_rounds_that_factors_cannot_express_give_the_bits_of_the_loop(method: Method) -> None:

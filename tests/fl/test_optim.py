@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,12 @@ class Adam(FedAvg):
         return (Phase(groups=(group,), optimizer="adam", epochs=3, batch_size=4),)
 
 
+class AdamW(FedAvg):
+    def phases(self, task: Any, round: int) -> tuple[Phase, ...]:
+        (phase,) = Adam.phases(self, task, round)  # type: ignore[arg-type]
+        return (replace(phase, optimizer="adamw"),)
+
+
 class Nesterov(FedAvg):
     def phases(self, task: Any, round: int) -> tuple[Phase, ...]:
         group = Group(lr=0.1, weight_decay=self.weight_decay, max_norm=self.max_norm)
@@ -49,6 +56,8 @@ CASES = {
     ),
     "adam": (Adam(), partial(torch.optim.Adam, lr=0.01)),
     "adam with decay": (Adam(weight_decay=0.1, max_norm=0.05), partial(torch.optim.Adam, lr=0.01, weight_decay=0.1)),
+    "adamw": (AdamW(weight_decay=0.1, max_norm=0.05), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)),
+    "adamw without decay": (AdamW(), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)),
 }
 
 
@@ -73,6 +82,25 @@ def test_local_training_equals_torch_optim(name: str) -> None:
     )
     if task.buffers:
         assert result.buffers["body.norm1.num_batches_tracked"] == 9
+
+
+def test_adamw_is_torchs_to_rounding() -> None:
+    groups = (Group(prefixes=("a",), lr=0.05, weight_decay=0.3), Group(lr=0.01))
+    phase = Phase(groups=groups, optimizer="adamw", steps=1)
+    start = {n: torch.randn(5, 3, generator=stream(0, n), dtype=torch.float64) for n in ("a", "b")}
+    leaves = {n: v.clone().requires_grad_() for n, v in start.items()}
+    settings: list[dict[str, Any]] = [
+        {"params": [leaves["a"]], "lr": 0.05, "weight_decay": 0.3},
+        {"params": [leaves["b"]], "lr": 0.01, "weight_decay": 0.0},
+    ]
+    solver, params, state = torch.optim.AdamW(settings), dict(start), OptimState()
+    for step in range(20):
+        grads = {n: torch.randn(5, 3, generator=stream(step, "g", n), dtype=torch.float64) for n in start}
+        for n, leaf in leaves.items():
+            leaf.grad = grads[n]
+        solver.step()
+        params, state = optimise(phase, phase.assign(params), params, grads, state)  # type: ignore
+    assert_near(params, leaves, 1e-12)  # type: ignore[arg-type]
 
 
 def test_groups_are_clipped_apart_and_move_by_their_own_rule() -> None:

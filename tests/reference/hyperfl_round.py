@@ -60,7 +60,7 @@ def hyperfl_round(
     settings: Settings,
 ) -> dict[str, Tensor]:
     """All parameters after one round from `params`: the classifier first, then hypernetwork and embedding."""
-    shapes = {name: p.shape for name, p in model.named_parameters() if not name.startswith(HEAD)}
+    shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad and not n.startswith(HEAD)}
     hypernet = DenseHypernetwork(params, shapes)
     v = nn.Parameter(params["embedding"].clone())
     head = {k: nn.Parameter(w.clone()) for k, w in params.items() if k.startswith(HEAD)}
