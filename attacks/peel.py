@@ -12,14 +12,15 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.headless import Headless, Signal, signs_only
+from attacks.layer_inputs import given
 from attacks.rank_one import HypernetUpdate
 from fl.decay import decay_shares, without_decay
-from fl.defense import overrides
+from fl.defense import Defense, overrides
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork
-from fl.tensors import Tensors, dense
+from fl.tensors import Tensors, dense, norm
 from fl.types import Group, Phase, Scope, ServerView
 
 FITS = 1e-2
@@ -115,6 +116,12 @@ class Peeled:
             found[EMBEDDING] = self.embedding.to(self.view.dtype)
         return found
 
+    def read(self) -> Tensors:
+        """The same with what layers were given, where one step tells (`attacks.layer_inputs`)."""
+        if self.opened.steps != 1:
+            return self.private()
+        return {**self.private(), **given(self.view, self.extractor, self.gradient)}
+
     def _shaped(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
         like = self.view.client.task.parameters
         return {n: value.to(self.view.dtype).view(like[n].shape) for n, value in flat.items()}
@@ -138,6 +145,9 @@ class Peel(ViewAttack):
 
     Of an update that a known defence has pruned, the fits take the entries that were sent.
 
+    Of a network with generated adapters (hyperfl-lpm) it gives these and their gradient: the rest is known to all. In
+    one step it also reads what layers were given (`attacks.layer_inputs`).
+
     Over several steps both are weighted means over the round, and the fits' residuals say how far to trust them.
     As a rewrite, the view becomes that of the network itself: extractor shared, classifier private (`peel+ig`).
 
@@ -157,7 +167,7 @@ class Peel(ViewAttack):
         peeled = self.solve(view)
         if isinstance(peeled, NotApplicable):
             return peeled
-        return Reconstruction(inputs=None, private=peeled.private(), verified=peeled.verified)
+        return Reconstruction(inputs=None, private=peeled.read(), verified=peeled.verified)
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         """The view of the generated network, its classifier private or cut off."""
@@ -171,7 +181,7 @@ class Peel(ViewAttack):
         chosen = plain if isinstance(cut, NotApplicable) and self.classifier == "auto" else cut
         if isinstance(chosen, NotApplicable):
             return chosen
-        return replace(chosen, received={**chosen.received, PEELED: peeled.private()})
+        return replace(chosen, received={**chosen.received, PEELED: peeled.read()})
 
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the recovered embedding and extractor."""
@@ -305,7 +315,7 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
         defense=view.defense.rescaled(),
         shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},
         update=update,
-        scaled=opened.steps == 1 and opened.group.max_norm is not None,
+        scaled=opened.steps == 1 and _clipped(opened),
         private=private,
         private_init=None if start is None else {n: v for n, v in start.items() if n in private},
         schedule=None if view.schedule is None else view.schedule[part],
@@ -314,6 +324,17 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
         received={},
         history=(),
     )
+
+
+def _clipped(opened: Opened) -> bool:
+    """Whether clipping may have shortened the one step: not where what came is shorter than the bound."""
+    group, view, phase = opened.group, opened.view, opened.phases[opened.phase]
+    if group.max_norm is None:
+        return False
+    if type(view.client.defense) is not Defense or any(group.owns(name) for name in view.private):
+        return True  # a defence may have shortened it, or what is private made up for the rest
+    length = norm({name: value for name, value in opened.change.items() if group.owns(name)})
+    return float(length) >= 0.999 * group.max_norm * phase.first_step(group)
 
 
 def _one_step(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
