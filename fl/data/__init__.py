@@ -16,6 +16,21 @@ datasets: Registry[Source] = Registry("dataset", "fl.data")
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Which group every image belongs to: its domain (photo, sketch, ...), say.
+
+    Attributes:
+        train: of the training images (N,) int64.
+        test: of the test images, likewise.
+        names: one for each group.
+    """
+
+    train: Tensor
+    test: Tensor
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Dataset:
     """Labelled images for training and testing.
 
@@ -25,6 +40,7 @@ class Dataset:
         name: of the data set.
         class_names: one for each label.
         source: where the images come from, for reports.
+        groups: of the images, where the data set has any; partitions may go by them.
     """
 
     train: Batch
@@ -32,6 +48,7 @@ class Dataset:
     name: str
     class_names: tuple[str, ...]
     source: str
+    groups: Groups | None = None
 
     @property
     def num_classes(self) -> int:

@@ -87,12 +87,17 @@ class Partition:
 
 
 def _identity(dataset: Dataset) -> dict[str, Any]:
-    labels = torch.cat([dataset.train.labels, dataset.test.labels]).numpy().astype("<i8")
-    return {
+    groups = dataset.groups
+    found = {
         "train_size": len(dataset.train),
         "test_size": len(dataset.test),
-        "labels": hashlib.sha256(labels.tobytes()).hexdigest(),
+        "labels": _hash(dataset.train.labels, dataset.test.labels),
     }
+    return found if groups is None else found | {"groups": _hash(groups.train, groups.test)}
+
+
+def _hash(*parts: Tensor) -> str:
+    return hashlib.sha256(torch.cat(parts).numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def _index(row: object) -> Tensor:

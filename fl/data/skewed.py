@@ -1,4 +1,4 @@
-"""Splits whose clients differ in their classes: draws from a Dirichlet distribution, and shards of the sorted set."""
+"""Splits whose clients differ in their classes: Dirichlet draws, shards of the sorted set, groups of few classes."""
 
 from __future__ import annotations
 
@@ -125,6 +125,55 @@ class Shards(Partitioner):
     def example(cls) -> Shards:
         """Four clients of two shards each."""
         return cls(clients=4)
+
+
+@partitions.register("class-groups")
+@dataclass(frozen=True, kw_only=True)
+class ClassGroups(Partitioner):
+    """Neighbouring clients form groups with classes of their own (HyperFedNet, Chen et al., 2024, Figure 5).
+
+    The first group has the first classes, and so on; a class is dealt to the clients of its group in equal parts, in
+    training and test. Classes beyond those of the groups are left out.
+
+    Attributes:
+        clients: how many; the groups must divide them.
+        groups: how many.
+        classes: so many for each group; the paper takes 2 of 10 and 10 of 100.
+        seed: of the shuffle within each class.
+    """
+
+    clients: int = 20
+    groups: int = 5
+    classes: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("clients", "groups", "classes"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"expected {key} >= 1, got {getattr(self, key)}")
+        if self.clients % self.groups:
+            raise ValueError(f"expected clients in {self.groups} equal groups, got {self.clients}")
+
+    def __call__(self, dataset: Dataset) -> Partition:
+        """The partition of `dataset`.
+
+        Raises:
+            ValueError: there are fewer classes than the groups take, or a client would have no image.
+        """
+        if self.groups * self.classes > dataset.num_classes:
+            raise ValueError(
+                f"expected at least {self.groups * self.classes} classes, {self.classes} for each of {self.groups} "
+                f"groups, got {dataset.num_classes}"
+            )
+        size = self.clients // self.groups
+        fractions = np.zeros((self.clients, dataset.num_classes))
+        for client in range(self.clients):
+            first = client // size * self.classes
+            fractions[client, first : first + self.classes] = 1 / size
+        result = _dealt(dataset, fractions, self.seed)
+        if not all(map(len, (*result.train, *result.test))):
+            raise ValueError(f"expected an image for each of {self.clients} clients, got none for some: too few images")
+        return result
 
 
 def dirichlet(concentration: Fractions, rows: int, generator: torch.Generator) -> Fractions:

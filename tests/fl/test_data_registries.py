@@ -7,8 +7,8 @@ from fl.data.partition import partitions
 
 def test_nothing_is_missing() -> None:
     assert datasets.names() == [
-        "cifar10", "cifar100", "cinic10", "emnist", "faces", "fashion_mnist", "folder", "handwritten62", "mnist", "npz",
-        "photos", "svhn", "tiny-imagenet",
+        "cifar10", "cifar100", "cinic10", "domain-folder", "emnist", "faces", "fashion_mnist", "folder",
+        "handwritten62", "mnist", "npz", "office-home", "pacs", "photos", "pooled", "svhn", "tiny-imagenet", "vlcs",
     ]  # fmt: skip
-    assert partitions.names() == ["dirichlet", "dominant", "iid", "shards"]
+    assert partitions.names() == ["class-groups", "dirichlet", "domains", "dominant", "iid", "shards"]
     assert augmentations.names() == ["crop-flip", "none"]

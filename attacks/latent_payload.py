@@ -1,0 +1,106 @@
+"""The image behind a latent vector that a client sent beside its update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attacks.base import Attack, NotApplicable, Reconstruction, attacks
+from attacks.priors import total_variation
+from fl.methods.hfedf_latent import LATENT, PREFIX
+from fl.models.table6 import Autoencoder
+from fl.tensors import dense
+from fl.types import ServerView
+
+
+@attacks.register("latent-payload")
+@dataclass(frozen=True, kw_only=True)
+class LatentPayload(Attack):
+    """Feature inversion of hFedF's mean latent vector: ours, after Mahendran, Vedaldi (CVPR 2015, Eq. 2).
+
+    The server holds the autoencoder and receives `v - mean E(x)` (`hfedf-latent`), so it knows the mean latent vector z
+    itself. Its decoder already makes an image of z; from there it searches for the image x with E(x) = z, by Adam on
+    |E(x) - z|^2 / |z - E(grey)|^2 + tv * TV(x). Of one image that is the image, as far as so few numbers tell; of
+    several it is one image with their mean latent vector, returned for each of them.
+
+    Labels are not looked for. The update of the network itself is left aside: `ig` predicts both.
+
+    Attributes:
+        iterations: of Adam; 0 returns what the decoder makes.
+        lr: its step size, in pixels.
+        tv: weight of total variation, in units of the model's normalisation as for `ig`.
+    """
+
+    plain: ClassVar[str] = "finds an image whose short code is the one that the client sent."
+
+    iterations: int = 1000
+    lr: float = 0.02
+    tv: float = 1e-2
+
+    def __post_init__(self) -> None:
+        if self.iterations < 0:
+            raise ValueError(f"expected iterations >= 0, got {self.iterations}")
+
+    @classmethod
+    def example(cls) -> LatentPayload:
+        """A few steps."""
+        return cls(iterations=5)
+
+    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+        """One image, as many times as the view has images; the seed changes nothing."""
+        if LATENT not in view.update or not any(name.startswith(PREFIX) for name in view.shared):
+            return NotApplicable("the client sends no latent vector of its images")
+        if view.scaled:
+            return NotApplicable("the unit of the latent vector is lost")
+        if not _sent(view):
+            return NotApplicable("no latent vector is sent while the autoencoder is trained")
+        wanted = dense(view.shared[LATENT]) - dense(view.update[LATENT])
+        encoder = _encoder(view, len(wanted))
+        grey = wanted.new_full((1, *view.task.input_shape), 0.5)
+        with torch.no_grad():
+            image, scale = encoder.decoder(wanted[None]), (encoder.encoder(grey)[0] - wanted).square().sum()
+        found, history = self._search(encoder, wanted, scale, image, wanted.new_tensor(view.task.std))
+        count = view.batch_size or 1
+        return Reconstruction(found.expand(count, *found.shape[1:]).clone(), None, history[-1], tuple(history))
+
+    def _search(
+        self, encoder: Autoencoder, wanted: Tensor, scale: Tensor, start: Tensor, std: Tensor
+    ) -> tuple[Tensor, list[float]]:
+        """The best image (1, C, H, W) met on the way, and the objective, coarsely."""
+
+        def objective(image: Tensor) -> Tensor:
+            apart = (encoder.encoder(image)[0] - wanted).square().sum() / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+            return apart + self.tv * total_variation(image, std)
+
+        image = start.clone().requires_grad_()
+        optimizer = torch.optim.Adam([image], lr=self.lr)
+        best, found, history = float(objective(start)), start, [float(objective(start))]
+        for i in range(self.iterations):
+            optimizer.zero_grad()
+            objective(image).backward()
+            optimizer.step()
+            with torch.no_grad():
+                image.clamp_(0, 1)
+                value = float(objective(image))
+            if value < best:
+                best, found = value, image.detach().clone()
+            if i % max(1, self.iterations // 20) == 0:
+                history.append(value)
+        return found, [*history, best]
+
+
+def _sent(view: ServerView) -> bool:
+    """Whether the latent vector moves in this round."""
+    return any(LATENT in phase.assign(view.shared) for phase in view.method.phases(view.client.task, view.round))
+
+
+def _encoder(view: ServerView, size: int) -> Autoencoder:
+    with torch.device("meta"):  # shapes only: nothing is drawn from the global generator
+        autoencoder = Autoencoder(view.task.input_shape, size)
+    autoencoder.to_empty(device=view.device).to(view.dtype)
+    state = {name.removeprefix(PREFIX): dense(v) for name, v in view.shared.items() if name.startswith(PREFIX)}
+    autoencoder.load_state_dict(state, strict=True)
+    return autoencoder.requires_grad_(False)

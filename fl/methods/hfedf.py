@@ -1,0 +1,211 @@
+"""hFedF: a server hypernetwork fuses clients of different domains, so that the model serves a domain nobody had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl.method import Download, ServerState, Step, methods
+from fl.methods.fedavg import FedAvg
+from fl.models.dropout import drawn, masked, masks
+from fl.models.server_hypernetwork import ServerHypernetwork
+from fl.parametrisation import Parametrisation
+from fl.seeds import stream
+from fl.server_optim import server_step
+from fl.tensors import Tensors, add, combine, dense, norm, scaled, total
+from fl.types import Batch, Group, Phase, Task, Upload
+
+if TYPE_CHECKING:
+    from fl.client import Network
+
+HYPERNETWORK, OPTIMIZER, KEYS = "hypernetwork", "optimizer", "keys"
+"""Payloads of `ServerState.own`."""
+EMBEDDINGS, SEED = "embeddings", "seed"
+"""Names of the clients' embeddings (N, E), beside the hypernetwork's parameters, and of what fresh ones come from."""
+Align = Literal["toward", "away", "off"]
+
+
+@methods.register("hfedf")
+@dataclass(frozen=True, kw_only=True)
+class HFedF(FedAvg):
+    """hFedF (Bartholet et al., "Hypernetwork-Driven Model Fusion for Federated Domain Generalization", 2024, Alg. 1-4).
+
+    Client i receives theta_i = h(v_i; phi) and returns what local SGD changed. The server pulls `sent - trained` of
+    each client back through h, weights the results by how far each agrees with their mean (GradAlign), takes a step of
+    Adam and damps it (EMA). A server that looks on sees plain updates of each client's network.
+
+    Constants are the paper's for PACS (Tables 8 and 10). Where it contradicts itself: Algorithm 1 pulls back
+    `trained - sent` and subtracts, which would climb; Algorithm 3 has softmax(+cos), section 4.2 softmax(-cos).
+    Algorithm 4 puts the average in the place of phi, so the average before a step is phi itself, and EMA comes to
+    `alpha` times the step.
+
+    Not given in the paper, and so our choices: the round EMA begins after; that embeddings start from N(0, 1) and
+    layers as `nn.Linear` does; that Adam moves embeddings as it moves phi; what a client that never took part receives
+    (`unseen`). Cosines of embeddings are taken of the gradients of all embeddings together, of which a client's has one
+    row, as Algorithm 1 writes them.
+
+    Attributes:
+        lr: step size of the clients (0.001 for all data sets).
+        weight_decay: of the clients (0.001).
+        epochs: local passes (2).
+        batch_size: images per step (64).
+        optimizer: of the clients; Algorithm 2 is plain SGD.
+        embedding: size E of the embeddings; None is floor(1 + clients / 4).
+        hidden: units of the hypernetwork's linear layers; LeakyReLU between them, the last as it is.
+        embeddings: "learned"; "fixed" as they are drawn (Figure 8); "random": drawn anew after every step of the server
+            (Table 7). That clients might then keep them as keys is an outlook in the paper (Appendix C.3); it would
+            have to send them the hypernetwork, as `hyperfl` does.
+        align: GradAlign: "toward" the mean gives those more weight that agree with it, "away" those that do not, "off"
+            is the mean.
+        ema: alpha of EMA, in (0, 1]; 0.75 for Office-Home and VLCS, 1 is none.
+        warmup: rounds before EMA begins.
+        server_lr: step size of Adam.
+        server_decay: its weight decay; 0.001 for VLCS.
+        unseen: what a client that never took part receives: what the mean "embedding" of the others generates, or the
+            mean "model" of what they receive.
+    """
+
+    plain: ClassVar[str] = (
+        "as pfedhn, but the server weights clients by how far they agree and moves slowly, so that images unlike any "
+        "client's are recognised, too."
+    )
+
+    lr: float = 1e-3
+    weight_decay: float = 1e-3
+    epochs: int | None = 2
+    batch_size: int | None = 64
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    embedding: int | None = None
+    hidden: tuple[int, ...] = (50, 50, 50, 50)
+    embeddings: Literal["learned", "fixed", "random"] = "learned"
+    align: Align = "toward"
+    ema: float = 0.95
+    warmup: int = 10
+    server_lr: float = 1e-3
+    server_decay: float = 1e-5
+    unseen: Literal["embedding", "model"] = "embedding"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.parametrisation) is not Parametrisation:
+            raise ValueError("expected parametrisation 'direct': the server's hypernetwork is the generator")
+        if not 0 < self.ema <= 1:
+            raise ValueError(f"expected ema in (0, 1], got {self.ema}")
+        if self.warmup < 0:
+            raise ValueError(f"expected warmup >= 0, got {self.warmup}")
+
+    @classmethod
+    def example(cls) -> HFedF:
+        """A tiny hypernetwork, two epochs of two steps, everything on."""
+        return cls(lr=0.1, epochs=2, batch_size=2, embedding=3, hidden=(5, 5), warmup=0)
+
+    # ---- local rule --------------------------------------------------------------------------------------------------
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """One phase in which everything moves."""
+        (phase,) = super().phases(task, round)
+        return (replace(phase, optimizer=self.optimizer),)
+
+    def client_model(self, task: Task) -> nn.Module:
+        """The network, with masks for its dropout to come."""
+        return drawn(super().client_model(task))
+
+    def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """The masks of the network's dropout."""
+        return masks(task.model, batch.inputs, generator)
+
+    def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
+        """Mean cross-entropy, under the masks drawn."""
+        return super().loss(masked(network, step.draws), batch, step)
+
+    # ---- server rule -------------------------------------------------------------------------------------------------
+    def generated(self, task: Task) -> list[str]:
+        """Names of the tensors that the hypernetwork generates: all that train."""
+        return list(task.parameters)
+
+    def generator(self, task: Task, clients: int) -> ServerHypernetwork:
+        """The hypernetwork for so many clients."""
+        shapes = {name: task.parameters[name].shape for name in self.generated(task)}
+        size = 1 + clients // 4 if self.embedding is None else self.embedding
+        return ServerHypernetwork(shapes=shapes, embedding=size, hidden=self.hidden, activation="leaky-relu")
+
+    def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
+        """A fresh hypernetwork and an embedding for each client; the network's own initial values are not used."""
+        server = super().init_server({}, task, clients, generator)
+        hypernetwork, like = self.generator(task, clients), next(iter(task.parameters.values()))
+        start = torch.randn(clients, hypernetwork.embedding, generator=generator).to(like)
+        seed = torch.randint(2**31, (), generator=generator)
+        own: Tensors = {EMBEDDINGS: start, **hypernetwork.initial(generator, like)}
+        return replace(server, own={HYPERNETWORK: own, OPTIMIZER: {}, KEYS: {SEED: seed}})
+
+    def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
+        """The network generated for the client."""
+        own, made = server.own[HYPERNETWORK], self.generator(task, server.clients)
+        every = dense(own[EMBEDDINGS])
+        if client < len(every):
+            return Download(dict(made.generate(own, every[client])), server.buffers)
+        if self.unseen == "embedding":
+            return Download(dict(made.generate(own, every.mean(0))), server.buffers)
+        return Download(_mean([dict(made.generate(own, v)) for v in every]), server.buffers)
+
+    def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
+        """Pull back, align, step, damp."""
+        after = super().aggregate(server, uploads, task)  # nothing but buffers
+        if not uploads:
+            return after
+        before, kept = server.own[HYPERNETWORK], server.own[OPTIMIZER]
+        pulled = [self._pulled(server, upload, task) for upload in uploads]
+        grads = fused([{k: v for k, v in one.items() if k != EMBEDDINGS} for one in pulled], self.align)
+        if self.embeddings == "learned":
+            grads |= fused([{EMBEDDINGS: one[EMBEDDINGS]} for one in pulled], self.align)
+        group = Group(lr=self.server_lr, weight_decay=self.server_decay)
+        moved, kept = server_step(Phase(groups=(group,), optimizer="adam", steps=1), before, grads, kept)
+        if self.ema < 1 and server.round > self.warmup:
+            moved = combine(before, combine(moved, before, -1.0), self.ema)
+        if self.embeddings == "random":
+            moved[EMBEDDINGS] = self._redrawn(server)
+        return replace(after, own={**server.own, HYPERNETWORK: moved, OPTIMIZER: kept})
+
+    def _pulled(self, server: ServerState, upload: Upload, task: Task) -> Tensors:
+        """What one client's update asks for of hypernetwork and embeddings."""
+        own = server.own[HYPERNETWORK]
+        every = dense(own[EMBEDDINGS])
+        grads, back = self.generator(task, server.clients).pull(own, every[upload.client], upload.update)
+        rows = torch.zeros_like(every)
+        rows[upload.client] = back
+        return {**grads, EMBEDDINGS: rows}
+
+    def _redrawn(self, server: ServerState) -> Tensor:
+        like = dense(server.own[HYPERNETWORK][EMBEDDINGS])
+        seed = int(dense(server.own[KEYS][SEED]))
+        return torch.randn(like.shape, generator=stream(seed, EMBEDDINGS, server.round)).to(like)
+
+
+def alignment(grads: Sequence[Tensors], align: Align) -> Tensor:
+    """GradAlign (Algorithm 3): the weight of every client's gradient (S,), from its cosine with their plain mean.
+
+    A gradient of zero agrees with nothing: its cosine is 0.
+    """
+    average = _mean(grads)
+    smallest = torch.finfo(norm(average).dtype).tiny
+    cosines = torch.stack([total(g, average) / (norm(g) * norm(average)).clamp_min(smallest) for g in grads])
+    return ({"toward": 1.0, "away": -1.0, "off": 0.0}[align] * cosines).softmax(0)
+
+
+def fused(grads: Sequence[Tensors], align: Align) -> Tensors:
+    """The clients' gradients as one (Algorithm 1, line 16)."""
+    weights = alignment(grads, align)
+    result = scaled(grads[0], weights[0])
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        result = combine(result, grad, weight)
+    return result
+
+
+def _mean(sets: Sequence[Tensors]) -> Tensors:
+    result = sets[0]
+    for one in sets[1:]:
+        result = {name: add(value, one[name]) for name, value in result.items()}
+    return scaled(result, 1 / len(sets))

@@ -1,0 +1,76 @@
+"""HyperFedNet: a small shared hypernetwork makes all convolutions from private embeddings, one for every filter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from fl.method import methods
+from fl.methods.fedavg import FedAvg
+from fl.models.filter_hypernetwork import EMBEDDINGS, Filters
+from fl.parametrisation import Generated, Parametrisation
+from fl.types import Group, Phase, Task
+
+
+@methods.register("hyperfednet")
+@dataclass(frozen=True, kw_only=True)
+class HyperFedNet(FedAvg):
+    """HyperFedNet (Chen et al., 2024, Algorithm 1): the server averages the hypernetwork, all else stays local.
+
+    Hypernetwork, embeddings and the network's own weights take each step together, and filters are generated anew for
+    it; `Filters(regenerate="round")` is Algorithm 1 to the letter, which generates them once a round (line 19) and then
+    steps along them as well (line 23). Constants are those of section V-A. The paper's step size is the best of 0.1
+    with drops, 0.1, 0.01 and 0.001, it does not say which; where it drops is not given either. Batch norm uses the
+    batch's statistics in training and each client's own running ones at test (not given in the paper). A new client
+    starts from the initial embeddings and weights (line 15), which are those of all clients.
+
+    With `parametrisation: direct` this is FedAvg under the paper's training.
+
+    Attributes:
+        lr: step size of everything that moves.
+        momentum: of SGD, fresh in every round.
+        nesterov: Nesterov's form of it.
+        weight_decay: on everything that moves.
+        epochs: local passes; None when `steps` is given.
+        batch_size: images per step.
+        drops: rounds from which the step size is a tenth of what it was.
+        tune: what fine-tuning moves: "own" the network's own weights, which met other filters before (section IV-C);
+            "private" the embeddings as well.
+        parametrisation: the hypernetwork.
+    """
+
+    plain: ClassVar[str] = (
+        "clients share a small second network that makes the filters of the first, piece by piece, from secret codes; "
+        "codes, classifier and all other weights stay private."
+    )
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 5e-4
+    epochs: int | None = 4
+    batch_size: int | None = 128
+    drops: tuple[int, ...] = ()
+    tune: Literal["own", "private"] = "own"
+    parametrisation: Parametrisation = field(default_factory=Filters)
+
+    @classmethod
+    def example(cls) -> HyperFedNet:
+        """Two epochs of two steps on one tiny filter."""
+        return cls(parametrisation=Filters(embedding=3, block=(4, 1)), epochs=2, batch_size=2)
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """One phase in which everything moves."""
+        (phase,) = super().phases(task, round)
+        passed = sum(round >= drop for drop in self.drops)
+        groups = tuple(replace(group, lr=group.lr * 0.1**passed) for group in phase.groups)
+        return (replace(phase, groups=groups, nesterov=self.nesterov),)
+
+    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+        """The network's own weights, and the embeddings where these are tuned, at the last step size."""
+        (phase,) = self.phases(task, max(self.drops, default=0))
+        made = self.parametrisation.generates(task) if isinstance(self.parametrisation, Generated) else []
+        own = tuple(name for name in task.parameters if name not in made)
+        moving = (*own, EMBEDDINGS) if self.tune == "private" else own
+        groups = (Group(prefixes=moving, lr=phase.groups[0].lr, weight_decay=self.weight_decay),)
+        return (replace(phase, groups=groups, epochs=epochs, steps=None),)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import worlds
+from support.compare import assert_near, assert_same
+from torch import Tensor, nn
+from torch.nn import functional as f
+
+import attacks
+from attacks import NotApplicable, Reconstruction
+from fl.client import Client, predict
+from fl.federation import Federation
+from fl.methods.hfedf import EMBEDDINGS, HYPERNETWORK, HFedF
+from fl.methods.hfedf_latent import LATENT, PREFIX, HFedFLatent
+from fl.models.table6 import Autoencoder
+from fl.tensors import dense
+
+
+def federation(rounds: int = 0, **settings: Any) -> Federation:
+    return worlds.federation(replace(HFedFLatent.example(), **settings), rounds=rounds)
+
+
+def parts(run: Federation) -> dict[str, Tensor]:
+    return {k.removeprefix(PREFIX): dense(v) for k, v in run.server.shared.items()}
+
+
+def encode(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Table 6 down to the latent vector."""
+    for name in ("encoder.conv1", "encoder.conv2"):
+        x = f.max_pool2d(torch.relu(f.conv2d(x, p[f"{name}.weight"], p[f"{name}.bias"], padding=1)), 2)
+    return f.linear(x.flatten(1), p["encoder.fc.weight"], p["encoder.fc.bias"])
+
+
+def decode(p: dict[str, Tensor], z: Tensor, small: tuple[int, int, int]) -> Tensor:
+    """Table 6 from there."""
+    x = f.linear(z, p["decoder.fc.weight"], p["decoder.fc.bias"]).view(-1, *small)
+    x = torch.relu(f.conv_transpose2d(x, p["decoder.conv1.weight"], p["decoder.conv1.bias"], stride=2))
+    return f.conv_transpose2d(x, p["decoder.conv2.weight"], p["decoder.conv2.bias"], stride=2).sigmoid()
+
+
+def test_the_autoencoder_is_table_6() -> None:
+    run = federation()
+    with torch.device("meta"):
+        large = Autoencoder((3, 32, 32), 1)
+    # by hand: 448, 4,640, 2,049 | 4,096, 2,064, 195
+    assert sum(p.numel() for p in large.parameters()) == 448 + 4640 + 2049 + 4096 + 2064 + 195
+    images = worlds.images(3).inputs
+    latents, again = run.client.task.model.get_submodule("autoencoder")(images)
+    torch.testing.assert_close(latents, encode(parts(run), images))
+    torch.testing.assert_close(again, decode(parts(run), latents, (32, 2, 2)))
+    with pytest.raises(ValueError, match="height and width 4 divides, got 30x32"):
+        Autoencoder((3, 30, 32), 1)
+
+
+def test_the_first_round_trains_the_autoencoder_alone() -> None:
+    run = federation()
+    before = parts(run)
+    own = run.server.own
+    ends, weights = [], []
+    for done in run.run_round():
+        params = {name: nn.Parameter(value.clone()) for name, value in before.items()}
+        adam = torch.optim.Adam(params.values(), lr=1e-3)
+        for (index,) in done.trace.order[0]:
+            adam.zero_grad()
+            images = done.trace.inputs[index]
+            f.mse_loss(decode(params, encode(params, images), (32, 2, 2)), images).backward()
+            adam.step()
+        ends.append({name: p.detach() for name, p in params.items()})
+        weights.append(len(done.trace.order[0]))
+        still = {k: v for k, v in done.upload.update.items() if not k.startswith(PREFIX)}
+        assert not any(dense(v).any() for v in still.values())
+    assert weights == [2, 2, 2]
+    assert_near(parts(run), {k: sum(e[k] for e in ends) / 3 for k in before}, 1e-10)
+    assert_same(run.server.own[HYPERNETWORK], own[HYPERNETWORK])
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_the_mean_latent_vector_becomes_the_embedding(count: int | None) -> None:
+    run = federation(rounds=1, latent_images=count)
+    known = parts(run)
+    means = [encode(known, own.train.inputs[:count]).mean(0) for own in run.data]
+    assert torch.equal(dense(run.download(1).shared[LATENT]), dense(run.server.own[HYPERNETWORK][EMBEDDINGS])[1])
+    run.run_round([0, 1])
+    held = dense(run.server.own[HYPERNETWORK][EMBEDDINGS])
+    torch.testing.assert_close(held[:2], torch.stack(means[:2]), rtol=1e-12, atol=1e-12)
+    assert torch.equal(held[2], dense(federation(rounds=1).server.own[HYPERNETWORK][EMBEDDINGS])[2])
+    assert_same(dict(parts(run)), known)  # trained no further
+    moved = run.train(2).upload.update
+    assert any(dense(v).any() for k, v in moved.items() if k.startswith("body."))
+
+
+def test_what_is_sent_of_the_images_is_differentiable_in_them() -> None:
+    run = federation(rounds=1)
+    view, truth = run.observe(0)
+    inputs = truth.inputs.clone().requires_grad_()
+    sent = dense(predict(view, replace(truth.candidate(), inputs=inputs))[LATENT])
+    (g,) = torch.autograd.grad(sent.sum(), [inputs])
+    own = truth.inputs.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(-encode(parts(run), own).mean(0).sum(), [own])
+    torch.testing.assert_close(g, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_fine_tuning_trains_the_network_alone() -> None:
+    method = HFedFLatent.example()
+    task = federation().client.task
+    (phase,) = method.tuning(task, 3)
+    assert (phase.epochs, phase.steps) == (3, None)
+    assert set(phase.assign(task.parameters)) == set(method.generated(task))
+
+
+def test_settings_out_of_range() -> None:
+    with pytest.raises(ValueError, match="expected embedding as a number"):
+        HFedFLatent(embedding=None)
+    with pytest.raises(ValueError, match="expected autoencoder_rounds >= 0, got -1"):
+        HFedFLatent(autoencoder_rounds=-1)
+
+
+# ---- the attack ------------------------------------------------------------------------------------------------------
+def view_of_one(size: int, rounds: int = 1) -> tuple[Federation, Any, Any]:
+    run = federation(rounds=rounds, embedding=size)
+    client = Client(run.client.base, worlds.one_step(run.client.method))
+    smooth = worlds.images(1, "victim")
+    smooth = replace(smooth, inputs=f.interpolate(smooth.inputs[..., ::4, ::4], size=(8, 8), mode="bilinear"))
+    return run, *run.observe(0, data=smooth, client=client)
+
+
+def test_the_image_behind_a_latent_vector() -> None:
+    errors = {}
+    for size in (1, 128):
+        run, view, truth = view_of_one(size)
+        result = attacks.build({"name": "latent-payload", "iterations": 300, "tv": 1e-3})(view)
+        assert isinstance(result, Reconstruction)
+        assert result.inputs is not None
+        assert result.inputs.shape == (1, 1, 8, 8)
+        known, found = parts(run), result.inputs
+        apart = (encode(known, found) - encode(known, truth.inputs)).norm() / encode(known, truth.inputs).norm()
+        assert float(apart) < 0.1  # it has the latent vector that was sent
+        errors[size] = float((found - truth.inputs).square().mean())
+        assert result.objective <= result.history[0]
+    floor = float((truth.inputs - truth.inputs.mean()).square().mean())
+    assert errors[128] < 0.3 * floor
+    assert errors[128] < errors[1]
+
+
+def test_several_images_share_one_latent_vector() -> None:
+    run = federation(rounds=1)
+    view, _ = run.observe(1)
+    result = attacks.build({"name": "latent-payload", "iterations": 3})(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert result.inputs.shape == (4, 1, 8, 8)
+    assert torch.equal(result.inputs[0], result.inputs[3])
+
+
+def test_where_nothing_is_sent_there_is_nothing_to_invert() -> None:
+    attack = attacks.build("latent-payload")
+    plain = worlds.federation(worlds.one_step(HFedF.example())).observe(0)[0]
+    assert attack(plain) == NotApplicable("the client sends no latent vector of its images")
+    assert isinstance(attack(federation().observe(0)[0]), NotApplicable)  # the autoencoder's round
+    view = federation(rounds=1).observe(0)[0]
+    assert isinstance(attack(replace(view, scaled=True)), NotApplicable)
