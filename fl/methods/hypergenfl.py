@@ -1,0 +1,251 @@
+"""HyperGenFL: the server learns, from the models that arrive, how much each client counts in each layer's mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fl.method import ServerState, mean, methods
+from fl.methods.fedavg import FedAvg
+from fl.models.attention_hypernetwork import AttentionHypernetwork
+from fl.parametrisation import Parametrisation
+from fl.server_optim import server_step
+from fl.tensors import Payloads, Tensors, Value, dense, minus, total
+from fl.types import Group, Phase, Task, Upload
+
+HYPERNETWORK, OPTIMIZER, INITIAL = "hypernetwork", "optimizer", "initial"
+"""Payloads of `ServerState.own`; `stored` names further ones."""
+
+
+def stored(client: int) -> str:
+    """Payload of `ServerState.own` with the model that `client` trained last."""
+    return f"model.{client}"
+
+
+def embedding(client: int | str) -> str:
+    """Name of the client's embedding (E,), beside the hypernetwork's own parameters."""
+    return f"embeddings.{client}"
+
+
+def layer(name: str) -> str:
+    """The layer a parameter or buffer belongs to: the module that holds it."""
+    return name.rpartition(".")[0] or name
+
+
+@methods.register("hypergenfl")
+@dataclass(frozen=True, kw_only=True)
+class HyperGenFL(FedAvg):
+    """HG-FL (Chen et al., CIKM 2025, Eq. 3-11, Algorithm 1): aggregation weights from a hypernetwork, without data.
+
+    Clients train and send as in FedAvg. An attention hypernetwork on the server turns an embedding of each client that
+    takes part into its share in the mean of every layer; hypernetwork and embeddings then step along what these shares
+    do to the aggregate, whose gradient is taken to be theta_sent - theta_c, averaged over the clients. The paper's Eq.
+    15 and Algorithm 1 have the opposite sign, which would move the aggregate away from what clients learnt; its Eq. 16
+    and 17 have this one.
+
+    Figure 1 aggregates the models that just arrived; Algorithm 1 (lines 5 to 9), before training, the last models of
+    the clients newly drawn, which the server then has to store. With every client in every round both are the same;
+    our order, first the step and then the mean, follows from that.
+
+    Our choices where the paper is silent: a layer is a module that holds parameters; batch-norm statistics are averaged
+    with its weights, other buffers by numbers of images; AdamW with 0.01 and 1e-5 is read as both the clients' and the
+    server's; embeddings and moments of clients that do not take part stay as they are; "mse" and "log-cosh" are means
+    over a layer's numbers, taken at the model that was sent; random embeddings are N(0, 1). See
+    `AttentionHypernetwork` for those inside it.
+
+    From equal embeddings every client has the same share, and the gradient of the hypernetwork is zero up to rounding,
+    which AdamW scales up: in the first round only the embeddings learn anything. A layer whose decoder is below zero
+    for all clients has equal shares and no gradient, and stays so unless others move the attention. About half of
+    the decoders start there, and with the published constants the rest followed within 20 rounds in our trials: what is
+    left is the plain mean. (From random embeddings single clients survived instead and took most of a layer.) On the
+    clients' side the same step size silences `simple-cnn`; "sgd" with momentum 0.9, as in MOON, does not.
+
+    Attributes:
+        lr: step size of the clients.
+        weight_decay: of the clients.
+        epochs: local passes; the paper has 1 for Tiny-ImageNet.
+        batch_size: images per step.
+        optimizer: of the clients.
+        embedding: size E of the embeddings; "one-hot" ones have the number of clients instead.
+        start: embeddings of ones or random numbers, which learn, or the client's number "one-hot", which does not.
+        depth: attention layers.
+        heads: of each; for one-hot embeddings the greatest divisor that it shares with their size.
+        floor: lambda of Eq. 5.
+        distance: between the aggregate and the clients' models, which the shares are to make small: "difference" is the
+            paper's own, whose gradient is the difference itself; "mse" and "log-cosh" are those of its Table 9.
+        aggregates: the models that "arrived" (Figure 1), or those "stored" of the clients newly drawn (Algorithm 1).
+        server_lr: step size of hypernetwork and embeddings.
+        server_decay: weight decay of theirs.
+        server_optimizer: of theirs; Algorithm 1 writes plain steps, "sgd".
+    """
+
+    plain: ClassVar[str] = (
+        "as fedavg, but the server learns how much each client counts in each layer of the average, from codes of the "
+        "clients."
+    )
+
+    lr: float = 0.01
+    weight_decay: float = 1e-5
+    epochs: int | None = 10
+    batch_size: int | None = 32
+    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    embedding: int = 128
+    start: Literal["ones", "random", "one-hot"] = "ones"
+    depth: int = 1
+    heads: int = 4
+    floor: float = 1e-3
+    distance: Literal["difference", "mse", "log-cosh"] = "difference"
+    aggregates: Literal["arrived", "stored"] = "arrived"
+    server_lr: float = 0.01
+    server_decay: float = 1e-5
+    server_optimizer: Literal["sgd", "adamw"] = "adamw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.parametrisation) is not Parametrisation:
+            raise ValueError("expected parametrisation 'direct': HyperGenFL averages the layers of a network")
+
+    @classmethod
+    def example(cls) -> HyperGenFL:
+        """A tiny hypernetwork, two epochs of two steps."""
+        return cls(lr=0.02, epochs=2, batch_size=2, embedding=4, heads=2, start="random")
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """FedAvg's, with the clients' optimiser."""
+        (phase,) = super().phases(task, round)
+        return (replace(phase, optimizer=self.optimizer),)
+
+    # ---- server rule -------------------------------------------------------------------------------------------------
+    def hypernetwork(self, server: ServerState) -> AttentionHypernetwork:
+        """The hypernetwork for the server's clients and layers."""
+        one_hot = self.start == "one-hot"
+        size = server.clients if one_hot else self.embedding
+        heads = math.gcd(self.heads, size) if one_hot else self.heads
+        count = len(layers(server))
+        return AttentionHypernetwork(layers=count, embedding=size, depth=self.depth, heads=heads, floor=self.floor)
+
+    def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
+        """FedAvg's state, a fresh hypernetwork and an embedding for each client."""
+        server = super().init_server(params, task, clients, generator)
+        hypernetwork, like = self.hypernetwork(server), dense(next(iter(server.shared.values())))
+        own = hypernetwork.initial(generator, like)
+        for client in range(clients):
+            if self.start == "one-hot":
+                values = torch.nn.functional.one_hot(torch.tensor(client), clients)
+            elif self.start == "random":
+                values = torch.randn(self.embedding, generator=generator)
+            else:
+                values = torch.ones(self.embedding)
+            own[embedding(client)] = values.to(like)
+        payloads: Payloads = {HYPERNETWORK: own, OPTIMIZER: {}}
+        if self.aggregates == "stored":
+            payloads[INITIAL] = {**server.shared, **averaged(server)}
+        return replace(server, own=payloads)
+
+    def shares(self, server: ServerState, clients: Sequence[int]) -> dict[str, Tensor]:
+        """The share of each of `clients` in the mean of each layer (clients,), by layer; they sum to 1."""
+        own = server.own[HYPERNETWORK]
+        found = self.hypernetwork(server).weights(own, _stacked(own, clients))
+        return dict(zip(layers(server), found.T, strict=True))
+
+    def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
+        """One step of hypernetwork and embeddings; then the mean of what arrived, or the models put away."""
+        if not uploads:
+            return replace(server, round=server.round + 1)
+        clients = [upload.client for upload in uploads]
+        after = replace(server, own={**server.own, **self._learned(server, uploads)}, round=server.round + 1)
+        if self.aggregates == "stored":
+            return replace(after, own=after.own | {stored(u.client): _trained(server, u) for u in uploads})
+        shares = self.shares(after, clients)
+        shared = {n: minus(v, _mean(n, shares, uploads, lambda u: u.update)) for n, v in server.shared.items()}
+        buffers = {n: v - dense(_mean(n, shares, uploads, lambda u: u.buffers)) for n, v in averaged(server).items()}
+        return replace(after, shared=shared, buffers={**server.buffers, **buffers})
+
+    def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
+        """With aggregates="stored": the model that `clients`, drawn for the next round, start from (lines 5 to 9)."""
+        if self.aggregates == "arrived":
+            return server
+        models = [server.own.get(stored(client), server.own[INITIAL]) for client in clients]
+        shares = self.shares(server, clients)
+        equal = next(iter(shares.values())).new_full((len(clients),), 1 / len(clients))
+
+        def joined(name: str) -> Tensor:
+            rows = torch.stack([dense(model[name]) for model in models])
+            return torch.tensordot(shares.get(layer(name), equal), rows, dims=1)
+
+        return replace(
+            server,
+            shared={name: joined(name) for name in server.shared},
+            buffers={**server.buffers, **{name: joined(name) for name in averaged(server)}},
+        )
+
+    def _learned(self, server: ServerState, uploads: Sequence[Upload]) -> Payloads:
+        """Hypernetwork, embeddings and optimiser after a step (Eq. 10 and 11)."""
+        own, clients = server.own[HYPERNETWORK], [upload.client for upload in uploads]
+        hypernetwork, columns = self.hypernetwork(server), []
+        for names in layers(server).values():
+            updates = [{name: dense(upload.update[name]) for name in names} for upload in uploads]
+            slope = self._slope(updates)
+            # The gradient of a share is the product of the client's model and the slope. What all have in common,
+            # the model that was sent, is left out: the shares of a layer sum to 1.
+            columns.append(torch.stack([-total(update, slope) for update in updates]))
+        network = {name: value for name, value in own.items() if not name.startswith(embedding(""))}
+        grads, back = hypernetwork.pull(network, _stacked(own, clients), torch.stack(columns, 1))
+        moving: Tensors = dict(grads)
+        if self.start != "one-hot":
+            moving |= {embedding(client): row for client, row in zip(clients, back, strict=True)}
+        group = Group(lr=self.server_lr, weight_decay=self.server_decay)
+        phase = Phase(groups=(group,), optimizer=self.server_optimizer, steps=1)
+        moved, kept = server_step(phase, own, moving, server.own[OPTIMIZER])
+        return {HYPERNETWORK: moved, OPTIMIZER: kept}
+
+    def _slope(self, updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The gradient of the distance to the clients' models in one layer, at the model that was sent.
+
+        Args:
+            updates: sent - trained, client by client.
+        """
+        count = sum(value.numel() for value in updates[0].values())
+        change: Callable[[Tensor], Tensor] = {
+            "difference": lambda d: d,
+            "mse": lambda d: 2 * d / count,
+            "log-cosh": lambda d: d.tanh() / count,
+        }[self.distance]
+        return {n: torch.stack([change(update[n]) for update in updates]).mean(0) for n in updates[0]}
+
+
+def layers(server: ServerState) -> dict[str, list[str]]:
+    """The names of the parameters of each layer, in the network's order."""
+    found: dict[str, list[str]] = {}
+    for name in server.shared:
+        found.setdefault(layer(name), []).append(name)
+    return found
+
+
+def averaged(server: ServerState) -> dict[str, Tensor]:
+    """The buffers that are averaged: integer ones count steps."""
+    return {name: value for name, value in server.buffers.items() if value.is_floating_point()}
+
+
+def _stacked(own: Tensors, clients: Sequence[int]) -> Tensor:
+    return torch.stack([dense(own[embedding(client)]) for client in clients])
+
+
+def _trained(server: ServerState, upload: Upload) -> Tensors:
+    """The model that a client ended with, its statistics included."""
+    buffers = {name: value - upload.buffers[name] for name, value in averaged(server).items()}
+    return {**{name: minus(value, upload.update[name]) for name, value in server.shared.items()}, **buffers}
+
+
+def _mean(
+    name: str, shares: Mapping[str, Tensor], uploads: Sequence[Upload], part: Callable[[Upload], Mapping[str, Value]]
+) -> Value:
+    """Mean of `part(upload)[name]` with the shares of its layer, or by numbers of images where no layer has it."""
+    if layer(name) not in shares:
+        return mean(uploads, lambda upload: part(upload)[name])
+    return torch.tensordot(shares[layer(name)], torch.stack([dense(part(u)[name]) for u in uploads]), dims=1)
