@@ -16,7 +16,7 @@ from support.matrix import COLUMNS, ROWS, shares
 from attacks import NotApplicable, Reconstruction, attacks
 from attacks.base import build
 from fl.client import Client
-from fl.defense import Defense
+from fl.defense import Defense, overrides
 from fl.federation import ClientData, Federation
 from fl.simulate import Round, Truth, observe
 from fl.tensors import Tensors, scaled
@@ -42,7 +42,9 @@ def world(row: str) -> Any:
 
 def victim(row: str, defense: Defense | None = None) -> tuple[ServerView, Truth, Round, list[Any]]:
     """One step on a single image in the second round, nothing of it shared with another call."""
-    run = world(row)
+    run, probe = world(row), ROWS[row]
+    if defense is not None and overrides(defense, "wrap_model"):  # then the server's network is another one
+        run = worlds.federation(probe.method, defense, probe.task)
     client = Client(run.client.base, worlds.one_step(run.client.method), defense or run.client.defense)
     fresh = [worlds.images(1, "victim")]
     state = torch.utils._pytree.tree_map(lambda x: x, run.clients[1])
@@ -120,6 +122,8 @@ def unpooled() -> ServerView:
 
 @pytest.mark.parametrize("name", list(ATTACKS))
 def test_every_attack_applies_somewhere(name: str) -> None:
-    views = [victim(row)[0] for row in ("fedavg", "fedper", "hyperfl")] + [unpooled()]
+    views = [
+        victim(row)[0] for row in ("fedavg", "fedper", "hyperfl", "hfedf-latent", "hyperfednet", "hyperfedzero")
+    ] + [unpooled()]
     results = [ATTACKS[name](view, seed=0) for view in views]
     assert any(isinstance(result, Reconstruction) for result in results)

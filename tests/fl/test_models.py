@@ -9,6 +9,7 @@ from fl.models import build, models
 from fl.models.initialise import initialise
 from fl.models.layers import Normalize
 from fl.registry import UnknownNameError
+from fl.types import Task
 
 
 def _grey(num_classes: int) -> list[nn.Module]:
@@ -64,18 +65,24 @@ def test_uniform_initial_values_of_lenet(init: str) -> None:
         assert torch.equal(a, b)
 
 
+def _example(name: str, num_classes: int, seed: int = 0) -> Task:
+    """The network `name` at its example's size; skips where it needs an extra that is not installed."""
+    try:
+        return dict(models.examples())[name].task(num_classes=num_classes, seed=seed)
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("name", models.names())
 def test_building_leaves_the_global_generator_alone(name: str) -> None:
     before = torch.get_rng_state()
-    build(name, num_classes=3)
+    _example(name, num_classes=3)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", models.names())
 def test_every_network_classifies_its_images_and_names_its_parts(name: str) -> None:
-    task = build(name, num_classes=5, seed=1)
-    again = build(name, num_classes=5, seed=1)
-    other = build(name, num_classes=5, seed=2)
+    task, again, other = (_example(name, num_classes=5, seed=seed) for seed in (1, 1, 2))
     images = torch.rand(2, *task.input_shape, generator=torch.Generator().manual_seed(0))
     logits = task.model(images)
     assert logits.shape == (2, 5)

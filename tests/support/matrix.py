@@ -9,7 +9,7 @@ from support import worlds
 from support.probes import PROBES, Probe
 
 from defenses import defenses
-from fl.client import gather, local_update
+from fl.client import Client, gather, local_update
 from fl.defense import Defense
 from fl.federation import Federation
 from fl.method import methods
@@ -38,7 +38,7 @@ def draws_noise(defense: Defense) -> bool:
                 download.shared,
                 {},
                 gather(data.inputs, data.labels, (((index,),) * 4,)),
-                buffers={},
+                buffers=run.client.task.buffers,
                 generator=noise,
             )
             return [dense(value) for value in defense.transform_update(result.update, noise).values()]
@@ -50,7 +50,18 @@ def cells(*, replayable: bool = False) -> list[tuple[str, str]]:
     """Names of method and defence that go together; `replayable`: only defences that add no fresh noise."""
     pairs = [(row, column) for row in ROWS for column in COLUMNS]
     pairs = [(row, column) for row, column in pairs if column == "none" or type(ROWS[row].defense) is Defense]
-    return [(row, c) for row, c in pairs if not (replayable and draws_noise(COLUMNS[c])) and shares(row)]
+    pairs = [(row, c) for row, c in pairs if not (replayable and draws_noise(COLUMNS[c])) and shares(row)]
+    return [(row, column) for row, column in pairs if refusal(row, column) is None]
+
+
+@cache
+def refusal(row: str, column: str) -> str | None:
+    """Why the defence says that it can't defend the method's client, or None."""
+    try:
+        Client(ROWS[row].task, ROWS[row].method, COLUMNS[column])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def shares(row: str) -> bool:
