@@ -167,7 +167,7 @@ def _named(rows: list[Row], found: Tensor, truth: Truth, reference: Batch | None
         others = distractors(reference, int(truth.labels[i]), image, seed=seed + i)
         if len(others):
             told = row["matched"] is not None and in_pixels(found[row["matched"]], image, others)
-            row = {**row, "identified": told, "candidates": len(others) + 1}
+            row = {**row, "identified": told, "identified_among": len(others) + 1}
         result.append(row)
     return result
 

@@ -133,7 +133,7 @@ class Group:
         if not known:
             return None
         hits = sum(bool(row["identified"]) for row in known)
-        return hits, len(known), fmean(1 / row["candidates"] for row in known)
+        return hits, len(known), fmean(1 / row["identified_among"] for row in known)
 
     @cached_property
     def label_gain(self) -> Interval | None:

@@ -298,7 +298,8 @@ def test_what_a_code_could_show_at_best_is_said(tmp_path):
 def test_rows_say_whether_an_image_is_named_among_others_of_its_class(done):
     _, rows = done
     guesses = [row for row in rows if row["attack"] == "guess"]
-    assert all(isinstance(row["identified"], bool) and 2 <= row["candidates"] <= 50 for row in guesses)
+    assert all(isinstance(row["identified"], bool) and 2 <= row["identified_among"] <= 50 for row in guesses)
+    assert all(row["candidates"] == row["images"] for row in guesses)
 
 
 @pytest.mark.parametrize("keep", [True, False])
