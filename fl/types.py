@@ -58,8 +58,18 @@ class Batch:
 
 
 def frozen(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `model` that nobody trains or sends and everybody knows: those with requires_grad=False."""
-    return {name: value.detach() for name, value in model.named_parameters() if not value.requires_grad}
+    """What is part of `model` for everybody, neither trained nor sent: constants.
+
+    Those are parameters with requires_grad=False, and buffers that are no part of its state (`persistent=False`).
+    """
+    fixed = {name: value.detach() for name, value in model.named_parameters() if not value.requires_grad}
+    return {**fixed, **{name: value.detach() for name, value in model.named_buffers() if not _is_state(model, name)}}
+
+
+def _is_state(model: nn.Module, name: str) -> bool:
+    """Whether the buffer `name` is part of the model's state, rather than a constant."""
+    owner, _, buffer = name.rpartition(".")
+    return buffer not in model.get_submodule(owner)._non_persistent_buffers_set
 
 
 @dataclass(frozen=True)
@@ -97,8 +107,8 @@ class Task:
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers by name."""
-        return {name: value.detach() for name, value in self.model.named_buffers()}
+        """The buffers of the model's state by name."""
+        return {n: value.detach() for n, value in self.model.named_buffers() if _is_state(self.model, n)}
 
     def normalisation(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """`mean` and `std` (C, 1, 1) each, where `like` lies and of its type; as networks, to single precision."""

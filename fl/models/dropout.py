@@ -90,5 +90,6 @@ def masks(model: nn.Module, inputs: Tensor, generator: torch.Generator | None) -
 
 def masked(network: Network, draws: dict[str, Tensor]) -> Network:
     """`network` with the masks among `draws` in place."""
-    mine = {name: value for name, value in draws.items() if name in network.buffers}
+    known = dict(network.model.named_buffers())
+    mine = {name: value for name, value in draws.items() if name in known}
     return replace(network, buffers={**network.buffers, **mine}) if mine else network

@@ -15,9 +15,6 @@ from fl.tensors import Tensors, Value, dense
 from fl.types import Scope, Task
 
 HYPERNET, EMBEDDINGS = "hypernet.", "embeddings."
-CONSTANTS = "normalise."
-"""Prefix of the buffers of a network's first layer: constants that everybody knows, whoever keeps the rest."""
-
 Shape = tuple[int, int, int, int]
 """Of a basic filter: output channels, input channels, kernel height and width."""
 
@@ -97,7 +94,7 @@ class Filters(Generated):
         """The hypernetwork is shared; embeddings are private, and the network's own weights where they are local."""
         if name.startswith(HYPERNET):
             return Scope.SHARED
-        if name.startswith(EMBEDDINGS) or (self.local and not name.startswith(CONSTANTS)):
+        if name.startswith(EMBEDDINGS) or self.local:
             return Scope.PRIVATE
         return None
 
