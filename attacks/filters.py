@@ -197,7 +197,7 @@ def _obstacle(view: ServerView) -> str | None:
         return "no hypernetwork makes single filters: there is nothing to peel"
     if not any(name.startswith(HYPERNET) for name in view.update):
         return "the hypernetwork is not sent"
-    if type(method).gradient is not Method.gradient or type(method).loss is not Method.loss:
+    if type(method).gradient is not Method.gradient or not method.plain_loss(view.client.task):
         return f"{method.name} does not step along the gradient of its loss alone"
     phases = _phases(view)
     if len(phases) != 1 or phases[0].optimizer != "sgd":

@@ -49,7 +49,7 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
         return None
     weight, bias = classifier(view, update)
     if bias is not None:
-        return bias.argmin().view(1)
+        return bias.argmin().view(1) if bool(bias.any()) else None
     if weight is None:
         return None
     against = ((weight @ weight.mT) < 0).sum(1)
@@ -126,7 +126,7 @@ class _Head:
     def of(cls, view: ServerView, update: Tensors) -> _Head | None:
         """From an update without decay, or None where it says nothing of labels."""
         name, bias_name = _names(view, update)
-        plain = type(view.method).gradient is Method.gradient and type(view.method).loss is Method.loss
+        plain = type(view.method).gradient is Method.gradient and view.method.plain_loss(view.client.task)
         if name is None or not plain or name not in view.shared:
             return None
         spread = _spread(view, name)
@@ -250,8 +250,10 @@ def _spread(view: ServerView, name: str) -> tuple[float, Tensor, bool] | None:
     None where the classifier does not move in one phase of SGD.
     """
     phases = view.method.phases(view.client.task, view.round)
-    moving = [(p, s) for p, s in zip(phases, view.schedule or (), strict=True) if s and name in p.assign({name: 0})]
-    if view.schedule is None or len(moving) != 1 or moving[0][0].optimizer != "sgd":
+    if view.schedule is None:
+        return None
+    moving = [(p, s) for p, s in zip(phases, view.schedule, strict=True) if s and name in p.assign({name: 0})]
+    if len(moving) != 1 or moving[0][0].optimizer != "sgd":
         return None
     phase, steps = moving[0]
     group = phase.assign({name: 0})[name]

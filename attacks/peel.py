@@ -298,7 +298,7 @@ def _obstacle(view: ServerView) -> str | None:
 def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
     """The view of the generated network, its classifier private unless it is shared."""
     view, opened = peeled.view, peeled.opened
-    if type(view.method).loss is not Method.loss:
+    if not view.method.plain_loss(view.client.task):
         return NotApplicable(f"{view.method.name} has a loss of its own that a plain view does not have")
     names = view.client.task.parameters
     direct = [n for n in view.shared if n in names]  # a shared classifier

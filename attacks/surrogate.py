@@ -118,7 +118,7 @@ def obstacle(view: ServerView) -> str | None:
         return "the network's weights are generated: peel it first"
     if type(view.method).gradient is not Method.gradient:
         return f"{view.method.name} does not step along the gradient of its loss alone"
-    if type(view.method).loss is not Method.loss:
+    if not view.method.plain_loss(view.client.task):
         return f"{view.method.name} has a loss of its own that a plain view does not have"
     if any(n in view.task.parameters and not n.startswith(view.task.head) for n in view.private):
         return "more than the classifier is private"

@@ -7,13 +7,14 @@ from math import prod
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from defenses import defenses
 from fl.client import Gradient
 from fl.defense import Defense, overrides
+from fl.method import Method
 from fl.tensors import Tensors
-from fl.types import Batch
+from fl.types import Batch, Task
 
 
 @defenses.register("chain")
@@ -52,22 +53,37 @@ class Chain(Defense):
         """The parts, and theirs."""
         return tuple(member for part in self.parts for member in part.members())
 
+    def check(self, method: Method, task: Task) -> None:
+        """Each refuses what it has to."""
+        for part in self.parts:
+            part.check(method, task)
+
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """The network in all its wrappings."""
         for part in self.parts:
             model = part.wrap_model(model)
         return model
 
-    def transform_batch(self, batch: Batch, generator: torch.Generator) -> Batch:
+    def transform_batch(self, batch: Batch, task: Task, generator: torch.Generator) -> Batch:
         """The batch, changed by each."""
         for part in self.parts:
-            batch = part.transform_batch(batch, generator)
+            batch = part.transform_batch(batch, task, generator)
         return batch
+
+    def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """What each draws."""
+        return {name: value for part in self.parts for name, value in part.draw(batch, task, generator).items()}
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The gradient of the one that changes it."""
-        changing = [part for part in self.parts if overrides(part, "gradient")]
-        return changing[0].gradient(grad, params, batch, generator) if changing else grad(params, batch)
+        return self._changing().gradient(grad, params, batch, generator)
+
+    def guide(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
+        """What a search takes for it."""
+        return self._changing().guide(grad, params, batch)
+
+    def _changing(self) -> Defense:
+        return next((part for part in self.parts if overrides(part, "gradient")), Defense())
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
         """The update, changed by each."""

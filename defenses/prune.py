@@ -1,4 +1,4 @@
-"""Gradient pruning: only the largest entries of the update are sent."""
+"""Gradient pruning: only some entries of the update are sent, the largest or random ones."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from fl.tensors import Tensors, dense
 class Prune(Defense):
     """Sets the smallest entries of the update to zero (Zhu et al., NeurIPS 2019, section 5.2; Lin et al., ICLR 2018).
 
-    An attacker who knows it compares only the entries that were sent. A mask has no structure: an update of outer
-    products leaves this defence dense.
+    Or random ones, the "random mask" of Konecny et al. (2016, section 2), drawn anew every round and not scaled up.
+    Either way the mask shows in what is sent, and an attacker who knows the defence compares only these entries. A
+    mask has no structure: an update of outer products leaves this defence dense.
 
     Attributes:
         ratio: share of entries set to zero, in [0, 1); 0 is no defence. The number of entries is rounded down.
+        keep: the "largest" entries by absolute value, or "random" ones, each set of them equally likely.
         scope: "tensor" takes the share of each tensor, "global" of the whole update.
 
     Raises:
         ValueError: if `ratio` is not in [0, 1).
     """
 
-    plain: ClassVar[str] = "only the largest numbers of the update are sent."
+    plain: ClassVar[str] = "only some numbers of the update are sent: the largest, or random ones."
 
     ratio: float = 0.9
+    keep: Literal["largest", "random"] = "largest"
     scope: Literal["tensor", "global"] = "tensor"
 
     def __post_init__(self) -> None:
@@ -44,13 +47,13 @@ class Prune(Defense):
         return cls(ratio=0.5)
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
-        """The update with its smallest entries at zero."""
-        if self.ratio == 0:
+        """The update with its smallest entries at zero; random masks need a generator."""
+        if self.ratio == 0 or (self.keep == "random" and generator is None):
             return update
         matrices = {name: dense(value) for name, value in update.items()}
         if self.scope == "tensor":
-            return {name: matrix * self._kept(matrix) for name, matrix in matrices.items()}
-        kept = self._kept(torch.cat([matrix.flatten() for matrix in matrices.values()]))
+            return {name: matrix * self._kept(matrix, generator) for name, matrix in matrices.items()}
+        kept = self._kept(torch.cat([matrix.flatten() for matrix in matrices.values()]), generator)
         masks = kept.split([matrix.numel() for matrix in matrices.values()])
         return {
             name: matrix * mask.view(matrix.shape) for (name, matrix), mask in zip(matrices.items(), masks, strict=True)
@@ -62,8 +65,10 @@ class Prune(Defense):
             return predicted
         return {name: dense(value) * (dense(observed[name]) != 0) for name, value in predicted.items()}
 
-    def _kept(self, matrix: Tensor) -> Tensor:
-        """True at the largest entries of `matrix`."""
+    def _kept(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
+        """True at the entries of `matrix` that are sent."""
         sizes = matrix.detach().abs().flatten()
+        if self.keep == "random":
+            sizes = torch.rand(sizes.shape, generator=generator, dtype=sizes.dtype).to(sizes.device)
         largest = sizes.topk(matrix.numel() - int(self.ratio * matrix.numel())).indices
         return torch.zeros_like(sizes, dtype=torch.bool).scatter(0, largest, True).view(matrix.shape)

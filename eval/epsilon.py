@@ -191,9 +191,9 @@ def _largest(refuted: Callable[[float], bool]) -> float:
     if not refuted(low):
         return 0.0
     while refuted(high):
-        low, high = high, 2 * high
-        if high > LARGEST:
+        if high == LARGEST:
             return LARGEST
+        low, high = high, min(2 * high, LARGEST)
     while high - low > 1e-6:
         middle = (low + high) / 2
         low, high = (middle, high) if refuted(middle) else (low, middle)

@@ -133,6 +133,10 @@ class Method:
         """Mean loss of a batch; penalties on parameters belong into `gradient`."""
         return nn.functional.cross_entropy(network(batch.inputs), batch.labels)
 
+    def plain_loss(self, task: Task) -> bool:
+        """Whether `loss` is the mean cross entropy of the network and nothing else, on which some attacks rest."""
+        return type(self).loss is Method.loss
+
     def landmarks(self) -> tuple[str, ...]:
         """Parameters whose update is worth matching on its own, beside that of all parameters together."""
         return ()

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils import _pytree as pytree
 
+from fl import ghost
+from fl.client import Gradient, autograd_derivative, func_derivative
+from fl.defense import DRAWN
+from fl.noise import Noise
 from fl.parametrisation import Parametrisation
-from fl.tensors import LowRank, Tensors, Term, Value, dense, norm, scaled, zeros
+from fl.tensors import Tensors, dense, norm, scaled
 from fl.types import Batch
-
-if TYPE_CHECKING:
-    from fl.client import Gradient
 
 STABILISER = 1e-6
 """Added to a norm before dividing by it, as in Opacus and `clip_grad_norm_`: it only ever shrinks the result."""
+
+Where = Literal["parameters", "weights"]
+Source = torch.Generator | Noise | None
 
 
 def private_gradient(
@@ -27,13 +33,15 @@ def private_gradient(
     *,
     clip: float,
     noise_multiplier: float,
-    generator: torch.Generator | None,
+    generator: Source,
     denominator: float | None = None,
+    at: Where = "parameters",
 ) -> Tensors:
     """The gradient of DP-SGD (Abadi et al., CCS 2016, Algorithm 1): clip each sample's, sum, add noise, divide.
 
-    Differentiable in parameters and batch. A sample's norm is taken over all parameters that move together; outer
-    products stay so, one for each sample, until noise is added: noise has full rank and makes everything dense.
+    Differentiable in parameters and batch. A sample whose gradient is not finite counts as zero. What is pulled back to
+    a generator's parameters is the sum, since that is linear: of one batch, heads get one outer product, until noise
+    is added to it, which has full rank and makes everything dense.
 
     Args:
         grad: of the method's loss.
@@ -44,20 +52,19 @@ def private_gradient(
         generator: of the noise; None leaves the noise out.
         denominator: what the sum is divided by. It must be public: the expected batch size under Poisson sampling.
             None takes the size of the batch, which is public only where all batches have one size.
+        at: what is clipped and gets the noise: the gradient of all "parameters" that move together, or that of the
+            network's "weights" they make, in which case the noisy sum is pulled back to the parameters.
 
     Raises:
         ValueError: for a loss or a model that couples samples, a bad setting, or an empty batch without denominator.
     """
     divisor = _check(grad, batch, clip, noise_multiplier, denominator)
+    weights = grad.weights(params)
     if not len(batch):
-        return _finished(zeros(params, grad.live), clip * noise_multiplier, generator, divisor)
+        return _finished(grad, params, _nothing(grad, weights), clip * noise_multiplier, generator, divisor, at)
 
-    def bounded(gradient: Tensors) -> Tensors:
-        return scaled(gradient, torch.clamp(clip / (norm(gradient) + STABILISER), max=1.0))
-
-    clipped = vmap(bounded)(grad.per_sample(params, batch))
-    sums = {name: _summed(value) for name, value in clipped.items()}
-    return _finished(sums, clip * noise_multiplier, generator, divisor)
+    sums = _summed(grad, params, _samples(grad, weights, batch), clip, at)
+    return _finished(grad, params, sums, clip * noise_multiplier, generator, divisor, at)
 
 
 def opacus_gradient(
@@ -67,49 +74,37 @@ def opacus_gradient(
     *,
     clip: float,
     noise_multiplier: float,
-    generator: torch.Generator | None,
+    generator: Source,
     denominator: float | None = None,
+    at: Where = "parameters",
 ) -> Tensors:
-    """`private_gradient` for training plain networks, by Opacus' ghost clipping: equal, faster, not differentiable.
+    """`private_gradient` for training, by ghost clipping and Opacus' rules for layers: equal, faster, without a graph.
 
     Arguments and errors are those of `private_gradient`. The method's loss may look at the network's outputs only.
 
     Raises:
-        ValueError: further, for generated weights, whose wrapped generator would see the batch as one sample, and for
-            layers that train beside buffers of their own, such as batch norm.
+        ValueError: further, for a network whose layers don't say all (see `fl.ghost.obstacle`).
     """
-    from opacus.grad_sample import GradSampleModuleFastGradientClipping  # seconds to import, so not before it is used
-
     divisor = _check(grad, batch, clip, noise_multiplier, denominator)
-    _check_plain(grad)
-    if not len(batch):
-        return _finished(zeros(params, grad.live), clip * noise_multiplier, generator, divisor)
-    with torch.enable_grad():
-        model = copy.deepcopy(grad.model)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in grad.live)
-            parameter.data.copy_(dense(params[name]))
-        for name, buffer in model.named_buffers():
-            buffer.copy_(grad.buffers[name])
-        ghost = GradSampleModuleFastGradientClipping(model, max_grad_norm=clip, loss_reduction="sum", strict=False)
-        losses = _losses(grad, ghost(batch.inputs), batch)
-        losses.sum().backward(retain_graph=True)
-        factors = torch.clamp(clip / (ghost.get_norm_sample() + STABILISER), max=1.0)
-        ghost.disable_hooks()
-        ghost.zero_grad()
-        wanted = {name: p for name, p in model.named_parameters() if name in grad.live}
-        sums = torch.autograd.grad((factors.detach() * losses).sum(), list(wanted.values()))
-    return _finished(dict(zip(wanted, sums, strict=True)), clip * noise_multiplier, generator, divisor)
+    if reason := ghost.obstacle(grad):
+        raise ValueError(f"expected a network of known layers, but {reason}: use private_gradient")
+    with torch.no_grad():
+        weights = grad.weights(params)
+        sums = _nothing(grad, weights)
+        if len(batch) and (at == "weights" or type(grad.client.method.parametrisation) is Parametrisation):
+            sums = _ghost_sums(grad, weights, batch, clip)
+        elif len(batch):
+            sums = _summed(grad, params, ghost.per_sample(grad, weights, batch), clip, at)
+        return _finished(grad, params, sums, clip * noise_multiplier, generator, divisor, at)
 
 
-def _losses(grad: Gradient, outputs: Tensor, batch: Batch) -> Tensor:
-    """The method's loss of each sample (B,), from what the network returned for it."""
-
-    def one(output: Tensor, image: Tensor, label: Tensor) -> Tensor:
-        single = Batch(image[None], label[None])
-        return grad.client.method.loss(lambda inputs: output[None], single, grad.step)  # type: ignore[arg-type]
-
-    return vmap(one)(outputs, batch.inputs, batch.labels)
+def fastest(grad: Gradient, params: Tensors, batch: Batch) -> Callable[..., Tensors]:
+    """`opacus_gradient` where it applies and nobody asks for a graph, else `private_gradient`."""
+    asked = pytree.tree_leaves((params, batch.inputs, batch.labels)) if torch.is_grad_enabled() else []
+    stacked = grad.derivative is not autograd_derivative
+    if stacked or any(value.requires_grad for value in asked) or ghost.obstacle(grad):
+        return private_gradient
+    return opacus_gradient
 
 
 def _check(grad: Gradient, batch: Batch, clip: float, noise_multiplier: float, denominator: float | None) -> float:
@@ -124,39 +119,75 @@ def _check(grad: Gradient, batch: Batch, clip: float, noise_multiplier: float, d
     return float(divisor)
 
 
-def _check_plain(grad: Gradient) -> None:
-    """Refuse what Opacus can't tell apart by sample."""
-    generator = grad.client.method.parametrisation
-    if type(generator) is not Parametrisation:
-        got = f"parametrisation {generator.name!r}"
-        raise ValueError(f"expected the network's own weights, got {got}: use private_gradient")
-    for name, module in grad.model.named_modules():
-        moves = any(f"{name}.{key}" in grad.live for key, _ in module.named_parameters(recurse=False))
-        if moves and any(True for _ in module.buffers(recurse=False)):
-            raise ValueError(f"expected trained layers without buffers, got {name!r}: use private_gradient")
+def _nothing(grad: Gradient, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    client = grad.client
+    names = client.method.parametrisation.sources(client.task, grad.live)
+    return {name: torch.zeros_like(weights[name]) for name in names}
 
 
-def _summed(value: Value) -> Value:
-    """The sum over the first dimension: of outer products, all of them side by side in one value."""
-    if isinstance(value, Tensor):
-        return value.sum(0)
-    if value.base is not None and value.scale != 0:
-        raise TypeError("expected per-sample gradients made of outer products only, got one over a base")
-    terms = []
-    for term in value.terms:
-        coef = term.coef[:, None, None] if isinstance(term.coef, Tensor) else term.coef
-        left, right = (term.left * coef).flatten(0, 1), term.right.flatten(0, 1)
-        terms.append(Term(1.0, left, right))
-    return LowRank(None, 0.0, tuple(terms), value.size)
+def _samples(grad: Gradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """The samples' gradients with respect to the network's weights (B, ...); each meets its own row of a defence's."""
+    rows = {n: x for n, x in grad.step.draws.items() if n.startswith(DRAWN) and len(x) == len(batch)}
+
+    def one(image: Tensor, label: Tensor, drawn: dict[str, Tensor]) -> dict[str, Tensor]:
+        draws = {**grad.step.draws, **{name: row[None] for name, row in drawn.items()}}
+        single = replace(grad, step=replace(grad.step, draws=draws))
+        return single.of_weights(weights, Batch(image[None], label[None]), func_derivative)
+
+    return vmap(one)(batch.inputs, batch.labels, rows)
 
 
-def _finished(sums: Tensors, std: float, generator: torch.Generator | None, divisor: float) -> Tensors:
+def _factors(norms: Tensor, clip: float) -> Tensor:
+    """What each sample's gradient is multiplied by (B,): 0 where it is not finite."""
+    return torch.where(norms.isfinite(), torch.clamp(clip / (norms + STABILISER), max=1.0), 0.0)
+
+
+def _summed(grad: Gradient, params: Tensors, samples: dict[str, Tensor], clip: float, at: Where) -> dict[str, Tensor]:
+    """The sum of the clipped gradients (B, ...) of the network's weights, clipped `at` these or the parameters."""
+    norms = vmap(lambda one: norm(one if at == "weights" else grad.pull(params, one)))(samples)
+    fine, factors = norms.isfinite(), _factors(norms, clip)
+    watched = torch.is_grad_enabled() or grad.derivative is not autograd_derivative
+    if watched or not bool(fine.all()):  # zero times no number is no number
+        samples = {k: torch.where(fine.view(-1, *[1] * (g.ndim - 1)), g, 0.0) for k, g in samples.items()}
+    return {name: torch.tensordot(factors, value, 1) for name, value in samples.items()}
+
+
+def _ghost_sums(grad: Gradient, weights: dict[str, Tensor], batch: Batch, clip: float) -> dict[str, Tensor]:
+    layers = ghost.passes(grad, weights, batch)
+    norms = torch.stack([layer.squares() for layer in layers]).sum(0).sqrt()
+    if not bool(norms.isfinite().all()):  # zero times no number is no number: go without these samples
+        fine = norms.isfinite().nonzero().flatten()
+        return _ghost_sums(grad, weights, batch.take(fine), clip) if len(fine) else _nothing(grad, weights)
+    factors = _factors(norms, clip)
+    found = {name: value for layer in layers for name, value in layer.sums(factors).items()}
+    return {name: found[name] for name in _nothing(grad, weights)}  # the order in which noise is drawn
+
+
+def _finished(
+    grad: Gradient,
+    params: Tensors,
+    sums: dict[str, Tensor],
+    std: float,
+    generator: Source,
+    divisor: float,
+    at: Where,
+) -> Tensors:
     """Noise of standard deviation `std` on every entry of the sum, then the mean."""
+    if at == "weights":
+        return scaled(grad.pull(params, _noisy(sums, std, generator)), 1 / divisor)
+    pulled = grad.pull(params, sums)
     if generator is not None and std > 0:
-        noisy: Tensors = {}
-        for name, value in sums.items():
-            matrix = dense(value)
-            draw = torch.randn(matrix.shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
-            noisy[name] = matrix + draw * std
-        sums = noisy
-    return scaled(sums, 1 / divisor)
+        pulled = {**_noisy({name: dense(value) for name, value in pulled.items()}, std, generator)}
+    return scaled(pulled, 1 / divisor)
+
+
+def _noisy(sums: dict[str, Tensor], std: float, generator: Source) -> dict[str, Tensor]:
+    if generator is None or std == 0:
+        return sums
+    if isinstance(generator, Noise):
+        return {name: sums[name] + draw * std for name, draw in generator.like(sums).items()}
+    noisy = {}
+    for name, value in sums.items():
+        draw = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
+        noisy[name] = value + draw * std
+    return noisy

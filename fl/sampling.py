@@ -3,11 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fl.noise import fresh_key, uniform
 from fl.types import Order, Phase, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoissonPhase(Phase):
+    """A phase whose batches are drawn by numbers that everybody may know, whatever the client holds.
+
+    A client with no more images than a batch has nothing to draw from and feeds all of them in every step.
+
+    Attributes:
+        rate: probability with which each image enters a batch; None is batch_size / n.
+        images: on which the number of steps in an epoch is based; None is n.
+        secret: draw from the operating system's random numbers, not from the experiment's seed.
+
+    Raises:
+        ValueError: as of `Phase`, or if the rate is no probability.
+    """
+
+    sampler: str = "poisson"
+    rate: float | None = None
+    images: int | None = None
+    secret: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rate is not None and not 0 < self.rate <= 1:
+            raise ValueError(f"expected rate in (0, 1], got {self.rate}")
+        if self.images is not None and self.images < 1:
+            raise ValueError(f"expected images >= 1, got {self.images}")
+
+    def draw(self, n: int, generator: torch.Generator) -> tuple[tuple[Tensor, ...], ...]:
+        """Indices below `n` for every batch of every step."""
+        size = min(self.batch_size or n, n)
+        whole = self.images or n
+        per_epoch = -(-whole // min(self.batch_size or whole, whole))
+        steps = self.steps if self.steps is not None else per_epoch * (self.epochs or 0)
+        rate = 1.0 if n <= size else (self.rate or size / n)
+        batches = []
+        for _ in range(steps * self.batches_per_step):
+            draw = uniform(fresh_key(), n) if self.secret else torch.rand(n, generator=generator, dtype=torch.float64)
+            batches.append((draw < rate).nonzero().flatten())
+        k = self.batches_per_step
+        return tuple(tuple(batches[i : i + k]) for i in range(0, len(batches), k))
 
 
 def plan(phases: Sequence[Phase], n: int, generator: torch.Generator) -> Order:
@@ -22,6 +66,8 @@ def plan(phases: Sequence[Phase], n: int, generator: torch.Generator) -> Order:
 
 
 def _phase(phase: Phase, n: int, generator: torch.Generator) -> tuple[tuple[Tensor, ...], ...]:
+    if isinstance(phase, PoissonPhase):
+        return phase.draw(n, generator)
     size = min(phase.batch_size or n, n)
     if phase.sampler == "poisson":
         steps = phase.steps if phase.steps is not None else -(-n // size) * (phase.epochs or 0)

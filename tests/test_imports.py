@@ -16,7 +16,7 @@ BANNED_CALLS = {"print", "eval", "exec", "torch.seed", "torch.set_rng_state", "t
 DRAWS = {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")}
 DRAWS |= {f"torch.{name}_like" for name in ("rand", "randn", "randint")}
 DRAWS_IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_")
-NUMPY_SEEDED = {"numpy.random.default_rng", "numpy.random.Generator", "numpy.random.SeedSequence"}
+NUMPY_SEEDED = {f"numpy.random.{name}" for name in ("default_rng", "Generator", "SeedSequence", "Philox")}
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

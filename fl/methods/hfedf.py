@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.dropout import drawn, masked, masks
+from fl.models.dropout import ReplayedDropout, drawn, masked, masks
 from fl.models.server_hypernetwork import ServerHypernetwork
 from fl.parametrisation import Parametrisation
 from fl.seeds import stream
@@ -120,6 +120,11 @@ class HFedF(FedAvg):
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """Mean cross-entropy, under the masks drawn."""
         return super().loss(masked(network, step.draws), batch, step)
+
+    def plain_loss(self, task: Task) -> bool:
+        """Without dropout there are no masks, and it is."""
+        drops = any(isinstance(module, ReplayedDropout) and module.p for module in task.model.modules())
+        return type(self).loss is HFedF.loss and not drops
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def generated(self, task: Task) -> list[str]:

@@ -9,7 +9,7 @@ from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.models.filter_hypernetwork import EMBEDDINGS, Filters
 from fl.parametrisation import Generated, Parametrisation
-from fl.types import Group, Phase, Task
+from fl.types import Phase, Task
 
 
 @methods.register("hyperfednet")
@@ -72,5 +72,4 @@ class HyperFedNet(FedAvg):
         made = self.parametrisation.generates(task) if isinstance(self.parametrisation, Generated) else []
         own = tuple(name for name in task.parameters if name not in made)
         moving = (*own, EMBEDDINGS) if self.tune == "private" else own
-        groups = (Group(prefixes=moving, lr=phase.groups[0].lr, weight_decay=self.weight_decay),)
-        return (replace(phase, groups=groups, epochs=epochs, steps=None),)
+        return (replace(phase, groups=(replace(phase.groups[0], prefixes=moving),), epochs=epochs, steps=None),)

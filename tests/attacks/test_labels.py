@@ -17,6 +17,8 @@ from fl.defense import Defense
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.methods.hfedf import HFedF
+from fl.methods.hfedf_latent import HFedFLatent
 from fl.models import build
 from fl.seeds import stream
 from fl.simulate import Truth
@@ -161,6 +163,25 @@ def test_what_gives_no_labels_away() -> None:
     assert fixed_labels(view, "joint") is None
     assert fixed_labels(view, "random") is None
     assert recovered(view, {}) is None
+
+
+def test_labels_are_counted_under_a_method_that_may_mask_features_and_does_not() -> None:
+    labels, step = [0, 1, 1, 2, 3, 3], HFedF(lr=0.1, steps=1, batch_size=None, weight_decay=0.0)
+    for dropout in (0.0, 0.5):
+        given = build("hfedf-cnn", num_classes=4, input_shape=(1, 8, 8), dropout=dropout)
+        assert named(victim(labels, step, given=given)[0]) == (None if dropout else labels)
+
+
+def test_a_classifier_that_did_not_move_names_no_label() -> None:
+    given = build("hfedf-cnn", num_classes=4, input_shape=(1, 8, 8))
+    view, _ = victim([2], HFedFLatent(autoencoder_steps=1), given=given)
+    assert not bool(view.update["head.bias"].any())  # type: ignore[union-attr]
+    assert named(view) is None
+
+
+def test_several_labels_are_not_counted_without_a_schedule() -> None:
+    view, _ = victim([1, 2])
+    assert recovered(replace(view, schedule=None), view.update) is None
 
 
 def test_known_labels_come_first() -> None:

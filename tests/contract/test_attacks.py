@@ -24,14 +24,22 @@ from fl.types import ServerView
 
 ATTACKS = dict(attacks.examples()) | {"peel+headless+ig": build({"name": "peel+headless+ig", "iterations": 5})}
 VICTIMS = {row: "shares nothing" for row in ROWS if not shares(row)}
-EVERY = pytest.mark.parametrize(
-    ("row", "name"),
-    [
-        pytest.param(row, name, marks=[pytest.mark.skip(reason=f"{row} {VICTIMS[row]}")] if row in VICTIMS else [])
-        for row in ("fedavg", "fedper", "hyperfl", "local", "scaffold", "hyperfedzero", "fedprox+hfn")
-        for name in ATTACKS
-    ],
-)
+
+
+def _marks(row: str, often: tuple[str, ...]) -> list[Any]:
+    if row in VICTIMS:
+        return [pytest.mark.skip(reason=f"{row} {VICTIMS[row]}")]
+    return [] if row in often else [pytest.mark.slow]
+
+
+def _every(often: tuple[str, ...]) -> Any:
+    """All attacks on every kind of victim; those not met `often` are marked slow."""
+    pairs = [pytest.param(row, name, marks=_marks(row, often)) for row in KINDS for name in ATTACKS]
+    return pytest.mark.parametrize(("row", "name"), pairs)
+
+
+KINDS = ("fedavg", "fedper", "hyperfl", "local", "scaffold", "hyperfedzero", "fedprox+hfn")
+EVERY, SOME = _every(KINDS), _every(("fedavg", "hyperfl"))
 
 
 @cache
@@ -84,7 +92,7 @@ def test_an_attack_holds_nothing_of_the_client(row: str, name: str) -> None:
     assert_equal(ATTACKS[name](view, seed=3), plain)
 
 
-@EVERY
+@SOME
 def test_the_same_seed_gives_the_same_result(row: str, name: str) -> None:
     view = victim(row)[0]
     before = [value.clone() for value in tensors(view)]
@@ -93,7 +101,7 @@ def test_the_same_seed_gives_the_same_result(row: str, name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(before, tensors(view), strict=True)), "the attack changed its view"
 
 
-@EVERY
+@SOME
 def test_the_unit_of_the_update_changes_no_bit(row: str, name: str) -> None:
     plain, loud = victim(row)[0], victim(row, Loud())[0]
     assert_same(loud.update, scaled(plain.update, 1024.0))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import assert_near, assert_same, tensors
-from support.matrix import COLUMNS, ROWS, cells, federation, observed, shares
+from support.matrix import COLUMNS, ROWS, cells, federation, named, observed, refusal, shares
 from torch.func import vmap
 
 from fl.client import func_derivative, predict
@@ -24,8 +24,16 @@ def test_matrix_covers_the_registries() -> None:
     assert set(methods.names()) <= set(ROWS)
     assert {"none", "prune", "noise"} <= set(COLUMNS)
     assert [row for row in ROWS if not shares(row)] == ["local"]
-    assert ("hyperfl", "prune") in cells(replayable=True)
-    assert ("hyperfl", "noise") not in cells(replayable=True)
+    assert ("hyperfl", "prune") in named(replayable=True)
+    assert ("hyperfl", "noise") not in named(replayable=True)
+
+
+def test_what_a_defence_cannot_defend_it_refuses_with_a_reason() -> None:
+    refused = {(row, column): refusal(row, column) for row in ROWS for column in COLUMNS if refusal(row, column)}
+    assert {("hyperfedzero", "dp-sgd"), ("fedavg+norm", "dp-sgd"), ("hyperfedzero", "precode")} <= set(refused)
+    assert {column for _, column in refused} == {"dp-sgd", "precode", "soteria"}
+    assert all(str(reason).startswith(f"{column}: expected ") for (_, column), reason in refused.items())
+    assert not any(row in {"fedavg", "fedper", "hyperfl"} for row, _ in refused)
 
 
 @REPLAYABLE

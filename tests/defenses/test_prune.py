@@ -93,3 +93,27 @@ def test_further_payloads_are_pruned_too() -> None:
     upload = worlds.federation(probe.method, Prune(ratio=0.5)).train(0).upload
     weight = dense(upload.extra["control"]["body.fc1.weight"])
     assert int((weight == 0).sum()) == weight.numel() // 2
+
+
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+def test_random_entries(scope: Any) -> None:
+    defense = Prune(ratio=0.5, keep="random", scope=scope)
+    sent = defense.transform_update(UPDATE, stream(0))
+    gone = {name: dense(sent[name]) == 0 for name in UPDATE}
+    counts = {name: int(mask.sum()) for name, mask in gone.items()}
+    assert sum(counts.values()) == (int(0.5 * 271) if scope == "global" else 50 + 25 + 60 + 0)
+    for name, value in UPDATE.items():
+        assert torch.equal(dense(sent[name])[~gone[name]], dense(value)[~gone[name]])
+    large = dense(UPDATE["large"]).abs()
+    assert large[gone["large"]].max() > large[~gone["large"]].min()  # sizes do not decide
+    again, other = (dense(defense.transform_update(UPDATE, stream(seed))["small"]) == 0 for seed in (0, 1))
+    assert torch.equal(again, gone["small"])
+    assert not torch.equal(other, gone["small"])
+
+
+def test_a_random_mask_is_read_off_the_update() -> None:
+    view, truth = worlds.federation(FedAvg.example(), Prune(ratio=0.5, keep="random")).observe(1)
+    with torch.no_grad():
+        whole = predict(view, truth.candidate())
+    assert all(dense(value).all() for value in whole.values())  # a prediction has no mask
+    assert_same(view.defense.surrogate(whole, view.update), view.update)

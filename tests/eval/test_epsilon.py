@@ -85,3 +85,10 @@ def test_bad_input(values: list[float], included: list[bool], delta: float, word
         epsilon.audit(values, included, delta=delta)
     with pytest.raises(ValueError, match="right <= guesses"):
         epsilon.one_run(10, 5, 6, delta=DELTA)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.3, 30.0, 70.0, 99.0])
+def test_no_bound_goes_beyond_what_was_refuted(limit: float) -> None:
+    found = epsilon._largest(lambda value: value <= limit)
+    assert limit - 1e-6 <= found <= limit
+    assert epsilon._largest(lambda _: True) == epsilon.LARGEST

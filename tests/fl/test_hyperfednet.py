@@ -174,6 +174,7 @@ def test_step_sizes_drop_and_tuning_takes_the_last() -> None:
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
     assert method.tuning(task(), 3)[0].groups[0].lr == pytest.approx(0.001)
     assert method.tuning(task(), 3)[0].epochs == 3
+    assert replace(method, max_norm=2.0).tuning(task(), 3)[0].groups[0].max_norm == 2.0
 
 
 @pytest.mark.parametrize("tune", ["own", "private"])

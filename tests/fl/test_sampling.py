@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 
-from fl.sampling import in_turn, plan, schedule
+from fl.sampling import PoissonPhase, in_turn, plan, schedule
 from fl.seeds import stream
 from fl.types import Group, Phase
 
@@ -93,3 +94,52 @@ def test_in_turn_wraps_around() -> None:
 def test_a_phase_checks_its_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         phase(**settings)
+
+
+# ---- Poisson sampling at a public rate -------------------------------------------------------------------------------
+def poisson(**settings: Any) -> PoissonPhase:
+    return PoissonPhase(**{"groups": (Group(lr=0.1),), "epochs": 1, **settings})
+
+
+@pytest.mark.parametrize("length", [93, 99, 105, 7, 100])
+def test_an_epoch_has_as_many_steps_as_batches_fit(length: int) -> None:
+    phase = poisson(batch_size=3, images=3 * length, rate=1 / length)
+    for n in (3 * length, 5, 3 * length + 40):  # what the client really holds does not show
+        assert len(plan([phase], n, stream(0, n))[0]) == length
+
+
+def test_every_image_enters_at_the_public_rate() -> None:
+    n, rate, steps, batch = 150, 0.08, 400, 8
+    counts, sizes = torch.zeros(n), []
+    for client in range(20):
+        (steps_taken,) = plan(
+            [poisson(batch_size=batch, rate=rate, images=100, epochs=None, steps=steps)], n, stream(client)
+        )
+        for (index,) in steps_taken:
+            counts[index] += 1
+            sizes.append(len(index))
+    trials = 20 * steps
+    spread = ((counts - trials * rate).square() / (trials * rate * (1 - rate))).sum()
+    assert 1e-6 < stats.chi2.sf(float(spread), n) < 1 - 1e-6
+    found = torch.tensor(sizes, dtype=torch.float64)
+    expected = n * rate * (1 - rate)
+    assert float(found.mean()) == pytest.approx(n * rate, abs=5 * (expected / trials) ** 0.5)
+    assert float(found.var()) == pytest.approx(expected, rel=5 * (2 / trials) ** 0.5)
+
+
+def test_a_client_of_one_batch_feeds_all_it_has() -> None:
+    (steps,) = plan([poisson(batch_size=50, rate=0.01, images=600, epochs=None, steps=3)], 4, stream(0))
+    assert [index.tolist() for (index,) in steps] == [[0, 1, 2, 3]] * 3
+
+
+def test_secret_batches_do_not_follow_from_the_seed() -> None:
+    phase = poisson(batch_size=5, images=50, epochs=None, steps=20, secret=True)
+    one, other = (str(plan([phase], 50, stream(0))) for _ in range(2))
+    assert one != other
+
+
+def test_rates_are_probabilities() -> None:
+    with pytest.raises(ValueError, match=r"expected rate in \(0, 1\]"):
+        poisson(rate=0.0)
+    with pytest.raises(ValueError, match="expected images >= 1"):
+        poisson(images=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
 from support import worlds
 from support.probes import PROBES, Probe
@@ -21,6 +23,9 @@ from fl.types import ServerView
 
 ROWS: dict[str, Probe] = {name: Probe(method) for name, method in methods.examples()} | PROBES
 COLUMNS: dict[str, Defense] = dict(defenses.examples())
+CORE_ROWS = ("fedavg", "hyperfl", "hyperfednet", "scaffold")
+CORE_COLUMNS = ("none", "prune", "noise")
+"""Every method meets these defences, and these methods meet every defence; the whole product is marked slow."""
 
 
 @cache
@@ -46,7 +51,15 @@ def draws_noise(defense: Defense) -> bool:
     return not all(torch.equal(x, y) for x, y in zip(sent(0), sent(1), strict=True))
 
 
-def cells(*, replayable: bool = False) -> list[tuple[str, str]]:
+def cells(*, replayable: bool = False) -> list[Any]:
+    """The cells of `named`, those beside the core marked slow."""
+    return [
+        pytest.param(row, column, marks=[] if row in CORE_ROWS or column in CORE_COLUMNS else [pytest.mark.slow])
+        for row, column in named(replayable=replayable)
+    ]
+
+
+def named(*, replayable: bool = False) -> list[tuple[str, str]]:
     """Names of method and defence that go together; `replayable`: only defences that add no fresh noise."""
     pairs = [(row, column) for row in ROWS for column in COLUMNS]
     pairs = [(row, column) for row, column in pairs if column == "none" or type(ROWS[row].defense) is Defense]

@@ -1,0 +1,272 @@
+"""How much privacy noisy steps cost: epsilon from noise, sampling rate and steps, the noise that a budget asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, special
+
+Accountant = Literal["prv", "rdp"]
+LARGEST = 2.0**20
+"""Multiple of the clip above which no noise is looked for."""
+ORDERS = [1 + x / 10 for x in range(1, 20)] + [3 + x / 4 for x in range(32)] + list(range(11, 64))
+ORDERS += [2.0**k for k in range(6, 15)]
+"""Of Renyi divergences; Opacus' own end at 63, which very large noise would fall off."""
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Steps alike: Gaussian noise on a sum of which one record moves at most the clip.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise, in units of the clip.
+        rate: probability with which a record is in a step's batch; 1 where it is in every one.
+        steps: how many.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    noise_multiplier: float
+    rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"expected noise_multiplier >= 0, got {self.noise_multiplier}")
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"expected rate in (0, 1], got {self.rate}")
+        if self.steps < 0:
+            raise ValueError(f"expected steps >= 0, got {self.steps}")
+
+
+class BudgetSpentError(ValueError):
+    """Another step would cost more than the budget has left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """What one client has spent; equal charges stand in it once.
+
+    Attributes:
+        delta: for which epsilon is stated.
+        budget: largest epsilon, or None for no limit.
+        accountant: "prv" (numerical, Gopi et al., NeurIPS 2021) or "rdp" (Mironov et al., 2019), which is looser.
+        charges: so far.
+    """
+
+    delta: float = 1e-5
+    budget: float | None = None
+    accountant: Accountant = "prv"
+    charges: tuple[Charge, ...] = ()
+
+    def charged(self, noise_multiplier: float, rate: float, steps: int = 1) -> Ledger:
+        """The ledger after `steps` more such steps.
+
+        Raises:
+            BudgetSpentError: epsilon would go above the budget; nothing is charged then.
+        """
+        after = replace(self, charges=merged((*self.charges, Charge(noise_multiplier, rate, steps))))
+        if self.budget is not None and after.epsilon() > self.budget:
+            raise BudgetSpentError(f"expected to stay within epsilon {self.budget}, got {after.epsilon():.4f}")
+        return after
+
+    def epsilon(self) -> float:
+        """Spent so far."""
+        return spent(self.charges, self.delta, self.accountant)
+
+    def room(self, noise_multiplier: float, rate: float) -> int:
+        """How many further such steps the budget allows.
+
+        Raises:
+            ValueError: there is no budget, or noise so large that it would never be spent.
+        """
+        if self.budget is None:
+            raise ValueError("expected a ledger with a budget, got none")
+
+        def fits(steps: int) -> bool:
+            charges = merged((*self.charges, Charge(noise_multiplier, rate, steps)))
+            return spent(charges, self.delta, self.accountant) <= (self.budget or 0.0)
+
+        if not fits(1):
+            return 0
+        top = 2
+        while fits(top):
+            top *= 2
+            if top > 2**40:
+                raise ValueError(f"expected noise that a budget runs out of, got noise_multiplier {noise_multiplier}")
+        low = top // 2
+        while top - low > 1:
+            middle = (low + top) // 2
+            low, top = (middle, top) if fits(middle) else (low, middle)
+        return low
+
+
+def merged(charges: Iterable[Charge]) -> tuple[Charge, ...]:
+    """Equal noise and rate as one charge: epsilon does not depend on their order, and is found many times faster."""
+    steps: dict[tuple[float, float], int] = {}
+    for charge in charges:
+        key = (charge.noise_multiplier, charge.rate)
+        steps[key] = steps.get(key, 0) + charge.steps
+    return tuple(Charge(*key, count) for key, count in steps.items() if count)
+
+
+def spent(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv") -> float:
+    """Epsilon of all `charges` together at `delta`: an upper bound, infinite where a step has no noise.
+
+    Where every record is in every batch both accountants give the exact value for Gaussian noise. Elsewhere PRV is
+    numerical, to 0.01 (Opacus' bound), and never above what RDP proves.
+
+    Raises:
+        ValueError: `delta` is not in (0, 1).
+    """
+    if not 0 < delta < 1:
+        raise ValueError(f"expected delta in (0, 1), got {delta}")
+    known = merged(charges)
+    if not known:
+        return 0.0
+    if any(charge.noise_multiplier == 0 for charge in known):
+        return math.inf
+    if all(charge.rate == 1 for charge in known):
+        return gaussian_epsilon(math.sqrt(sum(c.steps / c.noise_multiplier**2 for c in known)), delta)
+    by_rdp = _rdp(known, delta)
+    return min(_prv(known, delta), by_rdp) if accountant == "prv" else by_rdp
+
+
+@lru_cache(maxsize=1024)
+def calibrate(epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = "prv") -> float:
+    """The least noise multiplier, to 1 in 2,000, with which `steps` steps cost `epsilon` at most.
+
+    Raises:
+        ValueError: a number out of range, or no noise is enough.
+    """
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"expected epsilon > 0, got {epsilon}")
+
+    if accountant == "rdp" or rate == 1:
+        return _least(epsilon, lambda sigma: spent((Charge(sigma, rate, steps),), delta, "rdp"), 1.0)
+    guess = 0.93 * calibrate(epsilon, delta, rate, steps, "rdp")  # PRV is slow, and asks for a little less noise
+    return _least(epsilon, lambda sigma: spent((Charge(sigma, rate, steps),), delta, "prv"), guess)
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Epsilon of a Gaussian mechanism of sensitivity `mu` and noise 1, exactly (Balle and Wang, ICML 2018, Eq. 6)."""
+
+    def excess(epsilon: float) -> float:
+        right = math.exp(min(epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu)), 0.0))
+        return float(special.ndtr(mu / 2 - epsilon / mu)) - right - delta
+
+    if excess(0.0) <= 0:
+        return 0.0
+    top = 1.0
+    while excess(top) > 0:
+        top *= 2
+    return float(optimize.brentq(excess, 0.0, top, xtol=1e-12, rtol=1e-12))
+
+
+def _least(target: float, cost: Callable[[float], float], guess: float) -> float:
+    """The least value at which the falling `cost` is at most `target`, to 1 in 2,000 and on the side where it is."""
+    known: dict[float, float] = {}
+
+    def gap(power: float) -> float:
+        if power not in known:
+            known[power] = math.log(max(min(cost(math.exp(power)), 1e9), 1e-9) / target)
+        return known[power]
+
+    start = end = math.log(guess)
+    step = 0.05
+    while gap(start) * gap(end) > 0:  # out from the guess in growing steps, towards the other sign
+        start, end = end, end + math.copysign(step, gap(end))
+        step *= 2
+        if abs(end) > math.log(LARGEST):
+            raise ValueError(f"expected a budget that noise of at most {LARGEST:.0f} times the clip meets")
+    if start != end:
+        optimize.brentq(gap, start, end, xtol=2e-4, rtol=1e-12)
+    return math.exp(min(power for power, found in known.items() if found <= 0))
+
+
+@lru_cache(maxsize=4096)
+def _rdp_of_a_step(noise_multiplier: float, rate: float) -> NDArray[np.float64]:
+    from opacus.accountants.analysis import rdp  # seconds to import, so not before it is used
+
+    return np.asarray(rdp.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=ORDERS))
+
+
+def _rdp(charges: tuple[Charge, ...], delta: float) -> float:
+    total = np.sum([_rdp_of_a_step(c.noise_multiplier, c.rate) * c.steps for c in charges], axis=0)
+    usable = np.isfinite(total)
+    alphas, values = np.asarray(ORDERS)[usable], total[usable]
+    # Canonne, Kamath, Steinke, NeurIPS 2020, Proposition 12
+    bounds = values - (math.log(delta) + np.log(alphas)) / (alphas - 1) + np.log1p(-1 / alphas)
+    return max(0.0, float(bounds.min())) if len(bounds) else math.inf
+
+
+def _prv(charges: tuple[Charge, ...], delta: float) -> float:
+    from opacus.accountants import PRVAccountant
+
+    accountant = PRVAccountant()
+    accountant.history = [(c.noise_multiplier, c.rate, c.steps) for c in charges]
+    try:
+        with np.errstate(divide="ignore"):  # a rate of 1 among others meets log 0, which is right
+            found = float(accountant.get_epsilon(delta=delta))
+    except (ValueError, RuntimeError, MemoryError):  # its grid fails for extreme noise; RDP's bound holds all the same
+        return math.inf
+    return found if math.isfinite(found) else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyStatement:
+    """What differential privacy a method gives, with all that it depends on.
+
+    Attributes:
+        unit: what is protected: one "record", or all of one "client".
+        adjacency: "add-remove" (one unit more or less) or "zero-out" (a unit counts as nothing).
+        mode: of the method.
+        released: what gets the noise.
+        trusted: whom it takes for honest.
+        sampler: how batches are drawn.
+        rate: probability of a unit to be in a step.
+        noise_multiplier: standard deviation of the noise, in units of `clip`.
+        clip: what one unit moves the sum by, at most.
+        steps: noisy steps of a client.
+        delta: for which epsilon is stated.
+        epsilon: by the PRV accountant (exact where `rate` is 1); None where nothing is claimed.
+        epsilon_rdp: by the RDP accountant.
+        reason: why no epsilon is claimed; empty where one is.
+        profile: "experiment" (noise from the experiment's seed) or "release" (from the operating system).
+    """
+
+    unit: Literal["record", "client"]
+    adjacency: Literal["add-remove", "zero-out"]
+    mode: str
+    released: str
+    trusted: str
+    sampler: str
+    rate: float
+    noise_multiplier: float
+    clip: float
+    steps: int
+    delta: float
+    epsilon: float | None
+    epsilon_rdp: float | None
+    reason: str
+    profile: str
+
+    def sentence(self) -> str:
+        """All of it in one sentence."""
+        how = (
+            f"noise {self.noise_multiplier:.4g} x clip {self.clip:.4g} on {self.released} in {self.steps} steps, "
+            f"{self.sampler} batches at rate {self.rate:.4g}, {self.mode}; trusted: {self.trusted}; {self.profile} "
+            f"noise"
+        )
+        if self.epsilon is None or self.epsilon_rdp is None:
+            return f"no epsilon is claimed: {self.reason} ({how})"
+        claim = f"{self.unit}-level ({self.epsilon:.3g}, {self.delta:.1g})-differential privacy, {self.adjacency}"
+        note = ", with noise that can be drawn again from the seed: no guarantee for a real release"
+        return f"{claim} (RDP: {self.epsilon_rdp:.3g}): {how}{note if self.profile == 'experiment' else ''}"

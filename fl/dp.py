@@ -1,0 +1,374 @@
+"""What methods with differential privacy have in common: noise, batches, budget, and what may be said of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl.accounting import Accountant, Charge, PrivacyStatement, calibrate, spent
+from fl.client import Derivative, Gradient, autograd_derivative
+from fl.defense import overrides
+from fl.method import Method, ServerState, Step
+from fl.noise import Noise, drawn_key, fresh_key
+from fl.privacy import STABILISER, Where, fastest
+from fl.sampling import PoissonPhase
+from fl.tensors import Tensors, dense, norm, scaled, zeros
+from fl.types import Batch, Phase, Scope, Task, Upload
+
+if TYPE_CHECKING:
+    from fl.defense import Defense
+
+KEY = "noise"
+"""Name of the key of a step's noise among its draws."""
+COUNT, SERVER = "participation", "server-noise"
+"""What the server counts, and the key of its noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private(Method):
+    """Trains another method by DP-SGD (Abadi et al., CCS 2016): a class in front of that method's own.
+
+    The key of a step's noise is drawn with the method's random numbers and recorded, so that a round can be replayed to
+    the bit; an attacker, who does not know it, predicts without noise. `rate` and `local_steps`, on which the noise is
+    calibrated, are fixed when the method is made: a copy with fewer steps, as an attacker observes, keeps its noise.
+
+    Attributes:
+        mode: "dp-joint": everything that moves, private tensors included, moves by noisy gradients only, so the
+            guarantee holds for every record, against everybody else ("ISRL-DP", Lowy and Razaviyayn, ICLR 2023).
+            "as-published": as the HyperFL authors run it (Guo et al., AAAI 2025): private tensors move without noise,
+            batches are shuffled, but accounted as if drawn by Poisson sampling; no epsilon follows. "client-level":
+            clients train without noise; a trusted server clips and noises their updates.
+        epsilon: the budget of one client for all `rounds`, from which the noise follows.
+        noise_multiplier: standard deviation of the noise, in units of `clip`; takes the place of `epsilon`.
+        delta: of the guarantee.
+        clip: what one record moves the sum of gradients by at most (client-level: one client, the sum of updates).
+        rounds: in which a client takes part at most. The server leaves its later updates out.
+        images: public number of images of a client, on which rate and steps are based. None takes each client's own,
+            which then is public, and needs `noise_multiplier`.
+        rate: largest probability of an image to be in a step, on which the noise is calibrated; None is what the other
+            settings come to: batch_size / images under Poisson sampling, else 1.
+        local_steps: most noisy steps in a round, likewise.
+        accountant: "prv", or "rdp", which asks for 6 % more noise (and is what the HyperFL authors use).
+        sampler: "poisson" draws every image by itself, with probability batch_size / images, and divides by batch_size;
+            the others see every image once in an epoch, without amplification by sampling.
+        profile: "experiment" draws noise from the experiment's seed, "release" from the operating system.
+
+    Raises:
+        ValueError: a setting out of range, no public number of images for a budget, or a higher rate or more steps than
+            those on which the noise is calibrated.
+    """
+
+    at: ClassVar[Where] = "weights"
+    """What is clipped: gradients of the network's weights; what is pulled back from them stays private."""
+    personal: ClassVar[bool] = False
+    """Whether a client trains tensors that it keeps."""
+    released: ClassVar[str] = "the gradient of all weights"
+
+    mode: Literal["dp-joint", "as-published", "client-level"] = "dp-joint"
+    epsilon: float | None = 4.0
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    clip: float = 0.04
+    rounds: int = 200
+    images: int | None = 600
+    rate: float | None = None
+    local_steps: int | None = None
+    accountant: Accountant = "prv"
+    sampler: Literal["poisson", "shuffle", "sequential"] = "poisson"
+    profile: Literal["experiment", "release"] = "experiment"
+    batch_size: int | None = 50
+    epochs: int | None = 5
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.noise_multiplier is not None:
+            object.__setattr__(self, "epsilon", None)
+        if self.mode != "dp-joint" and self.sampler == "poisson":
+            object.__setattr__(self, "sampler", "shuffle")
+        self._check()
+        if self.images is not None:
+            rate, steps = self._noisy(self.images)
+            for key, needed in (("rate", rate), ("local_steps", steps)):
+                if getattr(self, key) is None:
+                    object.__setattr__(self, key, needed)
+                elif self.epsilon is not None and needed > getattr(self, key):
+                    raise ValueError(
+                        f"expected {key} of at most {getattr(self, key)}, on which the noise for epsilon "
+                        f"{self.epsilon:g} is calibrated, got {needed} from the other settings; set {key} to null"
+                    )
+        if (above := getattr(super(), "__post_init__", None)) is not None:
+            above()
+
+    def _check(self) -> None:
+        for key in ("epsilon", "clip", "rounds", "images"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"expected {key} > 0, got {value}")
+        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"expected noise_multiplier >= 0, got {self.noise_multiplier}")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"expected delta in (0, 1), got {self.delta}")
+        if self.rate is not None and not 0 < self.rate <= 1:
+            raise ValueError(f"expected rate in (0, 1], got {self.rate}")
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("expected epsilon or noise_multiplier, got neither")
+        if self.epsilon is not None and self.images is None and self.mode != "client-level":
+            raise ValueError(
+                "expected images, a public number, to calibrate noise for an epsilon; or a noise_multiplier"
+            )
+
+    # ---- noise and batches -------------------------------------------------------------------------------------------
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise, in units of `clip`; seconds to calibrate where an epsilon is given."""
+        if self.epsilon is None:
+            return self.noise_multiplier or 0.0
+        if self.mode == "client-level":
+            return calibrate(self.epsilon, self.delta, 1.0, self.rounds, self.accountant)
+        steps = (self.local_steps or 0) * self.rounds
+        return calibrate(self.epsilon, self.delta, self.rate or 1.0, steps, self.accountant)
+
+    def _noisy(self, n: int) -> tuple[float, int]:
+        """At what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted."""
+        whole = self.images or n
+        size = min(self.batch_size or whole, whole)
+        heads = getattr(self, "head_epochs", 0) if self.mode == "dp-joint" else 0
+        if self.sampler == "poisson" or self.mode == "as-published":
+            per_epoch = -(-whole // size)
+            main = self.steps if self.steps is not None else per_epoch * (self.epochs or 0)
+            rate = 1.0 if n <= (self.batch_size or n) else self._sampling or size / n
+            return rate, main + heads * per_epoch
+        passes = -(-self.steps * size // whole) if self.steps is not None else self.epochs or 0
+        return 1.0, passes + heads
+
+    @property
+    def _sampling(self) -> float | None:
+        """The public rate at which images are drawn; None is batch_size over each client's own number."""
+        return self.rate if self.images is None else min(self.batch_size or self.images, self.images) / self.images
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """Those of the method behind, with batches drawn as `sampler` says."""
+        return tuple(self.drawn(phase) for phase in super().phases(task, round))
+
+    def drawn(self, phase: Phase) -> Phase:
+        """The phase with batches drawn as `sampler` says."""
+        if self.sampler != "poisson":
+            return replace(phase, sampler=self.sampler)
+        settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
+        settings["sampler"] = "poisson"
+        return PoissonPhase(**settings, rate=self._sampling, images=self.images, secret=self.profile == "release")
+
+    def client_model(self, task: Task) -> nn.Module:
+        """The network.
+
+        Raises:
+            ValueError: its running statistics would be sent without noise.
+        """
+        model = super().client_model(task)
+        kept = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        if self.train_mode and kept:
+            raise ValueError(
+                f"{self.name}: expected a model without batch statistics, got {', '.join(kept)}: use group norm, or "
+                f"train_mode=False"
+            )
+        return model
+
+    def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """The key of the step's noise; none without a generator."""
+        drawn = super().draw(batch, task, generator)
+        if generator is None or self.mode == "client-level":
+            return drawn
+        return {**drawn, KEY: fresh_key() if self.profile == "release" else drawn_key(generator)}
+
+    def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
+        """Clipped sample by sample and with noise, but for what the mode leaves plain."""
+        raw: Gradient = getattr(grad, "raw", grad)  # what a defence is put around
+        if self.mode == "client-level":
+            return super().gradient(grad, params, batches, step)
+        noisy = tuple(n for n in raw.live if self.mode == "dp-joint" or self.scope(n, step.task) is Scope.SHARED)
+        plain = tuple(n for n in raw.live if n not in noisy)
+        found: Tensors = {}
+        for live, kind in ((noisy, PrivateGradient), (plain, Gradient)):
+            if live:
+                settings = {field.name: getattr(raw, field.name) for field in fields(Gradient)} | {"live": live}
+                made = kind(**settings)
+                part = made if raw is grad else replace(grad, raw=made)  # type: ignore[call-arg]
+                found.update(super().gradient(part, params, batches, step))
+        return {name: found[name] for name in raw.live}
+
+    def noise(self, draws: dict[str, Tensor]) -> Noise | None:
+        """That of a step, or None for who does not know its key."""
+        return Noise(draws[KEY], 4 if self.profile == "release" else 1) if KEY in draws else None
+
+    def denominator(self) -> float | None:
+        """What a sum of gradients is divided by; None is the size of the batch."""
+        return None if self.mode == "as-published" else self.batch_size or self.images
+
+    # ---- server ------------------------------------------------------------------------------------------------------
+    def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
+        """With a count of the rounds that each client took part in."""
+        server = super().init_server(params, task, clients, generator)
+        own = {**server.own, COUNT: {"rounds": torch.zeros(clients, dtype=torch.int64)}}
+        if self.mode == "client-level":
+            own[SERVER] = {"key": drawn_key(generator)}
+        return replace(server, own=own)  # type: ignore[arg-type]
+
+    def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
+        """As the method behind, of the clients that have budget left; clipped and with noise at client level."""
+        count = dense(server.own[COUNT]["rounds"]).clone()
+        left = [upload for upload in uploads if int(count[upload.client]) < self.rounds]
+        count[[upload.client for upload in left]] += 1
+        if self.mode == "client-level" and left:
+            left = [self._clipped(upload) for upload in left]
+        after = super().aggregate(server, left, task)
+        if self.mode == "client-level" and left:
+            shared = {name: dense(value) for name, value in after.shared.items()}
+            key = dense(server.own[SERVER]["key"]) + torch.tensor([0, server.round])
+            noise = Noise(fresh_key(), 4) if self.profile == "release" else Noise(key)
+            std = self.sigma * self.clip / len(left)
+            after = replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
+        return replace(after, own={**after.own, COUNT: {"rounds": count}})
+
+    def _clipped(self, upload: Upload) -> Upload:
+        """The update at most `clip` long, and all clients alike; nothing where it is not finite."""
+        size = float(norm(upload.update))
+        if not math.isfinite(size):
+            return replace(upload, update=zeros(upload.update, upload.update), weight=1.0)
+        return replace(upload, update=scaled(upload.update, min(1.0, self.clip / (size + STABILISER))), weight=1.0)
+
+    # ---- what may be said --------------------------------------------------------------------------------------------
+    def privacy(self, sizes: Sequence[int], rounds: int, defense: Defense | None = None) -> PrivacyStatement:
+        """What differential privacy the client with least of it has after `rounds` rounds.
+
+        Args:
+            sizes: the clients' numbers of images.
+            rounds: how many a client took part in, at most.
+            defense: the clients' defence, which may break the guarantee.
+
+        Raises:
+            ValueError: no client.
+        """
+        if not sizes:
+            raise ValueError("expected at least 1 client, got none")
+        taken, sigma, clients = min(rounds, self.rounds), self.sigma, self.mode == "client-level"
+        pairs = {(1.0, 1)} if clients else {self._noisy(n) for n in sizes}
+        charges = [Charge(sigma, rate, steps * taken) for rate, steps in sorted(pairs)]
+        worst, values = charges[-1], (None, None)
+        reason = self._objection(sigma, defense)
+        if not reason:
+            by_rdp = {charge: spent([charge], self.delta, "rdp") for charge in charges}
+            best = -1.0
+            for charge in sorted(charges, key=lambda one: -by_rdp[one]):
+                if by_rdp[charge] > best:  # PRV never says more than RDP: the others need not be asked
+                    found = spent([charge], self.delta, "prv")
+                    best, worst = (found, charge) if found > best else (best, worst)
+            values = (best, max(by_rdp.values()))  # type: ignore[assignment]
+        return PrivacyStatement(
+            unit="client" if clients else "record",
+            adjacency="add-remove" if self.sampler == "poisson" else "zero-out",
+            mode=self.mode,
+            released="the mean of the clients' updates" if clients else self.released,
+            trusted="the server, which sees every update without noise" if clients else "nobody else",
+            sampler=self.sampler,
+            rate=worst.rate,
+            noise_multiplier=sigma,
+            clip=self.clip,
+            steps=worst.steps,
+            delta=self.delta,
+            epsilon=values[0],
+            epsilon_rdp=values[1],
+            reason=reason,
+            profile=self.profile,
+        )
+
+    def _objection(self, sigma: float, defense: Defense | None) -> str:
+        """Why no epsilon follows, or nothing."""
+        if sigma == 0:
+            return "no noise is added"
+        if defense is not None and self.mode != "client-level":
+            for hook in ("transform_batch", "gradient"):
+                if overrides(defense, hook):
+                    return f"the defence {defense.name} looks at the records beside the noisy gradients"
+        if self.mode != "as-published":
+            return ""
+        shuffled = "batches of one size are accounted as if every record were drawn by itself"
+        if not self.personal:
+            return shuffled
+        return (
+            "private weights are trained without noise on the same records and enter every other record's gradient, so "
+            f"one record moves a sum by up to twice the batch size times the clip, not the clip; and {shuffled}"
+        )
+
+
+@dataclass(frozen=True)
+class PrivateGradient(Gradient):
+    """`gradient(params, batch)` of a private method: every sample's clipped, then noise."""
+
+    def __call__(self, params: Tensors, batch: Batch) -> Tensors:
+        """By the names of the parameters that move; noise alone for an empty batch."""
+        if self._method.at == "weights":
+            return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
+        return self._private(Gradient(**self._fields()), params, batch)
+
+    def of_weights(
+        self, weights: dict[str, Tensor], batch: Batch, derivative: Derivative = autograd_derivative
+    ) -> dict[str, Tensor]:
+        """Noisy gradients with respect to the network's weights, for a defence that looks at these.
+
+        Raises:
+            ValueError: the method clips the gradient of its parameters.
+        """
+        if self._method.at != "weights":
+            raise ValueError(f"{self._method.name}: expected no defence that changes single gradients")
+        bare = _AtWeights(**{**self._fields(), "derivative": derivative})
+        found = self._private(bare, dict(weights), batch)
+        return {name: dense(value) for name, value in found.items()}
+
+    def check_per_sample(self) -> None:
+        """Refuse a defence that would clip once more.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{self._method.name} clips every sample's gradient itself: leave such a defence out")
+
+    @property
+    def _method(self) -> Private:
+        method = self.client.method
+        assert isinstance(method, Private)
+        return method
+
+    def _private(self, plain: Gradient, params: Tensors, batch: Batch) -> Tensors:
+        method = self._method
+        way = fastest(plain, params, batch)
+        return way(
+            plain,
+            params,
+            batch,
+            clip=method.clip,
+            noise_multiplier=method.sigma,
+            generator=method.noise(self.step.draws),
+            denominator=method.denominator(),
+            at=method.at,
+        )
+
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(Gradient)}
+
+
+@dataclass(frozen=True)
+class _AtWeights(Gradient):
+    """The gradient of the network's weights as if they were the parameters."""
+
+    def weights(self, params: Tensors) -> dict[str, Tensor]:
+        """They themselves."""
+        return {name: dense(value) for name, value in params.items()}
+
+    def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
+        """As they are."""
+        return {**grads}

@@ -1,0 +1,113 @@
+"""What noise costs: against integrals, Monte Carlo and published figures; budgets that stop in time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from reference.subsampled_gaussian import delta_of_one_gaussian, epsilon_at_least
+
+from fl.accounting import BudgetSpentError, Charge, Ledger, calibrate, gaussian_epsilon, merged, spent
+
+
+@pytest.mark.parametrize(("rate", "steps", "rdp", "prv"), [(0.1, 10_000, 11.62, 10.88), (1 / 12, 12_000, 10.62, 9.94)])
+def test_published_noise(rate: float, steps: int, rdp: float, prv: float) -> None:
+    assert calibrate(4.0, 1e-5, rate, steps, "prv") == pytest.approx(prv, abs=0.02)
+    assert calibrate(4.0, 1e-5, rate, steps, "rdp") == pytest.approx(rdp, abs=0.02)
+
+
+@pytest.mark.parametrize(("sigma", "steps"), [(1.0, 1), (0.5, 1), (11.62, 1000), (3.0, 7), (50.0, 2)])
+@pytest.mark.parametrize("delta", [1e-5, 1e-2])
+def test_full_batches_are_the_analytic_gaussian(sigma: float, steps: int, delta: float) -> None:
+    found = spent([Charge(sigma, 1.0, steps)], delta)
+    mu = math.sqrt(steps) / sigma
+    assert found == spent([Charge(sigma, 1.0, steps)], delta, "rdp")
+    assert delta_of_one_gaussian(found, mu) == pytest.approx(min(delta, delta_of_one_gaussian(0.0, mu)), rel=1e-6)
+
+
+def test_gaussian_epsilon_is_what_the_authors_code_may_claim() -> None:
+    # A2.1, shuffled batches without amplification, record zeroed out or replaced
+    assert gaussian_epsilon(math.sqrt(1000) / 11.62, 1e-5) == pytest.approx(14.7, abs=0.05)
+    assert gaussian_epsilon(2 * math.sqrt(1000) / 11.62, 1e-5) == pytest.approx(37.3, abs=0.1)
+    assert gaussian_epsilon(math.sqrt(1000) / 10.62, 1e-5) == pytest.approx(16.5, abs=0.05)
+    assert gaussian_epsilon(1e-9, 1e-5) == 0.0
+
+
+def test_the_numerical_accountant_meets_the_analytic_one() -> None:
+    from opacus.accountants import PRVAccountant
+
+    prv = PRVAccountant()
+    prv.history = [(5.0, 1.0, 30)]
+    exact = gaussian_epsilon(math.sqrt(30) / 5, 1e-5)
+    with np.errstate(divide="ignore"):
+        assert exact <= prv.get_epsilon(delta=1e-5, eps_error=1e-3) <= exact * (1 + 1e-3)
+    assert exact < spent([Charge(5.0, 1.0, 30), Charge(50.0, 0.5, 1)], 1e-5) < exact * 1.02
+
+
+def test_rdp_is_above_prv_and_prv_above_monte_carlo() -> None:
+    draw = np.random.default_rng(0)
+    for trial in range(5):
+        sigma, rate = float(draw.uniform(0.6, 3)), float(10 ** draw.uniform(-1.5, -0.3))
+        charges = [Charge(sigma, rate, int(draw.integers(1, 30)))]
+        prv, rdp = spent(charges, 1e-3), spent(charges, 1e-3, "rdp")
+        low = epsilon_at_least(sigma, rate, charges[0].steps, 1e-3, seed=trial)
+        assert low <= prv <= rdp
+        assert low > 0.8 * prv - 0.05
+
+
+def test_equal_charges_are_one_whatever_their_order() -> None:
+    a, b = Charge(2.0, 0.1, 3), Charge(1.0, 0.2, 4)
+    assert merged([a, b, a]) == (Charge(2.0, 0.1, 6), b)
+    assert spent([a, b, a], 1e-5) == pytest.approx(spent([b, a, a], 1e-5), rel=1e-6)
+    assert spent([], 1e-5) == 0.0
+    assert spent([Charge(0.0, 0.1, 1)], 1e-5) == math.inf
+    assert spent([Charge(0.0, 0.1, 0)], 1e-5) == 0.0
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+@pytest.mark.parametrize(("epsilon", "rate", "steps"), [(0.5, 0.02, 300), (4.0, 0.1, 40), (2.0, 1.0, 12)])
+def test_calibrated_noise_just_fits(accountant: str, epsilon: float, rate: float, steps: int) -> None:
+    sigma = calibrate(epsilon, 1e-5, rate, steps, accountant)  # type: ignore[arg-type]
+    assert spent([Charge(sigma, rate, steps)], 1e-5, accountant) <= epsilon  # type: ignore[arg-type]
+    assert spent([Charge(sigma * 0.998, rate, steps)], 1e-5, accountant) > epsilon  # type: ignore[arg-type]
+
+
+def test_a_budget_stops_before_it_is_overdrawn() -> None:
+    draw = np.random.default_rng(1)
+    for trial in range(200):
+        full = trial % 50 != 0  # sampled ones cost milliseconds each
+        ledger = Ledger(budget=float(draw.uniform(0.5, 8)), accountant="rdp")
+        executed = 0
+        for _ in range(int(draw.integers(1, 4))):
+            sigma, rate = float(draw.uniform(1, 6)), 1.0 if full else 0.1
+            fits = ledger.room(sigma, rate)
+            if fits:
+                some = int(draw.integers(1, fits + 1))
+                ledger, executed = ledger.charged(sigma, rate, some), executed + some
+        left = ledger.room(sigma, rate)
+        if left:
+            ledger, executed = ledger.charged(sigma, rate, left), executed + left
+        assert ledger.epsilon() <= (ledger.budget or 0)
+        assert sum(charge.steps for charge in ledger.charges) == executed
+        before = ledger
+        with pytest.raises(BudgetSpentError, match="expected to stay within"):
+            ledger.charged(sigma, rate)
+        assert ledger == before
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="expected rate in"):
+        Charge(1.0, 0.0, 1)
+    with pytest.raises(ValueError, match="expected steps >= 0"):
+        Charge(1.0, 0.5, -1)
+    with pytest.raises(ValueError, match="expected noise_multiplier >= 0"):
+        Charge(-1.0, 0.5, 1)
+    with pytest.raises(ValueError, match="expected delta in"):
+        spent([Charge(1.0, 0.5, 1)], 0.0)
+    with pytest.raises(ValueError, match="expected epsilon > 0"):
+        calibrate(0.0, 1e-5, 0.1, 1)
+    with pytest.raises(ValueError, match="expected a ledger with a budget"):
+        Ledger().room(1.0, 0.1)
+    with pytest.raises(ValueError, match="noise that a budget runs out of"):
+        Ledger(budget=1.0).room(1e9, 1.0)
