@@ -14,7 +14,7 @@ from attacks.exact.bounds import spans
 from attacks.exact.equations import Equations
 from attacks.exact.invert import Solved, solve
 from attacks.exact.layer import Layer
-from attacks.headless import obstacle, one_gradient
+from attacks.headless import exact_gradient
 from attacks.layer_equations import Outputs, invert
 from attacks.unroll import Stage, unroll
 from fl.tensors import dense
@@ -58,10 +58,7 @@ class Cascade(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
-        reason = obstacle(view)
-        if reason is None and not view.client.defense.keeps_ratios():
-            reason = f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
-        gradient = NotApplicable(reason) if reason is not None else one_gradient(view)
+        gradient = exact_gradient(view)
         if isinstance(gradient, NotApplicable):
             return gradient
         stages = unroll(view, max_pooling=True)

@@ -168,6 +168,15 @@ def _last_linear(view: ServerView) -> str | None:
     return found
 
 
+def exact_gradient(view: ServerView) -> Tensors | NotApplicable:
+    """The gradient of a view's one step where it is known up to one factor for all tensors, or why it is not."""
+    if (reason := obstacle(view)) is not None:
+        return NotApplicable(reason)
+    if not view.client.defense.keeps_ratios():
+        return NotApplicable(f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update")
+    return one_gradient(view)
+
+
 def one_gradient(view: ServerView) -> Tensors | NotApplicable:
     """The gradient the update is a step along, up to the clip factor."""
     phases = view.method.phases(view.client.task, view.round)

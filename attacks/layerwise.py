@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.headless import obstacle, one_gradient, undefended
+from attacks.headless import exact_gradient, undefended
 from attacks.layer_equations import Outputs, Solved, invert, slope_below, solve
 from attacks.logits import biasless
 from attacks.unroll import Stage, unroll
@@ -70,10 +70,7 @@ class Layerwise(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
-        reason = obstacle(view)
-        if reason is None and not view.client.defense.keeps_ratios():
-            reason = f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
-        gradient = NotApplicable(reason) if reason is not None else one_gradient(view)
+        gradient = exact_gradient(view)
         if isinstance(gradient, NotApplicable):
             return gradient
         stages = unroll(view)

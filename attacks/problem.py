@@ -228,10 +228,11 @@ class Problem:
 def _factor(observed: Tensors, predicted: Tensors) -> Tensor:
     """The best factor for this guess, so that no distance depends on it; equal sizes where the guess points away.
 
-    No factor is negative; the best would be 0 there, and nothing would tell the search where to turn.
+    No factor is negative; the best would be 0 there, and nothing would tell the search where to turn. `observed` is of
+    norm 1.
     """
     along, size = total(observed, predicted), total(predicted, predicted).clamp_min(1e-38)
-    return torch.where(along > 0, along / size, (total(observed, observed) / size).sqrt())
+    return torch.where(along > 0, along / size, size.rsqrt())
 
 
 def _weighed(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.headless import SIGNAL, Signal, obstacle, one_gradient, undefended
+from attacks.headless import SIGNAL, Signal, exact_gradient, one_gradient, undefended
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models.zero import JoinedNet, ZeroNet
 from fl.tensors import Tensors, dense
@@ -83,10 +83,7 @@ class Unembed(ViewAttack):
         """The view of the embedding networks, without labels and noise."""
         if not isinstance(view.method, HyperFedZero):
             return NotApplicable(f"it opens hyperfedzero, not {view.method.name}")
-        reason = obstacle(view)
-        if reason is None and not view.client.defense.keeps_ratios():
-            reason = f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
-        gradient = NotApplicable(reason) if reason is not None else one_gradient(view)
+        gradient = exact_gradient(view)
         if isinstance(gradient, NotApplicable):
             return gradient
         net = _network(view)

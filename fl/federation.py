@@ -18,7 +18,7 @@ from fl.protocol import Protocol, scores, without_outsiders
 from fl.seeds import stream
 from fl.simulate import ClientState, Round, Start, Truth, observe, prepare, settled, train
 from fl.tensors import Tensors
-from fl.types import Batch, Scope, ServerView, ThreatModel
+from fl.types import Batch, Phase, Scope, ServerView, ThreatModel
 
 if TYPE_CHECKING:
     from fl.data.augment import Augmentation
@@ -151,18 +151,26 @@ class Federation:
         """What client `number` receives now."""
         return self.client.method.broadcast(self.server, number, self.client.task)
 
-    def start(self, number: int) -> Start:
-        """All that enters one client's round."""
+    def start(
+        self,
+        number: int,
+        *,
+        client: Client | None = None,
+        seed: int | None = None,
+        phases: tuple[Phase, ...] | None = None,
+    ) -> Start:
+        """All that enters one client's round, or one by another local rule, seed or phases."""
         own = self.data[number]
         return prepare(
-            self.client,
+            client or self.client,
             self.clients[number],
             self.download(number),
             own.train,
             augment=own.augment,
             number=number,
             round=self.server.round,
-            seed=self.seed,
+            seed=self.seed if seed is None else seed,
+            phases=phases,
         )
 
     def train(self, number: int) -> Round:

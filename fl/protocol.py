@@ -10,7 +10,7 @@ import torch
 from fl.client import Client
 from fl.defense import Unknown
 from fl.seeds import derive
-from fl.simulate import prepare, train
+from fl.simulate import train
 from fl.types import Batch
 
 if TYPE_CHECKING:
@@ -71,30 +71,17 @@ def tuned(run: Federation, number: int) -> float:
 
     What is tuned stays with the client, so no defence enters but the network of one.
     """
-    own, method = run.data[number], run.client.method
+    method = run.client.method
     client = Client(run.client.base, method, Unknown(wrapped=run.client.defense))
-    start = prepare(
-        client,
-        run.clients[number],
-        run.download(number),
-        own.train,
-        augment=own.augment,
-        number=number,
-        round=run.server.round,
-        seed=derive(run.seed, "tuning"),
-        phases=method.tuning(client.task, run.protocol.fine_tune),
-    )
+    phases = method.tuning(client.task, run.protocol.fine_tune)
+    start = run.start(number, client=client, seed=derive(run.seed, "tuning"), phases=phases)
     return run.scored(train(start)).accuracy or 0.0
 
 
 def _unseen(run: Federation, number: int) -> float:
     own = run.data[number]
-    inputs, labels = (torch.cat(part) for part in zip(_pair(own.train), _pair(own.test), strict=True))
+    inputs, labels = torch.cat([own.train.inputs, own.test.inputs]), torch.cat([own.train.labels, own.test.labels])
     return run.score(number, Batch(inputs, labels))
-
-
-def _pair(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    return batch.inputs, batch.labels
 
 
 def _global(run: Federation, numbers: Iterable[int], images: Batch) -> tuple[float, ...]:
