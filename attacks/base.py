@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fl.group import as_one
 from fl.registry import Registry, UnknownNameError
 from fl.tensors import Tensors
 from fl.types import ServerView
@@ -75,6 +76,8 @@ class Attack:
     """What it does, in words for a reader who knows none of the papers."""
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Published settings by name: `build({"name": "ig", "preset": "paper"})`."""
+    groups: ClassVar[bool] = False
+    """Whether it takes a view of a group of clients (secure aggregation); else only where that is as of one client."""
 
     def __call__(self, view: ServerView, *, seed: int = 0) -> Result:
         """Attack one view; the same seed gives the same result."""
@@ -82,7 +85,20 @@ class Attack:
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Attack several views, each with its own seed; equal to attacking one at a time."""
-        return [self.one(view, seed) for view, seed in zip(views, seeds, strict=True)]
+        single = [self.single(view) for view in views]
+        return [
+            view if isinstance(view, NotApplicable) else self.one(view, seed)
+            for view, seed in zip(single, seeds, strict=True)
+        ]
+
+    def single(self, view: ServerView) -> ServerView | NotApplicable:
+        """The view as one of a single client, for an attack that knows no groups; else as it is."""
+        if not view.parts or self.groups:
+            return view
+        found = as_one(view)
+        return (
+            NotApplicable(f"only the mean of {len(view.parts)} clients: {found}") if isinstance(found, str) else found
+        )
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view."""
@@ -129,7 +145,8 @@ class Chain(Attack):
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Rewrite every view, attack those that could be, in one stack."""
         assert isinstance(self.first, ViewAttack)
-        rewritten = [self.first.rewrite(view) for view in views]
+        single = [self.first.single(view) for view in views]
+        rewritten = [view if isinstance(view, NotApplicable) else self.first.rewrite(view) for view in single]
         open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
         found = self.then.run([rewritten[i] for i in open_to], [seeds[i] for i in open_to])  # type: ignore[misc]
         results: list[Result] = [view if isinstance(view, NotApplicable) else NotApplicable("") for view in rewritten]

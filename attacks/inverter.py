@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from fl.client import func_derivative, predict
+from fl.client import func_derivative
 from fl.defense import overrides
 from fl.models.initialise import initialise
+from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Candidate, ServerView, frozen
@@ -74,14 +75,15 @@ class Imitation:
             return self._defended(rows, len(images), draw)
 
     def _private(self, name: str, count: int, draw: torch.Generator) -> Tensor:
-        """Guesses (count, *shape) of a private tensor: as a layer is initialised, zero for memory."""
+        """Guesses (count, *shape) of a private tensor: as layers are initialised, 0 for memory, N(0, 1) for noise."""
         shape, known = self.view.private[name], (self.view.private_init or {}).get(name)
         if known is not None:
             made = dense(known).expand(count, *shape)
         elif name.startswith("memory/"):
             made = torch.zeros(count, *shape)
         else:
-            made = torch.randn(count, *shape, generator=draw) * (shape[1:].numel() ** -0.5 if len(shape) > 1 else 1.0)
+            weight = len(shape) > 1 and not name.startswith("draws/")
+            made = torch.randn(count, *shape, generator=draw) * (shape[1:].numel() ** -0.5 if weight else 1.0)
         return made.to(dtype=self.view.dtype, device=self.view.device)
 
     def _defended(self, rows: dict[str, Tensor], count: int, draw: torch.Generator) -> dict[str, Tensor]:

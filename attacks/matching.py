@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -65,6 +65,8 @@ class Matching(Attack):
         memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then, and a view of
             which even one would not fit is refused.
     """
+
+    groups: ClassVar[bool] = True
 
     iterations: int = 1000
     restarts: int = 1
@@ -308,7 +310,7 @@ def _stacked(rows: Iterable[Variables]) -> Variables:
 
 def _guess(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
     """A start for a private tensor: zero for memory, else as a layer is initialised (1 / sqrt of the fan-in)."""
-    if name.startswith("memory/"):
+    if "memory" in name.split("/"):
         return torch.zeros(size)
     scale = size[1:].numel() ** -0.5 if len(size) > 1 else 1.0
     return torch.randn(size, generator=draw) * scale

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attacks.problem import Problem, Variables
-from fl.types import ServerView
+from fl.group import joint_schedule
+from fl.types import Schedule, ServerView
 
 GIB = 2**30
 SPARE = 1.4
@@ -84,5 +85,11 @@ def _saved(value: Tensor) -> Iterator[Tensor]:
 def _shortened(view: ServerView, counts: Sequence[int]) -> ServerView:
     """The view with only the largest steps of each phase, in no known order."""
     assert view.schedule is not None
-    steps = [sorted(phase, key=sum, reverse=True)[:n] for phase, n in zip(view.schedule, counts, strict=True)]
-    return replace(view, schedule=tuple(map(tuple, steps)), order=None, draws=None)
+    parts = tuple(replace(part, schedule=_largest(part.schedule or (), counts)) for part in view.parts)
+    schedule = joint_schedule(parts) if parts else _largest(view.schedule, counts)
+    return replace(view, schedule=schedule, parts=parts, order=None, draws=None)
+
+
+def _largest(schedule: Schedule, counts: Sequence[int]) -> Schedule:
+    """The `counts` largest steps of each phase."""
+    return tuple(tuple(sorted(phase, key=sum, reverse=True)[:n]) for phase, n in zip(schedule, counts, strict=True))

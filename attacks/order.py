@@ -29,7 +29,7 @@ def ranked(problem: Problem, tries: int, count: int) -> list[Problem]:
         tries: orders to look at; 0 takes the images in turn, and so do labels or classifiers that are searched for.
         count: how many to return.
     """
-    if problem.turn is None or not tries or problem.labels is None or problem.view.private:
+    if problem.turn is None or not tries or problem.labels is None or problem.view.private or problem.view.parts:
         return [problem]
     view, draw = problem.view, stream(0, "orders")
     passes = _passes(view)

@@ -16,12 +16,13 @@ from attacks.labels import recovered
 from attacks.latent import IMAGES, Space
 from attacks.objectives import OBJECTIVES, direction, squared
 from attacks.priors import Term, total_variation
-from fl.client import Client, autograd_derivative, func_derivative, predict
+from fl.client import Client, autograd_derivative, func_derivative
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
-from fl.sampling import in_turn
+from fl.group import in_turn
+from fl.predict import predict
 from fl.tensors import Tensors, scaled, times, total
-from fl.types import Candidate, Order, ServerView
+from fl.types import Candidate, Order, Part, ServerView
 
 Variables = dict[str, Tensor]
 INPUTS, LABELS = "inputs", "labels"
@@ -65,14 +66,22 @@ class Problem:
     @cached_property
     def shares(self) -> dict[str, float]:
         """The share of each shared parameter that weight decay takes away, whatever the data."""
-        view = self.view
-        shares = decay_shares(view.method.phases(view.client.task, view.round), view.schedule, view.shared)
+        view, phases = self.view, self.view.method.phases(self.view.client.task, self.view.round)
+        shares: dict[str, float] = {}
+        for part in view.parts or (view,):
+            weight = part.weight if isinstance(part, Part) else 1.0
+            for name, share in decay_shares(phases, part.schedule, view.shared).items():
+                shares[name] = shares.get(name, 0.0) + weight * share
         return {name: share for name, share in shares.items() if share and name in view.update}
+
+    @property
+    def adapts(self) -> bool:
+        """Whether predictions go through the defence's stand-ins: these look at one client's update, not at a mean."""
+        return self.view.threat.knows_defense and not self.view.parts
 
     def without_decay(self, values: Tensors, shared: Tensors, update: Tensors) -> Tensors:
         """An update without the part that decay makes of `shared`, as far as the defence lets that part through."""
-        known = self.view.threat.knows_defense
-        passed = partial(self.view.defense.passed, observed=update) if known else None
+        passed = partial(self.view.defense.passed, observed=update) if self.adapts else None
         return without_decay(values, shared, self.shares, passed)
 
     @cached_property
@@ -91,7 +100,8 @@ class Problem:
         view = self.view
         if view.order is not None or view.schedule is None or view.batch_size is None:
             return None
-        batches = [b for steps in in_turn(view.schedule, view.batch_size) for step in steps for b in step]
+        order = in_turn(view, view.batch_size) or ()
+        batches = [b for steps in order for step in steps for b in step]
         if all(len(batch) == view.batch_size for batch in batches):
             return None
         return torch.cat(batches).to(view.device)
@@ -117,7 +127,7 @@ class Problem:
         """All tensors of the problem, as one tree."""
         view = self.view
         weights = None
-        if view.threat.knows_defense and overrides(view.defense, "weights"):
+        if self.adapts and overrides(view.defense, "weights"):
             known = view.defense.weights(view.update)
             weights = {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in view.update}
         observed, size = direction(_weighed(self.observed, weights))
@@ -159,8 +169,17 @@ class Problem:
         view = self.view
         kinds = tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
         order = None if view.order is None else str(view.order)
-        settings = (view.method, view.defense, view.threat, view.schedule, order, view.batch_size, view.round)
-        shapes = tuple(view.private.items())
+        settings = (
+            view.method,
+            view.defense,
+            view.threat,
+            view.schedule,
+            order,
+            view.batch_size,
+            view.round,
+            view.parts,
+        )
+        shapes = (tuple(view.private.items()), repr(view.parts))
         return (
             repr(settings),
             shapes,
@@ -213,7 +232,7 @@ class Problem:
         if constants["order"] is not None:
             candidate = replace(candidate, order=self._cut(constants["order"]))
         predicted = predict(view, candidate, derivative=derivative, client=client, defended=False, guided=True)
-        if view.threat.knows_defense:
+        if self.adapts:
             predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weighed(self.without_decay(predicted, view.shared, view.update), constants["weights"])
         if view.scaled:

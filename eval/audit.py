@@ -8,9 +8,10 @@ import torch
 
 from attacks.base import NotApplicable, Result
 from eval.score import relative_error, score
-from fl.client import Client, gather, local_update, predict
+from fl.client import Client, gather, local_update
 from fl.defense import Defense, overrides
 from fl.method import Download
+from fl.predict import predict
 from fl.seeds import stream
 from fl.simulate import ClientState, Truth
 from fl.tensors import Tensors, dense

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eval.assignment import pairwise_mse
-from fl.client import predict
+from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import combine, norm
 from fl.types import Batch, Candidate, ServerView

@@ -160,7 +160,7 @@ class _Maker:
             if attack.against and method.label not in attack.against:
                 continue
             part = grid.part(self.experiment, method, attack)
-            scene = self._scene(part, world, method.label)
+            scene = self._scene(part, world, method.label, defense.item.group)
             self._check(task, scene.method, defense, f"observe.method {method.label!r}")
             for number in part.rounds:
                 settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
@@ -183,11 +183,13 @@ class _Maker:
             self.worlds[key] = load(own.task, own.federation, self.device, self.loaded[source])
         return self.worlds[key]
 
-    def _scene(self, part: Experiment, world: World, method: str) -> Scene:
-        key = json.dumps([id(world), method, section_spec(part.observe)])
+    def _scene(self, part: Experiment, world: World, method: str, group: int) -> Scene:
+        key = json.dumps([id(world), method, section_spec(part.observe), group])
         if key not in self.scenes:
             found = part.observed_methods()[method]
-            self.scenes[key] = Scene(part.observe, world.victims(part.observe), found, part.threat)
+            participants = len(world.partition) - part.federation.outsiders
+            victims = world.victims(part.observe, group, participants)
+            self.scenes[key] = Scene(part.observe, victims, found, part.threat)
         return self.scenes[key]
 
     def _check(self, task: Task, method: Method, defense: Entry[Defense], where: str) -> None:

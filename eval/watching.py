@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from eval import store
-from eval.audit import forward_error
+from eval.audit import forward_error, prediction_error
 from eval.floors import ceiling
 from eval.identify import distractors, in_pixels
 from eval.metrics import psnr
@@ -23,6 +24,7 @@ from eval.score import Row, score
 from eval.worlds import Victim
 from fl.client import Client
 from fl.federation import Federation
+from fl.group import combine
 from fl.seeds import derive
 from fl.simulate import Truth, observe
 from fl.types import Batch, ServerView
@@ -40,11 +42,14 @@ class Seen:
         views: one for each victim.
         truths: likewise.
         errors: how far the attacker's own model of training is from what was observed.
+        pictures: for each victim, which image of the data set every true image is: its client and number, and which
+            copy if a client feeds several of it.
     """
 
     views: tuple[ServerView, ...]
     truths: tuple[Truth, ...]
     errors: tuple[float, ...]
+    pictures: tuple[tuple[str, ...], ...]
 
 
 def look(
@@ -59,15 +64,21 @@ def look(
         earlier: what the server saw of every victim in rounds before, oldest first.
     """
     client = Client(training.world.task(training.seed), scene.method, training.defense.item)
-    found = [
-        _observed(federation, client, training, scene, victim, tuple(views[i] for views in earlier))
-        for i, victim in enumerate(scene.victims)
-    ]
-    errors = []
-    for victim, (view, truth) in zip(scene.victims, found, strict=True):
-        state, download = federation.clients[victim.client], federation.download(victim.client)
-        errors.append(forward_error(view, truth, client, state, download))
-    return Seen(tuple(view for view, _ in found), tuple(truth for _, truth in found), tuple(errors))
+    views, truths, errors, pictures = list[ServerView](), list[Truth](), list[float](), list[tuple[str, ...]]()
+    for i, victim in enumerate(scene.victims):
+        past = tuple(views[i] for views in earlier)
+        each = [_observed(federation, client, training, scene, member, past) for member in victim.group]
+        off = [_error(federation, client, one, member) for one, member in zip(each, victim.group, strict=True)]
+        view, truth = each[0]
+        if victim.others:
+            view, truth = combine(each, [len(member.data) for member in victim.group])
+            off.append(prediction_error(view, truth) or 0.0)
+        views.append(view)
+        truths.append(truth)
+        errors.append(max(off))
+        named = zip(each, victim.group, strict=True)
+        pictures.append(tuple(name for (_, own), member in named for name in _pictures(member, own)))
+    return Seen(tuple(views), tuple(truths), tuple(errors), tuple(pictures))
 
 
 def attack(
@@ -95,14 +106,16 @@ def attack(
         results += watch.attack.item.run(seen.views[part], seeds)
         tick(len(seeds))
     reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
-    for victim, truth, result, error in zip(victims, seen.truths, results, seen.errors, strict=True):
+    told = zip(victims, seen.truths, results, seen.errors, seen.pictures, strict=True)
+    for victim, truth, result, error, pictures in told:
         head = {"round": watch.round, "client": victim.client, "update": victim.key}
         head["forward_error"] = error if math.isfinite(error) else None
         scored = _scored(result, truth, perceptual, reference, derive(training.seed, "floor", victim.key))
         if isinstance(result, Reconstruction) and result.inputs is not None:
             seed = derive(training.seed, "identify", victim.key)
             scored = _named(_bounded(scored, watch.attack.item, truth), result.inputs.cpu(), truth, reference, seed)
-        rows.extend({**head, "picture": _picture(victim, truth, row), **row} for row in scored)
+        names = [pictures[row["image"]] if "image" in row else None for row in scored]
+        rows.extend({**head, "picture": name, **row} for name, row in zip(names, scored, strict=True))
         if isinstance(result, Reconstruction) and result.inputs is not None:
             pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
     store.replace_rows(folder / IMAGES, rows)
@@ -172,13 +185,20 @@ def _named(rows: list[Row], found: Tensor, truth: Truth, reference: Batch | None
     return result
 
 
-def _picture(victim: Victim, truth: Truth, row: Row) -> str | None:
-    """Which image of the data set a row is about: its number, and which copy if a client feeds several of it."""
-    if "image" not in row:
-        return None
-    indices, image = truth.trace.indices, row["image"]
-    copy = int((indices[:image] == indices[image]).sum())
-    return f"{victim.client}:{int(victim.samples[indices[image]])}" + (f"#{copy}" if copy else "")
+def _pictures(victim: Victim, truth: Truth) -> list[str]:
+    """Which image of the data set every true image is."""
+    met: Counter[int] = Counter()
+    names = []
+    for index in truth.trace.indices.tolist():
+        copy = f"#{met[index]}" if met[index] else ""
+        names.append(f"{victim.client}:{int(victim.samples[index])}{copy}")
+        met[index] += 1
+    return names
+
+
+def _error(federation: Federation, client: Client, seen: tuple[ServerView, Truth], victim: Victim) -> float:
+    """How far the attacker's own model of training is from what one client would have sent."""
+    return forward_error(*seen, client, federation.clients[victim.client], federation.download(victim.client))
 
 
 def _in_order(inputs: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -29,16 +29,24 @@ class Victim:
         client: number of the client.
         samples: which images of the data set's training part it is computed from (n,) int64.
         data: these images.
+        others: what is aggregated with it before the server sees anything (secure aggregation).
     """
 
     client: int
     samples: Tensor
     data: Batch
+    others: tuple[Victim, ...] = ()
 
     @property
     def key(self) -> str:
         """A name for it, the same in every run."""
-        return f"{self.client}:{','.join(map(str, self.samples.tolist()))}"
+        own = f"{self.client}:{','.join(map(str, self.samples.tolist()))}"
+        return "+".join([own, *(other.key for other in self.others)])
+
+    @property
+    def group(self) -> tuple[Victim, ...]:
+        """The update and those aggregated with it."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,32 +84,49 @@ class World:
         """Training images that no watched client holds: what an attacker may have had before, or None."""
         free = torch.ones(len(self.dataset.train), dtype=torch.bool)
         for victim in victims:
-            free[self.partition.train[victim.client]] = False
+            for member in victim.group:
+                free[self.partition.train[member.client]] = False
         if not free.any():
             return None
         return Batch(self.dataset.train.inputs[free].cpu(), self.dataset.train.labels[free].cpu())
 
-    def victims(self, observe: Observe) -> tuple[Victim, ...]:
+    def victims(self, observe: Observe, group: int = 1, participants: int | None = None) -> tuple[Victim, ...]:
         """Whom the attacker watches.
 
+        Args:
+            observe: the settings.
+            group: how many clients are aggregated before the server sees anything.
+            participants: how many clients may take part; None is all.
+
         Raises:
-            ValueError: there is no such client, class or number of images.
+            ValueError: there is no such client, class or number of images, or not enough clients for a group.
         """
-        found = []
-        classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
+        every = len(self.partition) if participants is None else participants
+        if group > every:
+            raise ValueError(f"defense: expected groups of at most the {every} clients that take part, got {group}")
+        found: list[Victim] = []
         for client in observe.clients:
             if client >= len(self.partition):
                 raise ValueError(f"observe.clients: expected numbers below {len(self.partition)}, got {client}")
-            own = self.partition.train[client]
-            if len(classes):
-                own = own[torch.isin(self.dataset.train.labels.cpu()[own], classes)]
-            own = own[torch.randperm(len(own), generator=stream(observe.seed, "observe", client))]
-            count = observe.images or len(own)
-            if not len(own) or count > len(own):
-                raise ValueError(f"observe.images: expected at most the {len(own)} of client {client}, got {count}")
-            for samples in own[:count].split(observe.batch_size or count):
-                found.append(Victim(client, samples, self.dataset.train.take(samples)))
+            own = self._watched(observe, client)
+            ring = [self._watched(observe, (client + i) % every) for i in range(1, group)]
+            if short := [one[0].client for one in ring if len(one) < len(own)]:
+                raise ValueError(f"observe.images: expected as many images of client {short[0]}, got fewer; lower it")
+            found += [replace(own[i], others=tuple(one[i] for one in ring)) for i in range(len(own))]
         return tuple(found)
+
+    def _watched(self, observe: Observe, client: int) -> list[Victim]:
+        """The updates of one client."""
+        classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
+        own = self.partition.train[client]
+        if len(classes):
+            own = own[torch.isin(self.dataset.train.labels.cpu()[own], classes)]
+        own = own[torch.randperm(len(own), generator=stream(observe.seed, "observe", client))]
+        count = observe.images or len(own)
+        if not len(own) or count > len(own):
+            raise ValueError(f"observe.images: expected at most the {len(own)} of client {client}, got {count}")
+        samples = own[:count].split(observe.batch_size or count)
+        return [Victim(client, chosen, self.dataset.train.take(chosen)) for chosen in samples]
 
 
 def device_of(name: str) -> torch.device:

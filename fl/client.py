@@ -13,12 +13,11 @@ from torch.func import functional_call, vmap
 from torch.func import grad as func_grad
 from torch.nn import functional
 
-from fl import sampling
 from fl.defense import DRAWN, Defense
 from fl.method import Method, Step
 from fl.optim import OptimState, optimise
 from fl.tensors import Payloads, Tensors, combine, dense, flatten, minus, zeros
-from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task, frozen
+from fl.types import Batch, Draws, Order, Phase, Scope, Task, frozen
 
 Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
 Batches = Sequence[Sequence[Sequence[Batch]]]
@@ -323,77 +322,3 @@ def gather(inputs: Tensor, labels: Tensor, order: Order) -> Batches:
     """The batches of `order`, phase -> step -> batch."""
     whole = Batch(inputs, labels)
     return [[[whole.take(index) for index in step] for step in steps] for steps in order]
-
-
-def predict(
-    view: ServerView,
-    candidate: Candidate,
-    *,
-    derivative: Derivative = autograd_derivative,
-    client: Client | None = None,
-    defended: bool = True,
-    guided: bool = False,
-) -> Tensors:
-    """What the server would have observed if `candidate` were the truth: differentiable in all its tensors.
-
-    Everything follows from the view's own settings. Noise that the defence draws afresh is left out.
-
-    Args:
-        view: what the server knows.
-        candidate: the guess.
-        derivative: how gradients are taken; `func_derivative` under `vmap`.
-        client: the view's local rule where the caller has built it already; the view builds its own otherwise.
-        defended: whether a known defence changes the finished update; what it does during training it always does.
-        guided: whether the defence's `guide` stands for its `gradient`, as in a search.
-
-    Returns:
-        By the names of `view.update`.
-
-    Raises:
-        ValueError: if the candidate lacks a private tensor, has one of a wrong shape, or nothing tells the schedule.
-    """
-    _check(view, candidate)
-    client = client or view.client
-    own = client.task.buffers
-    order = candidate.order or view.order
-    if order is None:
-        if view.schedule is None:
-            raise ValueError("expected a view that knows the local schedule, or a candidate with an order")
-        order = sampling.in_turn(view.schedule, candidate.inputs.shape[-4])
-    params = {k: v for k, v in candidate.private.items() if "/" not in k and k not in own}
-    kept = {k: v for k, v in candidate.private.items() if k in own}
-    memory: Payloads = {}
-    secrets: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for name, value in candidate.private.items():
-        kind, *path = name.split("/", 3)
-        if kind == "memory":
-            memory.setdefault(path[0], {})["/".join(path[1:])] = value
-        elif kind == "draws":
-            secrets.setdefault((int(path[0]), int(path[1])), {})[path[2]] = dense(value)
-    result = local_update(
-        client,
-        view.shared,
-        params,
-        gather(candidate.inputs, candidate.labels, order),
-        buffers={**own, **view.buffers, **kept},  # type: ignore[dict-item]
-        received=view.received,
-        memory=memory,
-        draws=candidate.draws or view.draws,
-        round=view.round,
-        derivative=derivative,
-        secrets=secrets,
-        guided=guided,
-    )
-    sent = result.sent()
-    if defended and view.threat.knows_defense:
-        sent = view.defense.transform_update(sent, None)
-    return {name: value for name, value in sent.items() if name in view.update}
-
-
-def _check(view: ServerView, candidate: Candidate) -> None:
-    for name, shape in view.private.items():
-        if name not in candidate.private:
-            raise ValueError(f"expected a guess of the private tensor {name!r} {tuple(shape)}, got none")
-        got = candidate.private[name].shape
-        if tuple(got) != tuple(shape):
-            raise ValueError(f"expected {name!r} of shape {tuple(shape)}, got {tuple(got)}")

@@ -37,6 +37,11 @@ class Defense:
     plain: ClassVar[str] = "the client sends its update as it is."
     """What it does, in words for a reader who knows none of the papers."""
 
+    @property
+    def group(self) -> int:
+        """Over how many clients the server sees the mean alone."""
+        return max((part.group for part in self.members() if part is not self), default=1)
+
     def members(self) -> tuple[Defense, ...]:
         """The defences it is made of: itself, but for a chain."""
         return (self,)

@@ -210,6 +210,11 @@ class Private(Method):
         return None if self.mode == "as-published" else self.batch_size or self.images
 
     # ---- server ------------------------------------------------------------------------------------------------------
+    @property
+    def takes_means(self) -> bool:
+        """Not at client level, where the server shortens every update."""
+        return self.mode != "client-level"
+
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """With a count of the rounds that each client took part in."""
         server = super().init_server(params, task, clients, generator)

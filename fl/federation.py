@@ -13,6 +13,7 @@ import torch
 from fl.client import Client
 from fl.engines import EngineName, choose
 from fl.engines.base import Engine
+from fl.group import combine
 from fl.method import Download, ServerState
 from fl.protocol import Protocol, scores, without_outsiders
 from fl.seeds import stream
@@ -244,35 +245,59 @@ class Federation:
         number: int,
         *,
         threat: ThreatModel | None = None,
-        data: Batch | None = None,
+        data: Batch | Sequence[Batch] | None = None,
         client: Client | None = None,
         augment: bool = True,
         history: tuple[ServerView, ...] = (),
     ) -> tuple[ServerView, Truth]:
         """The server's view of what client `number` would send now, and the truth; changes nothing.
 
+        Under secure aggregation it is that of the group which the client and those after it make up (`group_of`).
+
         Args:
             number: of the client.
             threat: what the server knows beside.
-            data: images to train on instead of the client's own (a single image, say).
+            data: images to train on instead of the client's own (a single image, say); of a group every client's.
             client: another local rule over the same parameters (one step instead of a full round, say).
             augment: whether images are augmented as in training.
             history: earlier views of the same client, for a threat model that keeps some.
         """
-        view, truth, _ = observe(
-            client or self.client,
-            self.clients[number],
-            self.download(number),
-            self.data[number].train if data is None else data,
-            augment=self.data[number].augment if augment else None,
-            threat=threat,
-            number=number,
-            round=self.server.round,
-            seed=self.seed,
-            private_init=self.private_init,
-            history=history,
-        )
-        return view, truth
+        client = client or self.client
+        group = self.group_of(number, client.defense.group)
+        given = [None] * len(group) if data is None else [data] if isinstance(data, Batch) else list(data)
+        if len(given) != len(group):
+            raise ValueError(f"expected images for each of the clients {group}, got {len(given)} batch(es)")
+        seen, weights = [], []
+        for member, images in zip(group, given, strict=True):
+            own = self.data[member]
+            images = own.train if images is None else images
+            view, truth, done = observe(
+                client,
+                self.clients[member],
+                self.download(member),
+                images,
+                augment=own.augment if augment else None,
+                threat=threat,
+                number=member,
+                round=self.server.round,
+                seed=self.seed,
+                private_init=self.private_init,
+                history=history,
+            )
+            seen.append((view, truth))
+            weights.append(done.upload.weight)
+        return seen[0] if len(group) == 1 else combine(seen, weights)
+
+    def group_of(self, number: int, size: int) -> list[int]:
+        """The clients that are aggregated with client `number`: it and those that follow, all participants in a ring.
+
+        Raises:
+            ValueError: if there are fewer participants than that.
+        """
+        every = len(self.participants)
+        if size > max(every, 1):
+            raise ValueError(f"expected groups of at most the {every} participants, got {size}; make them smaller")
+        return [(number + i) % every for i in range(size)] if size > 1 else [number]
 
     def accuracy(self, numbers: Iterable[int] | None = None, *, tuned: bool = False) -> list[float]:
         """Share of each client's test images classified right.

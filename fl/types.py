@@ -276,8 +276,29 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of the clients whose mean is all that a server sees (secure aggregation), as far as it knows of it.
+
+    Attributes:
+        weight: of its update in the mean.
+        private: shape of every tensor it keeps to itself and its update depends on.
+        schedule: its batch sizes; None if unknown.
+        batch_size: its number of images; None if unknown.
+    """
+
+    weight: float
+    private: dict[str, torch.Size]
+    schedule: Schedule | None
+    batch_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerView:
     """What an honest-but-curious server knows and sees of one client in one round: plain data and settings.
+
+    Under secure aggregation it is that of a group of clients: `update` is their weighted mean, private tensors are
+    called `part/i/name`, images, labels and draws of all clients stand one after the other, and a step of `schedule`
+    and `order` is that of all clients together (see `fl.group`).
 
     Attributes:
         method: the federated method, with its settings.
@@ -299,6 +320,7 @@ class ServerView:
         round: number of the round, from 0.
         scaled: whether the update is known only up to a positive factor (clipping, after a rewrite).
         history: earlier views of the same client, oldest first.
+        parts: the clients of a group, () for a single one.
     """
 
     method: Method
@@ -320,6 +342,7 @@ class ServerView:
     round: int = 0
     scaled: bool = False
     history: tuple[ServerView, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @cached_property
     def client(self) -> Client:

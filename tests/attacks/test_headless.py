@@ -12,13 +12,14 @@ from torch import nn
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.headless import SIGNAL, Headless, Signal, tapped
-from fl.client import Client, func_derivative, predict
+from fl.client import Client, func_derivative
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
+from fl.predict import predict
 from fl.simulate import Truth
 from fl.tensors import dense
 from fl.types import Candidate, ServerView, Task

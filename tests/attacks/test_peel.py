@@ -11,7 +11,7 @@ from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.peel import FITS, Peel
 from defenses.prune import Prune
-from fl.client import Client, predict
+from fl.client import Client
 from fl.decay import decay_shares
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
@@ -20,6 +20,7 @@ from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as network
 from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork
+from fl.predict import predict
 from fl.seeds import stream
 from fl.simulate import Truth
 from fl.tensors import dense, minus

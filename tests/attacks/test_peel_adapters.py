@@ -14,11 +14,12 @@ from torch import Tensor
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.peel import Peel
-from fl.client import Client, predict
+from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models import models
 from fl.models.hypernetwork import EMBEDDING, Hypernetwork
+from fl.predict import predict
 from fl.simulate import Truth
 from fl.tensors import dense, minus
 from fl.types import Batch, ServerView, Task

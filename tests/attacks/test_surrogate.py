@@ -13,11 +13,12 @@ import attacks
 from attacks.base import NotApplicable, Reconstruction
 from attacks.surrogate import APPROXIMATE, Surrogate, movement, steps
 from fl.capture import from_batch
-from fl.client import Client, predict
+from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.predict import predict
 from fl.simulate import Truth
 from fl.tensors import Tensors, dense
 from fl.types import Group, Phase, ServerView, Task, ThreatModel

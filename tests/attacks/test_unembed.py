@@ -14,12 +14,13 @@ from attacks import NotApplicable, Reconstruction
 from attacks.base import Chain
 from attacks.unembed import Unembed
 from defenses import defenses
-from fl.client import Client, predict
+from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models import build
+from fl.predict import predict
 from fl.simulate import Truth
 from fl.types import Candidate, ServerView, Task
 

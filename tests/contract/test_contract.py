@@ -11,8 +11,9 @@ from support.compare import assert_near, assert_same, tensors
 from support.matrix import COLUMNS, ROWS, cells, federation, named, observed, refusal, shares
 from torch.func import vmap
 
-from fl.client import func_derivative, predict
+from fl.client import func_derivative
 from fl.method import methods
+from fl.predict import predict
 from fl.tensors import dense, norm
 from fl.types import ThreatModel
 
@@ -31,7 +32,7 @@ def test_matrix_covers_the_registries() -> None:
 def test_what_a_defence_cannot_defend_it_refuses_with_a_reason() -> None:
     refused = {(row, column): refusal(row, column) for row in ROWS for column in COLUMNS if refusal(row, column)}
     assert {("hyperfedzero", "dp-sgd"), ("fedavg+norm", "dp-sgd"), ("hyperfedzero", "precode")} <= set(refused)
-    assert {column for _, column in refused} == {"dp-sgd", "precode", "soteria"}
+    assert {column for _, column in refused} == {"dp-sgd", "precode", "secagg", "soteria"}
     assert all(str(reason).startswith(f"{column}: expected ") for (_, column), reason in refused.items())
     assert not any(row in {"fedavg", "fedper", "hyperfl"} for row, _ in refused)
 

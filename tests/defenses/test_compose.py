@@ -14,10 +14,10 @@ from defenses.compose import Chain
 from defenses.noise import Noise
 from defenses.prune import Prune
 from defenses.signsgd import SignSGD
-from fl.client import predict
 from fl.defense import Defense, overrides
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
+from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 

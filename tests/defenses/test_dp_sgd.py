@@ -16,11 +16,12 @@ from defenses.compose import Chain
 from defenses.dp_sgd import DPSGD
 from defenses.mixup import Mixup
 from defenses.prune import Prune
-from fl.client import Client, predict
+from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
+from fl.predict import predict
 from fl.privacy import STABILISER
 from fl.tensors import Tensors, dense, norm
 

@@ -16,11 +16,11 @@ from defenses.instahide import InstaHide
 from defenses.mixup import Mixup
 from defenses.noise import Noise
 from eval.score import score
-from fl.client import predict
 from fl.data.skewed import dirichlet
 from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
+from fl.predict import predict
 from fl.seeds import stream
 from fl.types import Batch, ThreatModel
 

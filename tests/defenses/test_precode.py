@@ -17,11 +17,15 @@ from defenses.dp_sgd import DPSGD
 from defenses.precode import Precode
 from defenses.prune import Prune
 from eval.score import score
-from fl.client import Client, predict
+from fl.client import Client, Gradient, autograd_derivative, func_derivative
 from fl.federation import ClientData, Federation
+from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as network
+from fl.predict import predict
+from fl.privacy import private_gradient
+from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Candidate, Task, ThreatModel
 
@@ -86,6 +90,22 @@ def test_predictions_at_test_time_take_the_mean() -> None:
         model = client.task.model
         features = model.body.bottleneck.encoder(model.body[:-1](inputs))[:, :6]
         assert torch.equal(model(inputs), model.head(model.body.bottleneck.decoder(features)))
+
+
+def test_noise_of_another_batch_is_refused() -> None:
+    run = worlds.federation(STEP, SMALL, rounds=0)
+    batch, model = run.data[1].train, run.client.task.model
+    params = run.download(1).shared
+    draws = run.client.draw(batch, stream(0, "noise"))
+    step = Step(run.client.task, params, {}, {}, draws, 0)
+    grad = Gradient(run.client, step, tuple(params), {}, model, None, func_derivative)
+    with pytest.raises(ValueError, match=r"expected noise \(1, 6\), one row an image, got \(4, 6\)"):
+        grad.per_sample(params, batch)
+    with pytest.raises(ValueError, match=r"expected noise \(3, 6\)"):
+        grad(params, batch.take(torch.arange(3)))
+    whole = grad.of_weights(grad.weights(params), batch, autograd_derivative)
+    single = private_gradient(grad, params, batch, clip=1e9, noise_multiplier=0.0, generator=None)
+    assert_near(single, whole, 1e-12)  # there each image meets its own row
 
 
 def test_names_stay_wherever_it_is_put() -> None:

@@ -12,9 +12,9 @@ from support.updates import numbers
 from torch import Tensor
 
 from defenses.prune import Prune
-from fl.client import predict
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
+from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense
 

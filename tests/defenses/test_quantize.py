@@ -9,9 +9,9 @@ from support.compare import assert_near, assert_same
 from support.updates import numbers
 
 from defenses.quantize import Quantize
-from fl.client import predict
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
+from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense, scaled
 

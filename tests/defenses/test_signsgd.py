@@ -10,9 +10,9 @@ from support.updates import numbers
 
 from attacks.base import NotApplicable, build
 from defenses.signsgd import MARGIN, SignSGD
-from fl.client import predict
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
+from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense, scaled
 

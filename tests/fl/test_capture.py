@@ -7,10 +7,10 @@ from torch import nn
 import attacks
 from eval.audit import leakage
 from fl.capture import from_batch, from_update
-from fl.client import predict
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
+from fl.predict import predict
 from fl.seeds import stream
 from fl.types import Candidate, ThreatModel
 

@@ -10,11 +10,12 @@ from support.compare import assert_near, assert_same, tensors
 from support.probes import PROBES, FedPerNorm
 from torch import nn
 
-from fl.client import Client, autograd_derivative, func_derivative, gather, predict
+from fl.client import Client, autograd_derivative, func_derivative, gather
 from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
+from fl.predict import predict
 from fl.sampling import in_turn, schedule
 from fl.seeds import stream
 from fl.simulate import train_client

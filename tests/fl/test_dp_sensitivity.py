@@ -15,7 +15,7 @@ from support.private import ALL, EVERY, as_published, federation_of
 from torch import Tensor
 
 import fl.dp
-from fl.client import Client, Gradient, autograd_derivative, gather, local_update, predict
+from fl.client import Client, Gradient, autograd_derivative, gather, local_update
 from fl.dp import Private
 from fl.method import Step, methods
 from fl.methods.centaur import Centaur
@@ -24,6 +24,7 @@ from fl.methods.dp_hyperfl import DPHyperFL
 from fl.models import build
 from fl.models.hypernetwork import Hypernetwork
 from fl.noise import Noise
+from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch

@@ -9,11 +9,12 @@ from support.compare import assert_near, assert_same
 
 import attacks
 from attacks.unroll import unroll
-from fl.client import Client, Gradient, Network, autograd_derivative, predict
+from fl.client import Client, Gradient, Network, autograd_derivative
 from fl.federation import ClientData, Federation
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.predict import predict
 from fl.privacy import opacus_gradient, private_gradient
 from fl.tensors import dense
 from fl.types import Task, frozen

@@ -10,11 +10,14 @@ from reference.hfedf_round import Server, Table8, client_update, grad_align, tab
 from support import worlds
 from support.compare import assert_near, assert_same
 
-from fl.client import Client, predict
+from defenses.dp_sgd import DPSGD
+from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
-from fl.methods.hfedf import EMBEDDINGS, HYPERNETWORK, HFedF, alignment
+from fl.methods.hfedf import HFedF, alignment
 from fl.models import build
+from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK
+from fl.predict import predict
 from fl.protocol import Protocol
 from fl.seeds import stream
 from fl.simulate import Round
@@ -85,7 +88,7 @@ def test_pull_back_is_the_gradient_of_the_loss_after_the_hypernetwork() -> None:
     rule = method(steps=1, batch_size=None, weight_decay=0.0)
     run = worlds.federation(rule, task_=task(0.0), rounds=0)
     done = run.train(1)
-    pulled = rule._pulled(run.server, done.upload, run.client.task)
+    pulled = rule.generator(run.client.task, 3).pulled(run.server.own[HYPERNETWORK], 1, done.upload.update)
     images = run.data[1].train
     mean, std = task().normalisation(images.inputs)
 
@@ -227,3 +230,12 @@ def test_an_outsider_is_scored_on_all_its_images() -> None:
     network.model.eval()
     right = [network(part.inputs).argmax(-1) == part.labels for part in (data[2].train, data[2].test)]
     assert record.further["unseen"] == (float(torch.cat(right).double().mean()),)
+
+
+def test_each_image_is_clipped_alike_whether_there_is_noise_or_none() -> None:
+    updates = []
+    for noise in (0.0, 1e-12):
+        client = Client(task(0.0), method(), DPSGD(clip=0.5, noise_multiplier=noise))
+        own = worlds.images(4, "clipped")
+        updates.append(Federation(client, [ClientData(own, own)]).train(0).upload.update)
+    assert_near(updates[1], updates[0], 1e-8)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,12 +12,27 @@ from torch.nn import functional as f
 
 import attacks
 from attacks import NotApplicable, Reconstruction
-from fl.client import Client, predict
+from defenses.clip import Clip
+from defenses.dp_sgd import DPSGD
+from defenses.noise import Noise
+from defenses.prune import Prune
+from defenses.quantize import Quantize
+from defenses.signsgd import SignSGD
+from fl.client import Client, Network
+from fl.defense import Defense
 from fl.federation import Federation
-from fl.methods.hfedf import EMBEDDINGS, HYPERNETWORK, HFedF
+from fl.method import Step
+from fl.methods.hfedf import HFedF
 from fl.methods.hfedf_latent import LATENT, PREFIX, HFedFLatent
+from fl.models import build
+from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK
 from fl.models.table6 import Autoencoder
+from fl.predict import predict
+from fl.protocol import Protocol, tuned
+from fl.seeds import derive
+from fl.simulate import prepare
 from fl.tensors import dense
+from fl.types import Batch
 
 
 def federation(rounds: int = 0, **settings: Any) -> Federation:
@@ -112,6 +127,73 @@ def test_fine_tuning_trains_the_network_alone() -> None:
     assert set(phase.assign(task.parameters)) == set(method.generated(task))
 
 
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_before_the_network_is_trained_fine_tuning_trains_it(rounds: int) -> None:
+    method = replace(HFedFLatent.example(), autoencoder_rounds=1)
+    data = worlds.federation(method, rounds=0).data
+    run = Federation(Client(worlds.task(), method), data, protocol=Protocol(fine_tune=20))
+    for _ in range(rounds):
+        run.run_round()
+    model = worlds.task().model
+    sent = run.download(0).shared
+    model.load_state_dict({name: dense(sent[name]) for name in model.state_dict()})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=1e-3)
+    start = prepare(
+        run.client,
+        run.clients[0],
+        run.download(0),
+        data[0].train,
+        number=0,
+        round=rounds,
+        seed=derive(0, "tuning"),
+        phases=method.tuning(run.client.task, 20),
+    )
+    for (index,) in start.trace.order[0]:
+        optimizer.zero_grad()
+        f.cross_entropy(model(start.trace.inputs[index]), start.trace.labels[index]).backward()
+        optimizer.step()
+    test = data[0].test
+    assert tuned(run, 0) == float((model(test.inputs).argmax(1) == test.labels).double().mean())
+    assert float((model(data[0].train.inputs).argmax(1) == data[0].train.labels).double().mean()) == 1.0
+
+
+def test_everything_received_comes_back_and_is_counted() -> None:
+    run = federation()
+    size = sum(p.numel() for p in run.client.task.parameters.values())
+    for moving in (lambda name: name.startswith(PREFIX), lambda name: not name.startswith(PREFIX)):
+        record, rounds = run.record(), run.run_round()
+        assert record.numbers_down == run.record(rounds).numbers_up == size
+        for name, value in rounds[0].upload.update.items():
+            assert bool(dense(value).any()) == moving(name), name
+
+
+def test_the_loss_is_plain_once_the_autoencoder_is_trained() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Other(HFedFLatent):
+        """Another loss (made up for this test)."""
+
+        def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
+            return super().loss(network, batch, step) * 2
+
+    task = federation().client.task
+    assert [HFedFLatent(autoencoder_rounds=2).plain_loss(task, round) for round in range(3)] == [False, False, True]
+    assert not Other().plain_loss(task, 1)
+    masked = Client(build("hfedf-cnn", num_classes=3, input_shape=(1, 8, 8), dropout=0.5), HFedFLatent()).task
+    assert not HFedFLatent().plain_loss(masked, 1)
+
+
+def test_one_step_for_many_is_one_of_the_network_alone() -> None:
+    method = replace(HFedFLatent.example(), epochs=1, batch_size=None, steps=None, momentum=0.0, weight_decay=0.0)
+    view, truth = worlds.federation(method, rounds=1).observe(0)
+    rewritten = attacks.build({"name": "surrogate", "along": 0.0}).rewrite(view)  # type: ignore[attr-defined]
+    assert set(rewritten.shared) == set(rewritten.update) == set(worlds.task().parameters)
+    assert_near(predict(rewritten, replace(truth.candidate(), order=None)), rewritten.update, 1e-12)
+    early = worlds.federation(method, rounds=0).observe(0)[0]
+    refused = attacks.build("surrogate").rewrite(early)  # type: ignore[attr-defined]
+    assert isinstance(refused, NotApplicable)
+    assert "loss of its own" in refused.reason
+
+
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="expected embedding as a number"):
         HFedFLatent(embedding=None)
@@ -154,6 +236,35 @@ def test_several_images_share_one_latent_vector() -> None:
     assert result.inputs is not None
     assert result.inputs.shape == (4, 1, 8, 8)
     assert torch.equal(result.inputs[0], result.inputs[3])
+
+
+@pytest.mark.parametrize(
+    ("defense", "applies"),
+    [
+        (Clip(max_norm=1e3), True),
+        (Clip(max_norm=1e3, scope="tensor"), True),
+        (Clip(max_norm=0.01), False),
+        (Clip(max_norm=0.01, scope="tensor"), False),
+        (Prune(ratio=0.9), False),
+        (SignSGD(), False),
+        (DPSGD(), False),
+        (Noise(std=1e-9), True),
+        (Quantize(bits=16), True),
+    ],
+    ids=str,
+)
+def test_a_defence_that_hides_the_latent_vector_is_seen(defense: Defense, applies: bool) -> None:
+    method = replace(HFedFLatent.example(), epochs=1)
+    view, truth = worlds.federation(method, defense, rounds=1).observe(0)
+    result = attacks.build({"name": "latent-payload", "iterations": 0})(view)
+    if not applies:
+        assert isinstance(result, NotApplicable)
+        assert defense.name in result.reason
+        return
+    assert isinstance(result, Reconstruction)
+    known = {k.removeprefix(PREFIX): dense(v) for k, v in view.shared.items() if k.startswith(PREFIX)}
+    z = encode(known, truth.inputs).mean(0, keepdim=True)  # of the four images
+    torch.testing.assert_close(result.inputs[:1], decode(known, z, (32, 2, 2)), rtol=1e-3, atol=1e-3)  # type: ignore[index]
 
 
 def test_where_nothing_is_sent_there_is_nothing_to_invert() -> None:

@@ -10,7 +10,7 @@ from reference.hyperfednet_round import Settings, generated, hyperfednet_round
 from support import worlds
 from support.compare import assert_near, assert_same, tensors
 
-from fl.client import Client, predict
+from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.method import Method, methods
 from fl.methods.fedbn import FedBN
@@ -18,6 +18,7 @@ from fl.methods.fedprox import FedProx
 from fl.methods.hyperfednet import HyperFedNet
 from fl.models import build
 from fl.models.filter_hypernetwork import Filters
+from fl.predict import predict
 from fl.protocol import Protocol
 from fl.seeds import stream
 from fl.simulate import Round

@@ -12,13 +12,14 @@ from support import worlds
 from support.compare import assert_near, assert_same
 from torch import Tensor, nn
 
-from fl.client import Client, predict
+from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models import build
 from fl.models.chunked import ChunkedHypernetwork, fitting_chunk, numbers
 from fl.models.zero import ZeroNet
+from fl.predict import predict
 from fl.seeds import stream
 from fl.types import Scope, Task
 

@@ -9,10 +9,11 @@ from reference.hyperfl_round import Settings, hyperfl_round
 from support import worlds
 from support.compare import assert_near
 
-from fl.client import Client, predict
+from fl.client import Client
 from fl.methods.hyperfl import HyperFL
 from fl.models import build
 from fl.models.hypernetwork import Hypernetwork
+from fl.predict import predict
 from fl.seeds import stream
 from fl.simulate import ClientState, Round, train_client
 from fl.tensors import LowRank, dense, norm

@@ -13,7 +13,7 @@ from support import worlds
 from support.compare import assert_near, assert_same
 from torch.func import vmap
 
-from fl.client import Client, func_derivative, predict
+from fl.client import Client, func_derivative
 from fl.engines import Factored
 from fl.federation import ClientData, Federation
 from fl.method import Method
@@ -24,6 +24,7 @@ from fl.models.hypernetwork import Hypernetwork
 from fl.models.layers import Classifier
 from fl.models.resnet_adapter import ResNetAdapter
 from fl.models.vit_adapter import ViTAdapter
+from fl.predict import predict
 from fl.seeds import stream
 from fl.simulate import Round
 from fl.tensors import dense

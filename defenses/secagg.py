@@ -1,0 +1,53 @@
+"""Secure aggregation: the server learns the mean over a group of clients and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from defenses import defenses
+from fl.defense import Defense
+from fl.method import Method
+from fl.types import Task
+
+
+@defenses.register("secagg")
+@dataclass(frozen=True, kw_only=True)
+class SecAgg(Defense):
+    """Bonawitz et al., CCS 2017: masks that cancel in the sum hide every single update from the server.
+
+    What the protocol does to numbers is not modelled (it rounds them to a finite ring, and copes with clients that drop
+    out): the server is given the exact mean over `clients` of them, weighted by their numbers of images. Training is as
+    without it. An attacker searches for the images, and the private tensors, of the whole group.
+
+    Attributes:
+        clients: in a group.
+
+    Raises:
+        ValueError: if a group has fewer than 2 clients.
+    """
+
+    plain: ClassVar[str] = "the server only learns the mean over a group of clients."
+
+    clients: int = 4
+
+    def __post_init__(self) -> None:
+        if self.clients < 2:
+            raise ValueError(f"expected clients >= 2, got {self.clients}")
+
+    @classmethod
+    def example(cls) -> SecAgg:
+        """Two clients."""
+        return cls(clients=2)
+
+    @property
+    def group(self) -> int:
+        """As many as `clients`."""
+        return self.clients
+
+    def check(self, method: Method, task: Task) -> None:
+        """Refuse a method whose server needs every client's update on its own."""
+        if not method.takes_means:
+            raise ValueError(
+                f"secagg: expected a server that needs the mean of updates alone, got {method.name!r}"
+            )

@@ -1,0 +1,98 @@
+"""What a server would have seen if a guess were true: the local rule, differentiable in everything it does not know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from fl.client import Client, Derivative, autograd_derivative, gather, local_update
+from fl.group import in_turn, own, weighted
+from fl.tensors import Payloads, Tensors, dense
+from fl.types import Candidate, ServerView
+
+
+def predict(
+    view: ServerView,
+    candidate: Candidate,
+    *,
+    derivative: Derivative = autograd_derivative,
+    client: Client | None = None,
+    defended: bool = True,
+    guided: bool = False,
+) -> Tensors:
+    """What the server would have observed if `candidate` were the truth: differentiable in all its tensors.
+
+    Everything follows from the view's own settings. Noise that the defence draws afresh is left out.
+
+    Args:
+        view: what the server knows.
+        candidate: the guess.
+        derivative: how gradients are taken; `func_derivative` under `vmap`.
+        client: the view's local rule where the caller has built it already; the view builds its own otherwise.
+        defended: whether a known defence changes the finished update; what it does during training it always does.
+        guided: whether the defence's `guide` stands for its `gradient`, as in a search.
+
+    Returns:
+        By the names of `view.update`.
+
+    Raises:
+        ValueError: if the candidate lacks a private tensor, has one of a wrong shape, or nothing tells the schedule.
+    """
+    _check(view, candidate)
+    client = client or view.client
+    order = candidate.order or view.order or in_turn(view, candidate.inputs.shape[-4])
+    if order is None:
+        raise ValueError("expected a view that knows the local schedule, or a candidate with an order")
+    candidate = replace(candidate, order=order, draws=candidate.draws or view.draws)
+    send = partial(_sent, derivative=derivative, client=client, defended=defended, guided=guided)
+    if view.parts:
+        each = [send(*own(view, candidate, i)) for i in range(len(view.parts))]
+        sent = weighted(each, [part.weight for part in view.parts])
+    else:
+        sent = send(view, candidate)
+    return {name: value for name, value in sent.items() if name in view.update}
+
+
+def _sent(
+    view: ServerView, candidate: Candidate, *, derivative: Derivative, client: Client, defended: bool, guided: bool
+) -> Tensors:
+    """What one client sends."""
+    mine = client.task.buffers
+    assert candidate.order is not None
+    params = {k: v for k, v in candidate.private.items() if "/" not in k and k not in mine}
+    kept = {k: v for k, v in candidate.private.items() if k in mine}
+    memory: Payloads = {}
+    secrets: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for name, value in candidate.private.items():
+        kind, *path = name.split("/", 3)
+        if kind == "memory":
+            memory.setdefault(path[0], {})["/".join(path[1:])] = value
+        elif kind == "draws":
+            secrets.setdefault((int(path[0]), int(path[1])), {})[path[2]] = dense(value)
+    result = local_update(
+        client,
+        view.shared,
+        params,
+        gather(candidate.inputs, candidate.labels, candidate.order),
+        buffers={**mine, **view.buffers, **kept},  # type: ignore[dict-item]
+        received=view.received,
+        memory=memory,
+        draws=candidate.draws,
+        round=view.round,
+        derivative=derivative,
+        secrets=secrets,
+        guided=guided,
+    )
+    sent = result.sent()
+    return view.defense.transform_update(sent, None) if defended and view.threat.knows_defense else sent
+
+
+def _check(view: ServerView, candidate: Candidate) -> None:
+    for name, shape in view.private.items():
+        if name not in candidate.private:
+            raise ValueError(f"expected a guess of the private tensor {name!r} {tuple(shape)}, got none")
+        got = candidate.private[name].shape
+        if tuple(got) != tuple(shape):
+            raise ValueError(f"expected {name!r} of shape {tuple(shape)}, got {tuple(got)}")

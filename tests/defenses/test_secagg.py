@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import worlds
+from support.compare import assert_near, assert_same, tensors
+
+from attacks.base import NotApplicable, Reconstruction, build
+from defenses import defenses
+from defenses.secagg import SecAgg
+from fl.client import Client
+from fl.defense import Defense
+from fl.federation import ClientData, Federation
+from fl.group import as_one
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.methods.fedper import FedPer
+from fl.methods.hyperfl import HyperFL
+from fl.methods.pfedhn import PFedHN
+from fl.models import build as build_model
+from fl.predict import predict
+from fl.tensors import dense
+from fl.types import ServerView, ThreatModel
+
+TRAINED = FedAvg(lr=0.1, momentum=0.5, weight_decay=1e-2, epochs=2, batch_size=2)
+
+
+def uneven(method: Method, defense: Defense) -> Federation:
+    """Three clients of 3, 5 and 4 images."""
+    data = [ClientData(worlds.images(n, "train", n), worlds.images(2, "test", n)) for n in (3, 5, 4)]
+    return Federation(Client(worlds.task(), method, defense), data)
+
+
+def test_the_server_sees_the_weighted_mean_of_the_group() -> None:
+    """Of clients 2, 0 and 1, each as observed on its own, by their numbers of images."""
+    alone = uneven(TRAINED, Defense())
+    view, _ = uneven(TRAINED, SecAgg(clients=3)).observe(2)
+    single = {i: alone.observe(i)[0].update for i in range(3)}
+    for name, value in view.update.items():
+        naive = sum(n / 12 * dense(single[i][name]) for i, n in enumerate((3, 5, 4)))
+        torch.testing.assert_close(dense(value), naive, rtol=1e-13, atol=1e-15)
+    assert [part.weight for part in view.parts] == [4 / 12, 3 / 12, 5 / 12]
+    assert view.batch_size == 12
+
+
+@pytest.mark.parametrize("method", [TRAINED, HyperFL.example(), FedPer.example()], ids=lambda m: m.name)
+def test_the_truth_predicts_the_mean_of_uneven_clients(method: Method) -> None:
+    """They take 4, 6 and 4 steps, of batches of one and two."""
+    view, truth = uneven(method, SecAgg(clients=3)).observe(0)
+    assert_same(predict(view, truth.candidate()), view.update)
+    wrong = replace(truth.candidate(), inputs=truth.inputs.flip(0))
+    assert any(not torch.equal(dense(v), dense(view.update[n])) for n, v in predict(view, wrong).items())
+
+
+def test_images_in_turn_stay_with_their_clients() -> None:
+    """Full batches: any order within a client gives its update, so in turn is right."""
+    method = FedAvg(lr=0.1, momentum=0.5, steps=3)
+    view, truth = uneven(method, SecAgg(clients=2)).observe(0)
+    candidate = replace(truth.candidate(), order=None)
+    assert_near(predict(view, candidate), view.update, 1e-12)
+
+
+def test_no_single_update_is_in_the_view() -> None:
+    run = uneven(TRAINED, SecAgg(clients=2))
+    view, _ = run.observe(0)
+    hidden = [value for i in (0, 1) for value in uneven(TRAINED, Defense()).observe(i)[0].update.values()]
+    held = list(tensors([view]))
+    assert held
+    assert not any(x.shape == dense(y).shape and torch.equal(x, dense(y)) for x in held for y in hidden)
+
+
+def test_one_step_each_is_a_step_on_all_images() -> None:
+    method = FedAvg(lr=0.1, steps=1)
+    view, truth = uneven(method, SecAgg(clients=3)).observe(0)
+    one = as_one(view)
+    assert isinstance(one, ServerView)
+    assert one.schedule == (((12,),),)
+    assert_near(predict(one, truth.candidate()), view.update, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (replace(TRAINED, epochs=1), "several steps"),
+        (FedPer(lr=0.1, steps=1), "private tensors"),
+        (FedAvg(lr=0.1, steps=1, max_norm=1.0), "not linear"),
+        (FedAvg(lr=0.1, steps=1, batch_size=3), "weights"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_no_step_on_all_images_is_refused_to_attacks_on_one_client(method: Method, reason: str) -> None:
+    view, _ = uneven(method, SecAgg(clients=3)).observe(0)
+    result = build("cascade")(view)
+    assert isinstance(result, NotApplicable)
+    assert "only the mean of 3 clients" in result.reason
+    assert reason in result.reason
+
+
+def test_a_defended_member_is_no_part_of_a_plain_step() -> None:
+    chain = defenses.build({"name": "chain", "parts": [{"name": "prune", "ratio": 0.5}, {"name": "secagg"}]})
+    run = worlds.federation(FedAvg(lr=0.1, steps=1), replace(chain, parts=(chain.parts[0], SecAgg(clients=2))))  # type: ignore[attr-defined,call-arg]
+    view, truth = run.observe(0)
+    assert_same(predict(view, truth.candidate()), view.update)
+    assert isinstance(as_one(view), str)
+
+
+def test_a_search_finds_the_images_of_all_clients() -> None:
+    """Two clients, one image and one step each, on a smooth network: both images come back."""
+    task = build_model("lenet-zhu", num_classes=3, seed=0, input_shape=(1, 8, 8)).to(dtype=torch.float64)
+    run = worlds.federation(FedAvg(lr=0.1, steps=1), SecAgg(clients=2), task, rounds=0)
+    images = [worlds.images(1, "victim", i) for i in range(2)]
+    view, truth = run.observe(0, data=images, threat=ThreatModel(knows_labels=True))
+    result = build({"name": "dlg", "iterations": 300, "restarts": 4})(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    errors = (result.inputs[:, None] - truth.inputs[None]).square().mean((2, 3, 4)).min(0).values
+    assert errors.max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["pfedhn", "hypergenfl", "hfedf", "fedgma"])
+def test_servers_that_need_every_update_are_refused(name: str) -> None:
+    from fl.method import methods
+
+    method = dict(methods.examples())[name]
+    with pytest.raises(ValueError, match="secagg: expected a server that needs the mean"):
+        Client(worlds.task(), method, SecAgg())
+    assert not PFedHN.example().takes_means
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="expected clients >= 2"):
+        SecAgg(clients=1)
+    with pytest.raises(ValueError, match="expected groups of at most the 3 participants"):
+        uneven(TRAINED, SecAgg(clients=4)).observe(0)
+    with pytest.raises(ValueError, match="expected images for each"):
+        uneven(TRAINED, SecAgg(clients=2)).observe(0, data=worlds.images(1))
