@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl.tensors import LowRank, Tensors, norm, scaled, squared_distance
+from fl.tensors import LowRank, Tensors, norm, scaled, split, squared_distance
 
 
 def direction(observed: Tensors) -> tuple[Tensors, Tensor]:
@@ -42,7 +42,13 @@ def squared(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
 
 
 def _distance(predicted: Tensors, observed: Tensors, factor: Tensor) -> Tensor:
-    return torch.stack([squared_distance(predicted[k], v, factor) for k, v in observed.items()]).sum()
+    """Squared distance of `factor` times the prediction from what was observed."""
+    alike = {k: v for k, v in observed.items() if isinstance(v, Tensor) and isinstance(predicted[k], Tensor)}
+    apart = [squared_distance(predicted[k], v, factor) for k, v in observed.items() if k not in alike]
+    if alike:
+        (mine, _), (theirs, _) = split({k: predicted[k] for k in alike}), split(alike)
+        apart.append((mine * factor - theirs).square().sum())
+    return torch.stack(apart).sum()
 
 
 OBJECTIVES = {"cosine": cosine, "l2": squared}
