@@ -16,10 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from eval.statistics import at_most
+from eval.statistics import at_least
+from fl.accounting import gaussian_delta
 
 LARGEST = 100.0
 """No lower bound on epsilon above this is looked for."""
+CAUTION = 0.01
+"""Of the significance with which a threshold is chosen: few lucky guesses at an extreme one do not win."""
 
 
 @dataclass(frozen=True)
@@ -142,29 +145,81 @@ def gaussian(
     """The same from rates of false positives and negatives (Nasr et al., 2023), with Clopper-Pearson intervals.
 
     The threshold is the best on every other canary and is tested on the rest.
+
+    Args:
+        scores: (m,), or several ways to score (k, m), of which the best is chosen with the threshold.
+        included: (m,) whether each canary was in.
+        delta: of the claim.
+        significance: of the test.
     """
+    rows = np.atleast_2d(scores)
     choose, test = (slice(start, None, 2) for start in (0, 1))
-    best = max(np.unique(scores[choose]), key=lambda t: _gdp(scores[choose], included[choose], float(t), significance))
-    mu = _gdp(scores[test], included[test], float(best), significance)
-    return epsilon_of(mu, delta) if mu > 0 else 0.0
+    found = [_best(row[choose], included[choose], CAUTION * significance) for row in rows]
+    way = max(range(len(rows)), key=lambda i: found[i][0])
+    (mu,) = _gdp(rows[way, test], included[test], np.array([found[way][1]]), significance)
+    return epsilon_of(float(mu), delta) if mu > 0 else 0.0
 
 
-def _gdp(scores: NDArray[np.float64], included: NDArray[np.bool_], threshold: float, significance: float) -> float:
-    """The lower bound on mu of the test `score >= threshold`; both rates hold together."""
-    taken = scores >= threshold
-    out, missed = int((taken & ~included).sum()), int((~taken & included).sum())
-    fpr = at_most(out, int((~included).sum()), significance / 2)
-    fnr = at_most(missed, int(included.sum()), significance / 2)
-    return float(special.ndtri(1 - fpr) - special.ndtri(fnr))
+def ceiling_gaussian(canaries: int, *, delta: float, significance: float = 0.05) -> float:
+    """What `gaussian` finds where it tells all of so many canaries, half of them in, apart."""
+    truth = np.arange(canaries) // 2 % 2 == 0
+    return gaussian(truth.astype(np.float64), truth, delta=delta, significance=significance)
+
+
+def _best(scores: NDArray[np.float64], included: NDArray[np.bool_], significance: float) -> tuple[float, float]:
+    """The largest lower bound on mu of any threshold that is tried, and that threshold."""
+    values = np.unique(scores)[::-1]
+    ranks = np.concatenate([np.geomspace(1, len(values), 64), np.linspace(1, len(values), 64)])
+    tried = values[np.unique(ranks.astype(np.int64)) - 1]  # dense at the top, where false positives are rare
+    mu = _gdp(scores, included, tried, significance)
+    return float(mu.max()), float(tried[mu.argmax()])
+
+
+def _gdp(
+    scores: NDArray[np.float64], included: NDArray[np.bool_], thresholds: NDArray[np.float64], significance: float
+) -> NDArray[np.float64]:
+    """The lower bounds on mu of the tests `score >= threshold` (t,); both rates of one test hold together."""
+    out, inside = np.sort(scores[~included]), np.sort(scores[included])
+    taken = len(out) - np.searchsorted(out, thresholds)
+    fpr = _at_most(taken, len(out), significance / 2)
+    fnr = _at_most(np.searchsorted(inside, thresholds), len(inside), significance / 2)
+    return np.asarray(special.ndtri(1 - fpr) - special.ndtri(fnr), dtype=np.float64)
+
+
+def _at_most(successes: NDArray[np.int64], trials: int, significance: float) -> NDArray[np.float64]:
+    """Clopper and Pearson's one-sided upper bounds on rates."""
+    left = np.maximum(trials - successes, 1)
+    bound = special.betaincinv(successes + 1, left, 1 - significance)
+    return np.where(successes >= trials, 1.0, bound)
+
+
+def from_naming(hits: int, trials: int, chance: float, *, delta: float, significance: float = 0.05) -> float:
+    """Largest epsilon refuted by naming `hits` of `trials` records among others, of any mechanism.
+
+    Who names a record with probability `chance` without looking names it with exp(epsilon) chance + delta at most, and
+    fails with exp(-epsilon) (1 - chance - delta) at least (`eval.rero.from_curve`). Records count as independent.
+
+    Args:
+        hits: how many were named.
+        trials: of how many.
+        chance: 1 / N among N equally likely ones, in (0, 1).
+        delta: of the claim.
+        significance: of the Clopper-Pearson bound on the rate.
+
+    Raises:
+        ValueError: numbers out of range.
+    """
+    if not 0 <= hits <= trials or trials < 1 or not 0 < chance < 1:
+        raise ValueError(f"expected 0 <= hits <= trials and a chance in (0, 1), got {hits}, {trials}, {chance}")
+    rate = at_least(hits, trials, significance)
+    named = math.log((rate - delta) / chance) if rate > delta else 0.0
+    failed = math.log((1 - chance - delta) / (1 - rate)) if chance + delta < 1 and rate < 1 else 0.0
+    return max(0.0, named, failed)
 
 
 def delta_of(mu: float, epsilon: float) -> float:
     """Delta of a mu-GDP mechanism at epsilon (Dong, Roth, Su, 2022, Corollary 1)."""
-    if mu <= 0:
-        return 0.0
-    # e^epsilon times a tail that may be far below the smallest number
-    second = math.exp(epsilon + float(special.log_ndtr(-epsilon / mu - mu / 2)))
-    return float(special.ndtr(-epsilon / mu + mu / 2)) - second
+    return gaussian_delta(mu, epsilon)
 
 
 def epsilon_of(mu: float, delta: float) -> float:

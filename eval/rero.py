@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from scipy import special
 
+from fl.accounting import Charge, curve, merged
 from fl.seeds import stream
 
 
@@ -34,6 +36,32 @@ def limit(kappa: float, sigma: float, q: float, steps: int) -> float:
     _check(kappa, sigma, steps)
     mu = q * math.sqrt(steps * math.expm1(1 / sigma**2))
     return float(special.ndtr(special.ndtri(kappa) + mu))
+
+
+@lru_cache(maxsize=1024)
+def from_charges(kappa: float, charges: tuple[Charge, ...]) -> float:
+    """Gamma after all `charges`, a bound: tight where every step takes every record, else by the accountants' curve.
+
+    Args:
+        kappa: in (0, 1).
+        charges: of the record in question, in everything that the attacker sees.
+
+    Raises:
+        ValueError: `kappa` is no probability between 0 and 1.
+    """
+    _check(kappa, 1.0, 1)
+    known = merged(charges)
+    if any(charge.noise_multiplier == 0 for charge in known):
+        return 1.0
+    if all(charge.rate == 1 for charge in known):
+        mu = math.sqrt(sum(charge.steps / charge.noise_multiplier**2 for charge in known))
+        return float(special.ndtr(special.ndtri(kappa) + mu))
+    return from_curve(kappa, _curve(known))
+
+
+@lru_cache(maxsize=64)
+def _curve(charges: tuple[Charge, ...]) -> Callable[[float], float]:
+    return curve(charges)
 
 
 def from_curve(kappa: float, delta: Callable[[float], float], largest: float = 50.0) -> float:

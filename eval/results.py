@@ -1,8 +1,9 @@
 """What a run leaves for readers, put together from its finished cells in canonical order.
 
 `config.yaml` (every setting), `env.json` (versions and machine), `rounds.jsonl` (a line per round), `images.jsonl` (a
-line per attacked image), `table.md`, and under `images/` a PNG (originals above, reconstructions below) and an `.npz`
-for every attack. The same cells give the same bytes, however often the run was stopped on the way.
+line per attacked image), `privacy.jsonl` (a line per training that claims differential privacy), `table.md`, and under
+`images/` a PNG (originals above, reconstructions below) and an `.npz` for every attack. The same cells give the same
+bytes, however often the run was stopped on the way.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from eval import config, store
+from eval import claims, config, store
 from eval.harness import Failure
 from eval.plan import Plan, Training
-from eval.report.load import read_pictures
-from eval.report.overview import other_code
+from eval.report import privacy
+from eval.report.load import PRIVACY, load, read_pictures
+from eval.report.overview import Numbered, other_code
+from eval.report.summary import NOT_ATTACKED
 from eval.rundir import RunDir
 from eval.score import Row
 from eval.training import ROUNDS
@@ -49,13 +52,15 @@ def assemble(plan: Plan, folder: RunDir) -> list[Row]:
     store.replace_rows(path / ROUNDS, [row for rows in rounds.values() for row in rows])
     images = [row for training in done for row in _images(training, folder, rounds[training])]
     store.replace_rows(path / IMAGES, images)
+    _write_claims([(training, rounds[training]) for training in done], folder)
     _write_pictures(done, folder)
     return images
 
 
 def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
-    """What to know of the table as a whole: cells that failed, cells that other code computed."""
-    return [note for note in (incomplete(failures, plan), other_code(folder.about_run())) if note]
+    """What to know of the table as a whole: cells that failed, cells that other code computed, privacy claimed."""
+    found = [note for note in (incomplete(failures, plan), other_code(folder.about_run())) if note]
+    return [*found, *(privacy.notes(Numbered.of(load(folder.path))) if (folder.path / PRIVACY).is_file() else [])]
 
 
 def incomplete(failures: Sequence[Failure], plan: Plan) -> str | None:
@@ -87,9 +92,25 @@ def installed(package: str) -> str | None:
         return None
 
 
+def _write_claims(trainings: Sequence[tuple[Training, list[Row]]], folder: RunDir) -> None:
+    """What every training may claim; no file where none claims anything."""
+    found = []
+    for training, rounds in trainings:
+        row = claims.read(folder.file(training.cell, "."), training, rounds)
+        if row is not None:
+            found.append({**_head(training), **row})
+    if found:
+        store.replace_rows(folder.path / PRIVACY, found)
+    else:
+        (folder.path / PRIVACY).unlink(missing_ok=True)
+
+
+def _head(training: Training) -> Row:
+    return {"method": training.method.label, "defense": training.defense.label, "seed": training.seed}
+
+
 def _rounds(training: Training, folder: RunDir) -> list[Row]:
-    head = {"method": training.method.label, "defense": training.defense.label, "seed": training.seed}
-    return [{**head, **row} for row in store.read_rows(folder.file(training.cell, ROUNDS))]
+    return [{**_head(training), **row} for row in store.read_rows(folder.file(training.cell, ROUNDS))]
 
 
 def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[Row]:
@@ -100,18 +121,19 @@ def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[R
         own = by_round[number]
         return {"accuracy": own["accuracy"], "accuracy_local": own["accuracy_local"], **whole}
 
+    ceilings = claims.Ceilings(training, rounds)
     head = {"seed": training.seed, "method": training.method.label, "defense": training.defense.label}
     rows = [
         {**head, "attack": watch.attack.label, **row, **accuracies(watch.round)}
         for watch in training.watches
         if folder.finished(watch.cell)
-        for row in store.read_rows(folder.file(watch.cell, IMAGES))
+        for row in ceilings.of(watch, store.read_rows(folder.file(watch.cell, IMAGES)))
     ]
     if training.watches:
         return rows
     # an accuracy to compare with, without an attack
     last = training.federation.rounds
-    return [{**head, "attack": "-", "round": last, "not_applicable": NOTHING, **accuracies(last)}]
+    return [{**head, "attack": NOT_ATTACKED, "round": last, "not_applicable": NOTHING, **accuracies(last)}]
 
 
 def _accuracies(rounds: Sequence[Row]) -> Row:

@@ -11,6 +11,7 @@ from eval import checks, config, grid
 from eval.experiment import Experiment
 from eval.report.describe import summary
 from eval.report.findings import subject
+from eval.report.overview import UNATTACKED
 from eval.report.setting import Setting
 from eval.report.summary import (
     CLEAR,
@@ -18,6 +19,7 @@ from eval.report.summary import (
     FLOORS,
     IMAGE,
     NEAR_EXACT,
+    NOT_ATTACKED,
     RECOVERED,
     Group,
     floors,
@@ -84,6 +86,9 @@ def table(rows: Sequence[Row], experiment: Experiment) -> Table:
     lines = [_line(group, setting, several, raised) for group in found]
     below = _floor_lines(rows)
     idle = {"defence": "none", "LPIPS": "-"}  # a column that says only this is left out
+    if not _attacked(found):
+        idle |= {"attack": NOT_ATTACKED, **dict.fromkeys(FIGURES, "-")}
+        lines = [(*line[:-1], "-") for line in lines]  # the legend says it once
     filled = [i for i, name in enumerate(COLUMNS) if any(line[i] != idle.get(name) for line in lines)]
     return Table(
         title=experiment.title or "What leaked",
@@ -101,6 +106,10 @@ def markdown(content: Table) -> str:
     return "\n".join([*lines, "", *(f"- {sentence}" for sentence in content.legend)]) + "\n"
 
 
+def _attacked(found: Sequence[Group]) -> bool:
+    return any(group.attack != NOT_ATTACKED for group in found)
+
+
 def _cells(words: Sequence[str]) -> str:
     return f"| {' | '.join(word.replace('|', '/') for word in words)} |"
 
@@ -110,6 +119,8 @@ def _line(group: Group, setting: Setting, several: bool, raised: dict[str, None]
     name = f"{group.attack} (round {group.round})" if several else group.attack
     accuracy = "-" if group.accuracy is None else f"{group.accuracy:.1%}"
     head = (group.method, group.defense, name, accuracy)
+    if group.attack == NOT_ATTACKED:
+        return (*head, "-", "-", "-", "-", "-", "-", next(iter(group.refusals)))
     if not group.scored:
         return (*head, "not applicable", "-", "-", "-", "-", "-", next(iter(group.refusals)))
     found = group.flags(setting)
@@ -203,13 +214,10 @@ def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 def _legend(rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], *, lpips: bool) -> list[str]:
     found = groups(rows)
     several = len({group.round for group in found}) > 1
+    leakage = [PSNR, FLOOR, SSIM, *([LPIPS] if lpips else []), RATES]
     lines = [
         *_verdicts(found, several),
-        PSNR,
-        FLOOR,
-        SSIM,
-        *([LPIPS] if lpips else []),
-        RATES,
+        *(leakage if _attacked(found) else [UNATTACKED]),
         _accuracy(found, experiment),
     ]
     lines += [f"Method {entry.label}: {summary(type(entry.item))}." for entry in experiment.method]

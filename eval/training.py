@@ -1,4 +1,4 @@
-"""Training cells: a federation's rounds, one row each, with checkpoints to go on from."""
+"""Training cells: a federation's rounds, one row each, with checkpoints to go on from, and their privacy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean
 
-from eval import store
+from eval import claims, store
 from eval.plan import Training
 from eval.rundir import Checkpoints
 from eval.score import Row
@@ -58,7 +58,8 @@ def train(
 
     Args:
         training: what is trained.
-        folder: gets `rounds.jsonl`, a row for every round and one for the state before the first.
+        folder: gets `rounds.jsonl`, a row for every round and one for the state before the first, and `privacy.json`,
+            what the method may claim of them.
         checkpoints: get the states after the rounds `watched` and after the last round.
         watched: rounds after which states are kept.
         every: seconds between two other checkpoints; each replaces the one before.
@@ -81,6 +82,7 @@ def train(
                 checkpoints.keep({*watched, number})
                 saved = time.monotonic()
             if number == spec.rounds:
+                claims.write(training, store.read_rows(path), folder)
                 return
             scored = (number + 1) % spec.evaluate_every == 0 or number + 1 == spec.rounds
             store.write_rows(path, [row_of(_step(training, federation, evaluate=scored))])

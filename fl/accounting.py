@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special
+
+if TYPE_CHECKING:
+    from opacus.accountants import PRVAccountant
 
 Accountant = Literal["prv", "rdp"]
 LARGEST = 2.0**20
@@ -155,12 +158,35 @@ def calibrate(epsilon: float, delta: float, rate: float, steps: int, accountant:
     return _least(epsilon, lambda sigma: spent((Charge(sigma, rate, steps),), delta, "prv"), guess)
 
 
+def curve(charges: Iterable[Charge]) -> Callable[[float], float]:
+    """Delta of all `charges` together as a function of epsilon >= 0: an upper bound, 1 where a step has no noise.
+
+    Exact where every record is in every batch; elsewhere the lower one of what PRV and RDP prove.
+    """
+    known = merged(charges)
+    if any(charge.noise_multiplier == 0 for charge in known):
+        return lambda epsilon: 1.0
+    if all(charge.rate == 1 for charge in known):
+        mu = math.sqrt(sum(c.steps / c.noise_multiplier**2 for c in known))
+        return lambda epsilon: gaussian_delta(mu, epsilon)
+    by_rdp, by_prv = _rdp_curve(known), _prv_curve(known)
+    return lambda epsilon: min(by_rdp(epsilon), by_prv(epsilon))
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """Delta of a Gaussian mechanism of sensitivity `mu` and noise 1, exactly (Balle and Wang, ICML 2018, Eq. 6)."""
+    if mu <= 0:
+        return 0.0
+    # e^epsilon times a tail that may be far below the smallest number
+    right = math.exp(min(epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu)), 0.0))
+    return float(special.ndtr(mu / 2 - epsilon / mu)) - right
+
+
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Epsilon of a Gaussian mechanism of sensitivity `mu` and noise 1, exactly (Balle and Wang, ICML 2018, Eq. 6)."""
 
     def excess(epsilon: float) -> float:
-        right = math.exp(min(epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu)), 0.0))
-        return float(special.ndtr(mu / 2 - epsilon / mu)) - right - delta
+        return gaussian_delta(mu, epsilon) - delta
 
     if excess(0.0) <= 0:
         return 0.0
@@ -198,20 +224,62 @@ def _rdp_of_a_step(noise_multiplier: float, rate: float) -> NDArray[np.float64]:
     return np.asarray(rdp.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=ORDERS))
 
 
-def _rdp(charges: tuple[Charge, ...], delta: float) -> float:
+def _rdp_of(charges: tuple[Charge, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Orders, and the Renyi divergence of all charges at each."""
     total = np.sum([_rdp_of_a_step(c.noise_multiplier, c.rate) * c.steps for c in charges], axis=0)
     usable = np.isfinite(total)
-    alphas, values = np.asarray(ORDERS)[usable], total[usable]
+    return np.asarray(ORDERS)[usable], total[usable]
+
+
+def _rdp(charges: tuple[Charge, ...], delta: float) -> float:
+    alphas, values = _rdp_of(charges)
     # Canonne, Kamath, Steinke, NeurIPS 2020, Proposition 12
     bounds = values - (math.log(delta) + np.log(alphas)) / (alphas - 1) + np.log1p(-1 / alphas)
     return max(0.0, float(bounds.min())) if len(bounds) else math.inf
 
 
-def _prv(charges: tuple[Charge, ...], delta: float) -> float:
-    from opacus.accountants import PRVAccountant
+def _rdp_curve(charges: tuple[Charge, ...]) -> Callable[[float], float]:
+    """The same proposition, solved for delta."""
+    alphas, values = _rdp_of(charges)
+
+    def delta(epsilon: float) -> float:
+        powers = (alphas - 1) * (values - epsilon + np.log1p(-1 / alphas)) - np.log(alphas)
+        return math.exp(min(float(powers.min()), 0.0)) if len(powers) else 1.0
+
+    return delta
+
+
+def _prv_curve(charges: tuple[Charge, ...], error: float = 0.01, slack: float = 1e-9) -> Callable[[float], float]:
+    """Delta by the numerical accountant, whose epsilon is off by `error` at most, but for `slack` of delta."""
+    accountant = _accountant(charges)
+    try:
+        with np.errstate(divide="ignore"):
+            loss = accountant._get_dprv(eps_error=error, delta_error=slack)
+    except (ValueError, RuntimeError, MemoryError):
+        return lambda epsilon: 1.0
+    at, mass = loss.domain.ts, np.maximum(loss.pmf, 0.0)
+    at, mass = at[at >= -1], mass[at >= -1]
+    above, weighted = (np.append(np.flip(np.flip(part).cumsum()), 0.0) for part in (mass, mass * np.exp(-at)))
+
+    def delta(epsilon: float) -> float:
+        i = int(np.searchsorted(at, epsilon - error))
+        found = float(above[i] - math.exp(epsilon - error) * weighted[i])
+        return min(max(found, 0.0) + slack, 1.0) if math.isfinite(found) else 1.0
+
+    return delta
+
+
+def _accountant(charges: tuple[Charge, ...]) -> PRVAccountant:
+    from opacus.accountants import PRVAccountant  # seconds to import, so not before it is used
 
     accountant = PRVAccountant()
     accountant.history = [(c.noise_multiplier, c.rate, c.steps) for c in charges]
+    return accountant
+
+
+@lru_cache(maxsize=256)
+def _prv(charges: tuple[Charge, ...], delta: float) -> float:
+    accountant = _accountant(charges)
     try:
         with np.errstate(divide="ignore"):  # a rate of 1 among others meets log 0, which is right
             found = float(accountant.get_epsilon(delta=delta))
@@ -237,7 +305,7 @@ class PrivacyStatement:
         steps: noisy steps of a client.
         delta: for which epsilon is stated.
         epsilon: by the PRV accountant (exact where `rate` is 1); None where nothing is claimed.
-        epsilon_rdp: by the RDP accountant.
+        epsilon_rdp: by the RDP accountant; None likewise, and where that proves nothing.
         reason: why no epsilon is claimed; empty where one is.
         profile: "experiment" (noise from the experiment's seed) or "release" (from the operating system).
     """
@@ -265,8 +333,9 @@ class PrivacyStatement:
             f"{self.sampler} batches at rate {self.rate:.4g}, {self.mode}; trusted: {self.trusted}; {self.profile} "
             f"noise"
         )
-        if self.epsilon is None or self.epsilon_rdp is None:
+        if self.epsilon is None:
             return f"no epsilon is claimed: {self.reason} ({how})"
         claim = f"{self.unit}-level ({self.epsilon:.3g}, {self.delta:.1g})-differential privacy, {self.adjacency}"
         note = ", with noise that can be drawn again from the seed: no guarantee for a real release"
-        return f"{claim} (RDP: {self.epsilon_rdp:.3g}): {how}{note if self.profile == 'experiment' else ''}"
+        by_rdp = f" (RDP: {self.epsilon_rdp:.3g})" if self.epsilon_rdp is not None else ""
+        return f"{claim}{by_rdp}: {how}{note if self.profile == 'experiment' else ''}"

@@ -202,9 +202,11 @@ class Report:
         lead: the answer in a sentence or two.
         facts: term and value, at a glance.
         sections: in the order of reading.
+        alarms: errors that must be seen before anything else.
     """
 
     title: str
     lead: str
     facts: list[tuple[str, str]]
     sections: list[Section]
+    alarms: list[Note] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eval.report import method, overview, pictures, tables, tradeoff
+from eval.report import method, overview, pictures, privacy, tables, tradeoff
 from eval.report.blocks import Absent, Block, Report, Section, Text
 from eval.report.findings import lead
 from eval.report.load import load
@@ -28,16 +28,19 @@ def build(folder: str | Path, *, show: bool = True) -> Report:
     run = load(folder)
     numbered = Numbered.of(run)
     first, found = overview.leaked(numbered)
+    told = lead(found) if run.attacked else overview.UNATTACKED
     sections = [
         first,
-        overview.attacker(numbered),
+        *([overview.attacker(numbered)] if run.attacked else []),
+        *privacy.section(numbered),
         tradeoff.section(numbered),
-        _pictures(numbered, show),
+        *([_pictures(numbered, show)] if run.attacked else []),
         tables.section(numbered),
         method.section(run),
         method.again(run),
     ]
-    return Report(run.title, lead(found), overview.facts(run), sections)
+    facts = [*overview.facts(run), *([("Differential privacy", words)] if (words := privacy.fact(run)) else [])]
+    return Report(run.title, told, facts, sections, privacy.alarms(numbered))
 
 
 def _pictures(numbered: Numbered, show: bool) -> Section:

@@ -6,7 +6,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from eval import store, yamlfile
 from eval.report.setting import Setting
-from eval.report.summary import Group, groups
+from eval.report.summary import NOT_ATTACKED, Group, groups
 from eval.score import Row
 
 CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
+PRIVACY = "privacy.jsonl"
 KEYS = ("method", "defense", "attack", "round", "seed")
 Pixels = NDArray[np.float32]
 DAMAGED = (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -38,6 +39,7 @@ class Run:
         rounds: of `rounds.jsonl`; empty without one.
         about: `run.json`; empty without one.
         environment: `env.json`; empty without one.
+        privacy: rows of `privacy.jsonl`; empty without one.
     """
 
     folder: Path
@@ -47,11 +49,17 @@ class Run:
     rounds: list[Row]
     about: Mapping[str, Any]
     environment: Mapping[str, Any]
+    privacy: list[Row] = field(default_factory=list)
 
     @cached_property
     def groups(self) -> list[Group]:
         """The rows by setting."""
         return groups(self.rows)
+
+    @property
+    def attacked(self) -> bool:
+        """Whether any attack was asked for."""
+        return any(group.attack != NOT_ATTACKED for group in self.groups)
 
     @property
     def title(self) -> str:
@@ -113,8 +121,11 @@ def load(folder: str | Path) -> Run:
     for number, row in enumerate(rows, 1):
         if absent := [key for key in KEYS if key not in row]:
             raise ValueError(f"{folder / ROWS}, line {number}: expected a value for {', '.join(absent)}, got none")
-    rounds = store.read_rows(folder / ROUNDS) if (folder / ROUNDS).is_file() else []
-    return Run(folder, config, setting, rows, rounds, _json(folder / RUN), _json(folder / ENVIRONMENT))
+    rounds, privacy = (
+        store.read_rows(folder / name) if (folder / name).is_file() else [] for name in (ROUNDS, PRIVACY)
+    )
+    about, environment = (_json(folder / name) for name in (RUN, ENVIRONMENT))
+    return Run(folder, config, setting, rows, rounds, about, environment, privacy)
 
 
 def _json(path: Path) -> Mapping[str, Any]:

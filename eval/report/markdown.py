@@ -19,7 +19,8 @@ _LIGHT = (
 def render(report: Report) -> tuple[str, dict[str, bytes]]:
     """The text, and the files it shows by their names in `FOLDER`."""
     files: dict[str, bytes] = {}
-    parts = [f"# {escape(report.title)}", f"**{escape(report.lead)}**", _list(report.facts)]
+    parts = [f"# {escape(report.title)}", *(_block(note, files) for note in report.alarms)]
+    parts += [f"**{escape(report.lead)}**", _list(report.facts)]
     for section in report.sections:
         parts.append(f"## {escape(section.title)}")
         parts += [_block(block, files) for block in section.blocks]

@@ -12,6 +12,11 @@ from eval.report.load import Run
 from eval.report.summary import CLEAR, NEAR_EXACT, RECOVERED
 from eval.report.words import sentence
 
+ACCURACY = (
+    "Accuracy",
+    "What the method is for: share of its own test images that each client's model gets right, mean over clients and "
+    "seeds.",
+)
 MEASURES = [
     (
         "PSNR",
@@ -38,11 +43,7 @@ MEASURES = [
         "Private values",
         f"Relative error of what a method keeps from the server; below {RECOVERED:g} it counts as recovered.",
     ),
-    (
-        "Accuracy",
-        "What the method is for: share of its own test images that each client's model gets right, mean over "
-        "clients and seeds.",
-    ),
+    ACCURACY,
 ]
 JUDGED = [
     (
@@ -70,7 +71,7 @@ JUDGED = [
 
 def section(run: Run) -> Section:
     """Measures, judgement, glossary, papers."""
-    blocks: list[Block] = [Items(MEASURES), Items(JUDGED)]
+    blocks: list[Block] = [Items(MEASURES), Items(JUDGED)] if run.attacked else [Items([ACCURACY])]
     if words := glossary(run.setting):
         blocks += [Text("What was trained, and what was tried on it:"), Items([(n, sentence(w)) for n, w in words])]
     if cited := papers(run.setting):

@@ -10,11 +10,12 @@ from eval import checks
 from eval.report.blocks import Block, Finding, Items, Mark, Note, Section, Text
 from eval.report.findings import findings, floor_names, strongest, subject
 from eval.report.load import Run
-from eval.report.summary import FEWEST, Group
+from eval.report.summary import FEWEST, NOT_ATTACKED, Group
 from eval.report.words import count, join, sentence
 
 FEW = 3
 """Attacks that a flag names; more go by their numbers."""
+UNATTACKED = "No attack was asked for, so nothing is said of what updates give away."
 KNOWLEDGE = {
     "knows_labels": "the labels of the images",
     "knows_batch_size": "how many images an update is computed from",
@@ -100,8 +101,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "Rounds": _rounds(federation.get("rounds"), run),
         "Methods": ", ".join(dict.fromkeys(group.method for group in run.groups)),
         "Defences": ", ".join(dict.fromkeys(g.defense for g in run.groups if setting.kind(g.defense) != "none")),
-        "Attacks": ", ".join(dict.fromkeys(group.attack for group in run.groups if group.attack != "-")),
-        "Watched": f"client {join([str(c) for c in watched])}" if isinstance(watched, list) and watched else "",
+        "Attacks": ", ".join(dict.fromkeys(group.attack for group in run.groups if group.attack != NOT_ATTACKED)),
+        "Watched": f"client {join([str(c) for c in watched])}" if run.attacked and isinstance(watched, list) else "",
         "Images": f"{len(attacked)}, " + (f"{batch} per update" if batch else "all of a client at once")
         if attacked
         else "",
@@ -113,6 +114,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
 def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:
     """The verdicts, under the flags that qualify them."""
     run = numbered.run
+    if not run.attacked:
+        return Section("leaked", "What leaked", [*unfinished(run), *_mixed(run), Text(UNATTACKED)]), []
     given = bool(run.setting.threat.get("knows_labels", False))
     found = findings(run.groups, labels_given=given)
     blocks: list[Block] = [*unfinished(run), *_mixed(run), *flagged(numbered), *found]
@@ -215,6 +218,9 @@ def attacker(numbered: Numbered) -> Section:
         ("Knows", sentence(join(known)) if known else "Nothing beyond that."),
         ("Does not know", sentence(join(unknown)) if unknown else "Nothing on this list was withheld."),
     ]
+    if summed := [label for label in run.setting.defenses if run.setting.kind(label) == "secagg"]:
+        mean = "no single update, but the mean over the watched client and those aggregated with it."
+        entries.insert(2, ("Aggregated", f"Under {join(summed)} {mean}"))
     if used:
         entries.append(("Made use of", sentence(join(list(used)))))
     if observed := run.setting.section("observe", "method"):

@@ -26,6 +26,8 @@ NEAR_EXACT, CLEAR = 30.0, 10.0
 """An image counts as leaked on its own from this PSNR on, in dB, if it is this far above every guess of that image."""
 FEWEST = 6
 """Images from which on a mean can be shown to lie above a floor: of five, all may do so by chance (1 in 32)."""
+NOT_ATTACKED = "-"
+"""Stands for the attack in rows of a training that none was asked for on."""
 RECOVERED = 0.1
 """Relative error below which a private tensor counts as recovered."""
 

@@ -13,6 +13,7 @@ from eval.report.rounds import accuracy, costs
 from eval.report.summary import FLOORS, RECOVERED, Group, floors, lpips, pictures, reaching
 from eval.report.words import NONE, SCORES, error, interval, join, number, percent, percent_interval, sentence
 from eval.score import Row
+from fl.protocol import NOTHING_SENT
 
 BYTES, MEBI = 4, 2**20
 
@@ -145,7 +146,16 @@ def _accuracies(numbered: Numbered) -> list[Block]:
     ]
     filled = [i for i in range(len(columns)) if i < 3 or any(line[i] != NONE for line in lines)]
     cells = [[line[i] for i in filled] for line in lines]
-    return [Grid("Accuracy", [columns[i] for i in filled], cells)] if lines else []
+    return [Grid("Accuracy", [columns[i] for i in filled], cells), *_unscored(numbered)] if lines else []
+
+
+def _unscored(numbered: Numbered) -> list[Block]:
+    """Methods of which clients that never take part can't be scored, and why."""
+    if not numbered.run.setting.section("federation").get("outsiders"):
+        return []
+    silent = {cost.method: None for cost in costs(numbered.run.rounds) if not cost.down}
+    words = f"Accuracy {SCORES['unseen']}: {NOTHING_SENT}."
+    return [Items([(f"Missing for {join(list(silent))}", words)])] if silent else []
 
 
 def _secrets(numbered: Numbered) -> list[Block]:
@@ -169,6 +179,8 @@ def _verified(group: Group) -> str:
 
 def _refusals(numbered: Numbered) -> list[Block]:
     """Attacks that said nothing, and why."""
+    if not numbered.run.attacked:
+        return []
     lines = [
         [group.method, group.defense, group.attack, str(group.round), str(amount), percent(group.accuracy, 1), reason]
         for group in numbered.run.groups

@@ -24,7 +24,9 @@ LINES = ("mean", "nearest")
 
 
 def section(numbered: Numbered) -> Section:
-    """Accuracy against leakage, and what changes over rounds."""
+    """Accuracy against leakage, and what changes over rounds; the latter alone where no attack was asked for."""
+    if not numbered.run.attacked:
+        return Section("tradeoff", "Accuracy", _training(numbered))
     blocks = [*_scatter(numbered), *_strips(numbered), *_training(numbered), *_leakage(numbered)]
     return Section("tradeoff", "Accuracy against leakage", blocks)
 

@@ -1,0 +1,184 @@
+"""What differential privacy a training may claim, and what follows of it for the attacks: plain data for a run's files.
+
+A claim is that of the method under its defence, for the rounds that clients took part in. What an attacker of one
+update sees of a record is more than that update: the weights it was sent come from rounds in which the record took
+part. Both are charged before anything is said of what an attack can reach.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import cached_property
+from pathlib import Path
+
+from eval import canaries, store
+from eval.plan import Training, Watch
+from eval.rero import from_charges
+from eval.score import Row
+from eval.worlds import Victim
+from fl.accounting import Charge, PrivacyStatement, merged, spent
+from fl.dp import Private
+from fl.method import Method
+
+CLAIM = "privacy.json"
+"""In a training's cell; `null` where the method claims nothing."""
+BOUND, OF_UPDATE, EPSILON = "identified_bound", "identified_bound_update", "identified_epsilon"
+"""Columns of an attacked image: how often anybody can name it at most, from all that is seen and from the update alone,
+and the epsilon of all that is seen."""
+UNALIKE = {"domains": "clients hold images of different domains, so that candidates can be told apart by their style"}
+"""Partitions under which images of a class are not alike across clients, and why."""
+
+
+def write(training: Training, rounds: Sequence[Row], folder: Path) -> None:
+    """Keep a training's claim in its cell."""
+    store.write_text(folder / CLAIM, json.dumps(claim(training, rounds), indent=2, allow_nan=False) + "\n")
+
+
+def read(folder: Path, training: Training, rounds: Sequence[Row]) -> Row | None:
+    """A training's claim from its cell; of one that was trained before claims were kept, without an audit."""
+    path = folder / CLAIM
+    if not path.is_file():
+        return claim(training, rounds, audit=False)
+    found: Row | None = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def claim(training: Training, rounds: Sequence[Row], *, audit: bool = True) -> Row | None:
+    """The columns of `fl.accounting.PrivacyStatement`, with the rounds charged and what an audit by canaries found.
+
+    Args:
+        training: whose method and defence.
+        rounds: its rows of `rounds.jsonl`.
+        audit: whether to audit, which takes some 10 ms for every noisy step of a client.
+
+    Returns:
+        None where the method claims nothing.
+    """
+    method, world = training.method.item, training.world
+    clients = range(len(world.clients) - training.federation.outsiders)
+    taken = participations(rounds)
+    most, sizes = max((taken[c] for c in clients), default=0), [len(world.clients[c].train) for c in clients]
+    charged = every_round(method, most)
+    statement = charged.privacy(sizes, most, training.defense.item)
+    if statement is None:
+        return None
+    row: Row = {**_plain(statement), "rounds": most, "audit": None, "missing": {}}
+    if statement.epsilon is None:
+        row["missing"]["audit"] = "there is no epsilon to hold it against"
+    elif not audit:
+        row["missing"]["audit"] = "the training is older than this audit; remove its cell and run it again"
+    else:
+        try:
+            row["audit"] = asdict(canaries.audit(charged, sizes, most, seed=training.seed))
+        except ValueError as error:
+            row["missing"]["audit"] = str(error)
+    return row
+
+
+def participations(rounds: Sequence[Row], until: int | None = None) -> Counter[int]:
+    """In how many rounds each client took part, up to round `until`."""
+    return Counter(c for row in rounds if until is None or row["round"] <= until for c in row["clients"])
+
+
+def every_round(method: Method, rounds: int) -> Method:
+    """The method charged for all its rounds.
+
+    At record level a client has sent its update to a server that nobody trusts, whether that makes use of it or, after
+    the rounds that the noise is made for, does not.
+    """
+    if not isinstance(method, Private) or method.mode == "client-level" or rounds <= method.rounds:
+        return method
+    return replace(method, noise_multiplier=method.sigma, epsilon=None, rounds=rounds)
+
+
+def of_row(row: Mapping[str, object]) -> PrivacyStatement:
+    """The statement that a claim was made of."""
+    return PrivacyStatement(**{field.name: row[field.name] for field in fields(PrivacyStatement)})  # type: ignore[arg-type]
+
+
+def _plain(statement: PrivacyStatement) -> Row:
+    """A statement in values that JSON has."""
+    if statement.epsilon is not None and not math.isfinite(statement.epsilon):
+        reason = "there is so little noise that no finite epsilon can be proved"
+        statement = replace(statement, epsilon=None, epsilon_rdp=None, reason=reason)
+    if statement.epsilon_rdp is not None and not math.isfinite(statement.epsilon_rdp):
+        statement = replace(statement, epsilon_rdp=None)
+    return asdict(statement)
+
+
+class Ceilings:
+    """How often an image can be named at most, of all updates of a training that are watched.
+
+    Args:
+        training: whose.
+        rounds: its rows of `rounds.jsonl`.
+    """
+
+    def __init__(self, training: Training, rounds: Sequence[Row]) -> None:
+        self.training, self.rounds = training, rounds
+
+    @cached_property
+    def claims(self) -> bool:
+        """Whether the method claims anything at all, so that there is something to be said."""
+        return isinstance(self.training.method.item, Private)
+
+    def of(self, watch: Watch, rows: Sequence[Row]) -> list[Row]:
+        """An attack's rows with `BOUND`, `OF_UPDATE` and `EPSILON` wherever an image could be named."""
+        if not self.claims:
+            return [*rows]
+        victims = {victim.key: victim for victim in watch.scene.victims}
+        return [self._with(row, watch, victims) if "identified_among" in row else row for row in rows]
+
+    def _with(self, row: Row, watch: Watch, victims: Mapping[str, Victim]) -> Row:
+        reason = self.obstacle or self._objection(watch)
+        if reason:
+            return {**row, BOUND: None, "missing": {**row.get("missing", {}), BOUND: reason}}
+        chance, delta = 1 / row["identified_among"], self._method.delta
+        found = [self._charges(watch, member) for member in victims[row["update"]].group]
+        return {
+            **row,
+            BOUND: max(from_charges(chance, merged([*before, update])) for before, update in found),
+            OF_UPDATE: max(from_charges(chance, (update,)) for _, update in found),
+            EPSILON: max(spent([*before, update], delta) for before, update in found),
+        }
+
+    @property
+    def _method(self) -> Private:
+        method = self.training.method.item
+        assert isinstance(method, Private)
+        return method
+
+    @cached_property
+    def obstacle(self) -> str:
+        """Why nothing bounds how often an image is named, whatever the method; empty where something does."""
+        name = getattr(self.training.federation.partition, "name", "")
+        if name in UNALIKE:
+            return f"{UNALIKE[name]}; use a partition by classes"
+        if shared := self.training.world.partition.overlap["train"]:
+            return f"{shared} images are held by several clients, and each tells of them; use disjoint ones"
+        return ""
+
+    def _objection(self, watch: Watch) -> str:
+        """Why no guarantee holds against this attacker."""
+        for method in (self._method, watch.scene.method):
+            statement = method.privacy([1], 1, self.training.defense.item)
+            if statement is None or statement.reason:
+                return statement.reason if statement is not None else "the observed round claims nothing"
+            if statement.unit == "client":
+                return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
+        return ""
+
+    def _charges(self, watch: Watch, member: Victim) -> tuple[tuple[Charge, ...], Charge]:
+        """What one client's record is in: the rounds before, and the update or updates that the attacker sees."""
+        taken = participations(self.rounds, watch.round)[member.client]
+        size = len(self.training.world.clients[member.client].train)
+        before = every_round(self._method, taken).privacy([size], taken)
+        update = watch.scene.method.privacy([len(member.data)], 1)
+        assert before is not None
+        assert update is not None
+        seen = Charge(update.noise_multiplier, update.rate, update.steps * (1 + len(watch.past)))
+        return (Charge(before.noise_multiplier, before.rate, before.steps),), seen

@@ -1,0 +1,301 @@
+"""What differential privacy the methods claim, and whether anything found contradicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from eval import epsilon, statistics
+from eval.claims import BOUND, EPSILON, OF_UPDATE, of_row
+from eval.report.blocks import Absent, Block, Grid, Items, Note, Section, Text
+from eval.report.load import PRIVACY, Run
+from eval.report.overview import Numbered
+from eval.report.summary import IMAGE, Group
+from eval.report.words import error, join, number, percent, sentence
+from eval.score import Row
+
+CONFIDENCE = 0.95
+"""Of everything at once that a table holds against its bounds."""
+TITLE = "Privacy: claims and bounds"
+NOTHING, UNACCOUNTED = "none claimed", " (nobody accounts for the noise of dp-sgd; dp-fedavg does for its own)"
+ALARM = "Error: more was found than the differential privacy that is claimed allows"
+AT_FAULT = (
+    "If the claim were true this could hardly happen: noise, clipping, sampling or accounting is at fault, or images "
+    "can be told apart by something other than updates. Trust no epsilon of these methods until that is found."
+)
+_PRIVATE = {"noise_multiplier", "clip", "delta"}
+"""Settings that a method has which makes claims."""
+READING = [
+    (
+        "Epsilon, delta",
+        "What is released changes the odds of any statement about one record (or client) by a factor of at most "
+        "exp(epsilon), but for a probability of delta. By the PRV accountant, which is exact where every record is in "
+        "every step; RDP is looser. A claim is that of the client with least of it, for the rounds it took part in.",
+    ),
+    (
+        "Named",
+        "Images that the reconstruction tells from others of their class; an image attacked under several seeds counts "
+        "once, under the first.",
+    ),
+    (
+        "At most",
+        "How often any attack whatever can name an image if the claim holds (reconstruction robustness; Balle et al., "
+        "2022; Hayes et al., 2023), where all candidates are equally likely beforehand: from the observed update "
+        "alone, and with all that the client sent in training before.",
+    ),
+    (
+        "At least",
+        "Lower ends of Clopper and Pearson's intervals, and what they prove of epsilon; all of a table hold together "
+        "with 95 %. One above its bound refutes the claim and is shown at the top of this report. Far below it, it "
+        "says little: another attack may do better.",
+    ),
+    ("Could be shown", "What the lower end of epsilon would be if every image, or every canary, had been told right."),
+]
+CANARIES = (
+    "The method's own clipping, noise and sampling were run on canaries: records with the longest gradients there may "
+    "be, each in the data or not by the toss of a coin, as many steps as the claim charges. Who reads every step and "
+    "tells which were in shows that epsilon is at least so much (99 % sure for each; Nasr et al., 2023, for "
+    "mechanisms with a Gaussian trade-off)."
+)
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How often an attack named images, and what bounds it.
+
+    Attributes:
+        hits: images named.
+        trials: images.
+        chance: mean of 1 / N over them.
+        bound: most of them that any attack names, from all that it saw: mean over images.
+        update: likewise, from the observed updates alone.
+        epsilon: claimed of all that was seen.
+        delta: for which.
+    """
+
+    hits: int
+    trials: int
+    chance: float
+    bound: float
+    update: float
+    epsilon: float
+    delta: float
+
+    def at_least(self, significance: float) -> float:
+        """Lower end of the rate."""
+        return statistics.at_least(self.hits, self.trials, significance)
+
+    def shown(self, hits: int, significance: float) -> float:
+        """Lower end of epsilon if so many had been named."""
+        return epsilon.from_naming(hits, self.trials, self.chance, delta=self.delta, significance=significance)
+
+    def refutes(self, significance: float) -> bool:
+        """Whether a bound is violated."""
+        return self.at_least(significance) > self.bound or self.shown(self.hits, significance) > self.epsilon
+
+
+def naming(run: Run, group: Group) -> Naming | None:
+    """What an attack named under a claim; None where there is no claim, no image to name, or no bound."""
+    claims = [row for row in run.privacy if (row["method"], row["defense"]) == group.subject]
+    once = list({row[IMAGE]: row for row in reversed(group.pictured) if row.get("identified") is not None}.values())
+    known = [row for row in once if row.get(BOUND) is not None]
+    if not claims or not known or len(known) < len(once):
+        return None
+    return Naming(
+        hits=sum(bool(row["identified"]) for row in known),
+        trials=len(known),
+        chance=fmean(1 / row["identified_among"] for row in known),
+        bound=fmean(row[BOUND] for row in known),
+        update=fmean(row[OF_UPDATE] for row in known),
+        epsilon=max(row[EPSILON] for row in known),
+        delta=claims[0]["delta"],
+    )
+
+
+def alarms(numbered: Numbered) -> list[Note]:
+    """What no true claim allows, for the top of the report."""
+    entries = []
+    named = _named(numbered)
+    for key, found in named.items():
+        level = _level(named)
+        if found.refutes(level):
+            told = (
+                f"{found.hits} of {found.trials} images were named among others of their class, so at least "
+                f"{percent(found.at_least(level), 1)} can be; under the differential privacy that is claimed no attack "
+                f"names more than {percent(found.bound, 1)}."
+            )
+            entries.append((numbered.name(numbered.numbers[key]), told))
+    for subject, row in _audits(numbered.run).items():
+        audit = row["audit"]
+        if audit["lower"] > row["epsilon"]:
+            told = (
+                f"An audit of its own training steps with {audit['canaries']:,} canaries shows an epsilon of at least "
+                f"{number(audit['lower'], 2)}; claimed is {number(row['epsilon'], 2)}."
+            )
+            entries.append((_words(subject), told))
+    return [Note(ALARM, [*entries, ("what that means", AT_FAULT)])] if entries else []
+
+
+def fact(run: Run) -> str:
+    """What is claimed, at a glance."""
+    claims = [(subject, row) for subject, row in _claims(run).items() if row["epsilon"] is not None]
+    if not claims:
+        unaccounted = any(run.setting.kind(group.defense) == "dp-sgd" for group in run.groups)
+        return (NOTHING + UNACCOUNTED * unaccounted) if run.privacy or not _expected(run) else ""
+    words = [
+        f"{_words(subject)}: epsilon {number(row['epsilon'], 2)} at delta {error(row['delta'])} per {row['unit']}"
+        for subject, row in claims
+    ]
+    return "; ".join(words) if len(words) <= 3 else f"{len(words)} methods, see below"
+
+
+def notes(numbered: Numbered) -> list[str]:
+    """The same for a table's legend: errors first, then the claims in a sentence each."""
+    errors = [f"{note.title}. {_joined(note.entries)}" for note in alarms(numbered)]
+    return [*errors, *(f"Privacy of {name}: {words}" for name, words in _sentences(numbered.run))]
+
+
+def _joined(entries: list[tuple[str, str]]) -> str:
+    return " ".join(f"{name}: {words}" for name, words in entries)
+
+
+def section(numbered: Numbered) -> list[Section]:
+    """Claims, bounds and audits; nothing where no method claims anything."""
+    run = numbered.run
+    if not run.privacy:
+        if not _expected(run):
+            return []
+        why = f"there is no {PRIVACY}; start the run again in its folder, which computes nothing twice"
+        return [Section("privacy", TITLE, [Absent("what the methods may claim", why)])]
+    blocks = [_claimed(numbered), Items(_sentences(run)), *_without(run)]
+    return [Section("privacy", TITLE, [*blocks, *_bounds(numbered), *_audited(numbered), Items(READING)])]
+
+
+def _without(run: Run) -> list[Block]:
+    """Methods that claim nothing, and those whose claim is that no epsilon holds."""
+    claims, blocks = _claims(run), list[Block]()
+    silent = dict.fromkeys(_words(group.subject) for group in run.groups if group.subject not in claims)
+    if silent:
+        blocks.append(Text(f"No differential privacy is claimed for {join(list(silent))}."))
+    if empty := [_words(subject) for subject, row in claims.items() if row["epsilon"] is None]:
+        words = "Without an epsilon nothing bounds how often images are named, nor is there anything to audit"
+        blocks.append(Text(f"{words}: {join(empty)}."))
+    return blocks
+
+
+def _expected(run: Run) -> bool:
+    """Whether some method's settings are those of one that makes claims."""
+    return any(set(spec) >= _PRIVATE for spec in run.setting.methods.values())
+
+
+def _words(subject: tuple[str, str]) -> str:
+    method, defense = subject
+    return method if defense == "none" else f"{method} with {defense}"
+
+
+def _claims(run: Run) -> dict[tuple[str, str], Row]:
+    """Of every method under every defence the claim of the seed with the least privacy."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in run.privacy:
+        subject = (row["method"], row["defense"])
+        best = found.get(subject)
+        if best is None or (row["epsilon"] or 0.0) > (best["epsilon"] or 0.0):
+            found[subject] = row
+    return found
+
+
+def _sentences(run: Run) -> list[tuple[str, str]]:
+    return [(_words(subject), sentence(of_row(row).sentence())) for subject, row in _claims(run).items()]
+
+
+def _head(numbered: Numbered, method: str, defense: str) -> list[str]:
+    return [method, *([defense] if numbered.defended else [])]
+
+
+def _claimed(numbered: Numbered) -> Grid:
+    columns = [*_head(numbered, "method", "defence"), ">epsilon", ">by RDP", ">delta", "protects", "mode"]
+    columns += [">noise / clip", ">clip", ">rate", ">steps", ">rounds"]
+    lines = []
+    for (method, defense), row in _claims(numbered.run).items():
+        charged = [f"{row['noise_multiplier']:.3g}", f"{row['clip']:.3g}", f"{row['rate']:.3g}"]
+        epsilons = [number(row["epsilon"], 2) if row["epsilon"] is not None else "none", number(row["epsilon_rdp"], 2)]
+        said = [*epsilons, error(row["delta"]), f"a {row['unit']}, {row['adjacency']}", row["mode"]]
+        lines.append([*_head(numbered, method, defense), *said, *charged, f"{row['steps']:,}", f"{row['rounds']:,}"])
+    return Grid("What is claimed", columns, lines)
+
+
+def _named(numbered: Numbered) -> dict[int, Naming]:
+    found = {key: naming(numbered.run, group) for key, group in numbered.numbers.items()}
+    return {key: one for key, one in found.items() if one is not None}
+
+
+def _level(named: Mapping[int, Naming]) -> float:
+    """Significance of each, so that all together are wrong with 5 % at most (Bonferroni)."""
+    return (1 - CONFIDENCE) / max(1, len(named))
+
+
+def _bounds(numbered: Numbered) -> list[Block]:
+    named = _named(numbered)
+    level, lines = _level(named), []
+    for key, found in named.items():
+        low, high = statistics.exact_interval(found.hits, found.trials)
+        rate = f"{found.hits} of {found.trials} [{100 * low:.0f}, {100 * high:.0f}]\N{NO-BREAK SPACE}%"
+        ends = [percent(share, 1) for share in (found.at_least(level), found.update, found.bound)]
+        shown = [found.shown(found.hits, level), found.epsilon, found.shown(found.trials, level)]
+        row = [*numbered.row(key, numbered.numbers[key]), rate, percent(found.chance, 1), *ends]
+        lines.append([*row, *(number(value, 2) for value in shown), "yes" if found.refutes(level) else "no"])
+    columns = [*numbered.columns(), ">named", ">by chance", ">at least", ">at most, update", ">at most, all seen"]
+    columns += [">epsilon at least", ">epsilon of all seen", ">could be shown", "refuted"]
+    blocks: list[Block] = [Grid("Images named, and what bounds it", columns, lines)] if lines else []
+    return [*blocks, *_unbounded(numbered)]
+
+
+def _unbounded(numbered: Numbered) -> list[Block]:
+    """Why nothing bounds some methods' attacks."""
+    reasons: dict[str, dict[str, None]] = {}
+    claims = _claims(numbered.run)
+    for group in numbered.numbers.values():
+        if group.subject in claims and claims[group.subject]["epsilon"] is None:
+            continue  # said once of all
+        for image in group.pictured:
+            if reason := image.get("missing", {}).get(BOUND):
+                reasons.setdefault(reason, {})[_words(group.subject)] = None
+    what = "a bound on how often images of {} are named"
+    return [Absent(what.format(join(list(who))), why) for why, who in reasons.items()]
+
+
+def _audits(run: Run) -> dict[tuple[str, str], Row]:
+    """Of every method under every defence the claim whose audit found most."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in run.privacy:
+        if row["audit"] is not None:
+            subject = (row["method"], row["defense"])
+            best = found.get(subject)
+            if best is None or _over(row) > _over(best):
+                found[subject] = row
+    return found
+
+
+def _over(row: Mapping[str, Any]) -> float:
+    return float(row["audit"]["lower"] - row["epsilon"])
+
+
+def _audited(numbered: Numbered) -> list[Block]:
+    run, lines = numbered.run, []
+    for (method, defense), row in _audits(run).items():
+        audit = row["audit"]
+        figures = [number(value, 2) for value in (audit["lower"], row["epsilon"], audit["ceiling"])]
+        told = "yes" if audit["lower"] > row["epsilon"] else "no"
+        head = _head(numbered, method, defense)
+        lines.append([*head, f"{audit['canaries']:,}", f"{audit['steps']:,}", *figures, told])
+    columns = [*_head(numbered, "method", "defence"), ">canaries", ">steps", ">epsilon at least", ">claimed"]
+    columns += [">could be shown", "refuted"]
+    blocks: list[Block] = [Grid("The noisy steps, audited", columns, lines), Text(CANARIES)] if lines else []
+    missing = {
+        _words(subject): row["missing"]["audit"]
+        for subject, row in _claims(run).items()
+        if row["epsilon"] is not None and "audit" in row["missing"] and subject not in _audits(run)
+    }
+    return [*blocks, *(Absent(f"an audit of {name}", why) for name, why in missing.items())]

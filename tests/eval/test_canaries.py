@@ -1,0 +1,154 @@
+"""Auditing the package's own noisy step: never flagged where it is right, flagged where it is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fl.dp
+import fl.privacy
+from eval import canaries
+from fl.accounting import Charge, spent
+from fl.dp import Private
+from fl.method import Method
+from fl.methods.centaur import Centaur
+from fl.methods.dp_fedavg import DPFedAvg
+from fl.methods.dp_hyperfl import DPHyperFL
+from fl.methods.fedavg import FedAvg
+from fl.methods.ppsgd import PPSGD
+from fl.models.hypernetwork import Hypernetwork
+
+MANY, SEEDS = 10_000, 20
+METHOD = DPFedAvg(noise_multiplier=1.5, images=1000, batch_size=800, steps=1, rounds=2)
+"""Two rounds of one step, each of four in five records."""
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def half_the_noise(patch: pytest.MonkeyPatch) -> None:
+    right = fl.privacy._noisy
+    patch.setattr(fl.privacy, "_noisy", lambda sums, std, generator: right(sums, std / 2, generator))
+
+
+def twice_the_clip(patch: pytest.MonkeyPatch) -> None:
+    right = fl.privacy._factors
+    patch.setattr(fl.privacy, "_factors", lambda norms, clip: right(norms, 2 * clip))
+
+
+def noise_again_after_resuming(patch: pytest.MonkeyPatch) -> None:
+    """The second epoch draws the keys of the first again, as after a restart that lost count, and other batches."""
+    right, kept, count = fl.dp.drawn_key, list[torch.Tensor](), [0]
+
+    def key(generator: torch.Generator) -> torch.Tensor:
+        kept.append(right(generator))
+        count[0] += 1
+        half = MANY // canaries.BLOCK
+        return kept[(count[0] - 1) % half]
+
+    patch.setattr(fl.dp, "drawn_key", key)
+
+
+def no_noise_at_first(patch: pytest.MonkeyPatch) -> None:
+    right, count = fl.privacy._noisy, [0]
+
+    def noisy(sums: Any, std: float, generator: Any) -> Any:
+        count[0] += 1
+        return sums if count[0] <= (MANY // canaries.BLOCK) else right(sums, std, generator)
+
+    patch.setattr(fl.privacy, "_noisy", noisy)
+
+
+def audited(seed: int, broken: Break | None = None) -> canaries.Canaries:
+    with pytest.MonkeyPatch.context() as patch:
+        if broken is not None:
+            broken(patch)
+        return canaries.audit(METHOD, [1000], 2, canaries=MANY, seed=seed, significance=0.05)
+
+
+def test_a_right_step_is_never_flagged() -> None:
+    found = [audited(seed) for seed in range(SEEDS)]
+    assert found[0].claimed == spent([Charge(1.5, 0.8, 2)], 1e-5)
+    assert all(0.5 * one.claimed < one.lower < one.claimed < one.ceiling for one in found)  # and not for want of power
+    assert "does not refute" in found[0].sentence()
+
+
+@pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip, noise_again_after_resuming, no_noise_at_first])
+def test_a_broken_step_is_flagged(broken: Break) -> None:
+    found = [audited(seed, broken) for seed in range(SEEDS)]
+    assert sum(one.refuted for one in found) >= SEEDS - 1
+    assert "which refutes the 3.64 claimed" in found[0].sentence()
+
+
+# ---- every private method ------------------------------------------------------------------------------------------
+SETTINGS: dict[str, Any] = {"noise_multiplier": 1.0, "images": 500, "batch_size": 400, "steps": 1, "rounds": 3}
+EVERY: dict[str, Private] = {
+    "dp-fedavg": DPFedAvg(**SETTINGS),
+    "dp-fedavg, shuffled": DPFedAvg(**SETTINGS, sampler="shuffle"),
+    "dp-fedavg, from the system": DPFedAvg(**SETTINGS, profile="release"),
+    "centaur": Centaur(**SETTINGS),
+    "ppsgd": PPSGD(**SETTINGS),
+    "dp-hyperfl": DPHyperFL(**SETTINGS, parametrisation=Hypernetwork(embedding=4, hidden=8)),
+}
+
+
+@pytest.mark.parametrize("name", list(EVERY))
+def test_every_method_s_own_steps_show_what_they_are_charged_for(name: str) -> None:
+    method = EVERY[name]
+    coins = torch.rand(1500, generator=torch.Generator().manual_seed(1)) < 0.5
+    statement = method.privacy([500], 3)
+    assert statement is not None
+    read = canaries.releases(canaries.stepwise(method, statement.rate), 6, coins, seed=1)
+    out, inside = read[:, ~coins.numpy()], read[:, coins.numpy()]
+    assert out.mean() == pytest.approx(0.0, abs=0.06)
+    assert out.std() == pytest.approx(1.0, abs=0.06)  # noise alone, in units of the clip
+    assert inside.mean() == pytest.approx(statement.rate, abs=0.07)  # a canary has the length of the clip where drawn
+    assert abs(np.corrcoef(out)[np.triu_indices(6, 1)]).max() < 0.2
+
+
+def test_a_hypernetwork_s_own_gradient_shows_less() -> None:
+    method = replace(EVERY["dp-hyperfl"], noise_on="hypernetwork")  # type: ignore[call-arg]
+    found = canaries.audit(method, [500], 3, canaries=400)
+    assert 0 <= found.lower < found.claimed
+
+
+def test_an_audit_is_a_function_of_its_seed() -> None:
+    first, again, other = (canaries.audit(METHOD, [1000], 2, canaries=300, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_noise_used_twice_is_seen_in_differences() -> None:
+    draw = np.random.default_rng(0)
+    included = np.arange(400) % 4 < 2
+    noise = draw.normal(size=(2, 400)) * 100
+    read = np.concatenate([noise, noise]) + (draw.random((4, 400)) < 0.5) * included
+    found = canaries.scores(read, included)
+    assert found.shape == (1 + 4 + 1, 400)
+    assert found[0].tolist() == pytest.approx(read.sum(0).tolist())
+    assert not (found[-1][~included] > 1e-9).any()
+    assert (found[-1][included] > 0.5).mean() > 0.6
+    assert len(canaries.scores(draw.normal(size=(4, 400)), included)) == 1 + 4
+    assert len(canaries.scores(np.zeros((4, 400)), included)) == 1 + 4  # nothing to correlate
+
+
+@pytest.mark.parametrize(
+    ("method", "rounds", "message"),
+    [
+        (FedAvg(lr=0.1, steps=1), 1, "claims no differential privacy"),
+        (DPFedAvg(noise_multiplier=0.0), 1, "no noise is added"),
+        (Centaur(noise_multiplier=1.0, mode="as-published"), 1, "trained without noise"),
+        (DPFedAvg(mode="client-level"), 1, "the guarantee is for clients"),
+        (DPFedAvg(noise_multiplier=1.0), 0, "no noisy step"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(method: Method, rounds: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        canaries.audit(method, [600], rounds)
+
+
+def test_too_few_canaries_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 or more"):
+        canaries.audit(METHOD, [600], 1, canaries=4)
