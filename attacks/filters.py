@@ -13,13 +13,12 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.filter_equations import FilterUpdate
-from attacks.headless import signs_only
+from attacks.headless import astray, signs_only
 from fl.decay import decay_shares, without_decay
-from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.models.filter_hypernetwork import EMBEDDINGS, HYPERNET, Filters, Shape, embedded, embeddings_name, tiled
 from fl.tensors import Tensors, dense
-from fl.types import Phase, Scope, ServerView, Task
+from fl.types import Group, Phase, Scope, ServerView, Task
 
 FITS = 1e-2
 """Equations that the update satisfies up to this share of itself confirm their solution."""
@@ -54,7 +53,7 @@ class Solved:
         weights: the generated convolution weights they make.
         gradient: of these weights and of the network's own shared ones, in the update's own factor; None where it is
             not determined.
-        verified: whether the equations confirm all embeddings.
+        verified: whether the equations confirm all embeddings; those of one step only.
         started: whether the values that embeddings started from were used.
         counts: numbers received against unknowns, in words.
     """
@@ -161,7 +160,10 @@ def plain_view(view: ServerView, solved: Solved) -> ServerView:
     """
     assert solved.gradient is not None
     (phase,) = _phases(view)
-    group = phase.assign(view.shared)[next(iter(view.shared))]
+    groups = phase.assign(view.shared)
+    group = next(group for name, group in groups.items() if name.startswith(HYPERNET))
+    owners = {n: groups.get(n) if n in view.shared else group for n in solved.gradient}  # the others are generated
+    known = {n: own for n, own in owners.items() if own is not None and _alike(own, group)}
     start = {n: v for n, v in (view.private_init or {}).items() if not n.startswith(EMBEDDINGS)}
     told = start if _starting(view) else {}
     private = {n: shape for n, shape in view.private.items() if not n.startswith(EMBEDDINGS) and n not in told}
@@ -173,12 +175,17 @@ def plain_view(view: ServerView, solved: Solved) -> ServerView:
         method=method,
         defense=view.defense.rescaled(),
         shared=shared,
-        update={n: g * (1 / phase.first_step(group)) for n, g in solved.gradient.items()},
+        update={n: solved.gradient[n] * (1 / phase.first_step(own)) for n, own in known.items()},
         scaled=view.scaled or group.max_norm is not None,
         private=private,
         private_init={n: v for n, v in start.items() if n in private} or None,
         history=(),
     )
+
+
+def _alike(group: Group, other: Group) -> bool:
+    """Whether the gradients that both groups moved along are known up to the same factor."""
+    return group is other or (group.lr > 0 and group.max_norm is other.max_norm is None)
 
 
 def _starting(view: ServerView) -> bool:
@@ -190,6 +197,12 @@ def _phases(view: ServerView) -> tuple[Phase, ...]:
     return view.method.phases(view.client.task, view.round)
 
 
+def _steps(view: ServerView) -> int | None:
+    """Local steps, None if unknown."""
+    (phase,) = _phases(view)
+    return phase.steps if view.schedule is None else sum(map(len, view.schedule))
+
+
 def _obstacle(view: ServerView) -> str | None:
     """Why the view can't be peeled, or None."""
     method = view.method
@@ -197,11 +210,16 @@ def _obstacle(view: ServerView) -> str | None:
         return "no hypernetwork makes single filters: there is nothing to peel"
     if not any(name.startswith(HYPERNET) for name in view.update):
         return "the hypernetwork is not sent"
-    if type(method).gradient is not Method.gradient or not method.plain_loss(view.client.task):
-        return f"{method.name} does not step along the gradient of its loss alone"
+    if (reason := astray(view)) is not None:
+        return reason
+    if not method.plain_loss(view.client.task, view.round):
+        return f"{method.name} has a loss of its own that a plain view does not have"
     phases = _phases(view)
     if len(phases) != 1 or phases[0].optimizer != "sgd":
         return "it takes one phase of SGD: Adam rescales every number apart"
+    owners = phases[0].assign(dict.fromkeys(name for name in view.update if name.startswith(HYPERNET)))
+    if len({id(group) for group in owners.values()}) > 1:
+        return "parts of the hypernetwork are trained apart: their ratios are not the gradients'"
     if not view.client.defense.keeps_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
     if any(signs_only(view.update[name]) for name in view.update if name.endswith(".out.weight")):
@@ -247,7 +265,8 @@ def _solved(view: ServerView, change: Tensors, updates: Mapping[Shape, FilterUpd
     made, start = embedded(view.private), view.private_init or {}
     found, weights = dict[str, Tensor](), dict[str, Tensor]()
     gradient: Tensors | None = {n: v for n, v in change.items() if not n.startswith(HYPERNET)}
-    fits, started = True, False
+    # of several steps the equations give means over the round, which may explain each other without being its start
+    fits, started = _steps(view) == 1, False
     for shape, update in updates.items():
         names = [embeddings_name(shape, weight) for weight in made[shape]]
         tiles = [view.private[name][:2] for name in names]

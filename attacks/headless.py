@@ -138,14 +138,21 @@ class Headless(ViewAttack):
         return replace(result, private=private, labels=view.labels)
 
 
+def astray(view: ServerView) -> str | None:
+    """That the client steps along something else than the gradient of its method's loss, or None if it does not."""
+    steps = None if view.schedule is None else sum(map(len, view.schedule))
+    plain = view.method.plain_gradient(steps)
+    return None if plain else f"{view.method.name} does not step along the gradient of its loss alone"
+
+
 def obstacle(view: ServerView) -> str | None:
     """Why the classifier can't be cut off, or None."""
     if not view.update:
         return "nothing is shared"
     if type(view.method.parametrisation) is not Parametrisation:
         return "the network's weights are generated: peel it first"
-    if type(view.method).gradient is not Method.gradient:
-        return f"{view.method.name} does not step along the gradient of its loss alone"
+    if (reason := astray(view)) is not None:
+        return reason
     if overrides(view.defense, "wrap_model"):
         return f"the defence {view.defense.name} puts layers of its own into the network"
     if not view.task.head:

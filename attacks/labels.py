@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from attacks.headless import astray
 from attacks.linear import let_through
 from fl.defense import overrides
-from fl.method import Method
 from fl.seeds import stream
 from fl.tensors import Tensors, add, dense
 from fl.types import ServerView
@@ -126,7 +126,7 @@ class _Head:
     def of(cls, view: ServerView, update: Tensors) -> _Head | None:
         """From an update without decay, or None where it says nothing of labels."""
         name, bias_name = _names(view, update)
-        plain = type(view.method).gradient is Method.gradient and view.method.plain_loss(view.client.task)
+        plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
         if name is None or not plain or name not in view.shared:
             return None
         spread = _spread(view, name)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.priors import total_variation
+from fl.defense import overrides
 from fl.methods.hfedf_latent import LATENT, PREFIX
 from fl.models.table6 import Autoencoder
 from fl.tensors import dense
@@ -25,6 +26,9 @@ class LatentPayload(Attack):
     itself. Its decoder already makes an image of z; from there it searches for the image x with E(x) = z, by Adam on
     |E(x) - z|^2 / |z - E(grey)|^2 + tv * TV(x). Of one image that is the image, as far as so few numbers tell; of
     several it is one image with their mean latent vector, returned for each of them.
+
+    A known defence that clips or prunes the latent vector, or sends its signs, hides it. Noise and rounding do not:
+    the image is then that of what came.
 
     Labels are not looked for. The update of the network itself is left aside: `ig` predicts both.
 
@@ -57,6 +61,8 @@ class LatentPayload(Attack):
             return NotApplicable("the unit of the latent vector is lost")
         if not _sent(view):
             return NotApplicable("no latent vector is sent while the autoencoder is trained")
+        if (reason := _altered(view)) is not None:
+            return NotApplicable(reason)
         wanted = dense(view.shared[LATENT]) - dense(view.update[LATENT])
         encoder = _encoder(view, len(wanted))
         grey = wanted.new_full((1, *view.task.input_shape), 0.5)
@@ -95,6 +101,18 @@ class LatentPayload(Attack):
 def _sent(view: ServerView) -> bool:
     """Whether the latent vector moves in this round."""
     return any(LATENT in phase.assign(view.shared) for phase in view.method.phases(view.client.task, view.round))
+
+
+def _altered(view: ServerView) -> str | None:
+    """Why a known defence does not let the latent vector through as it is, up to noise and rounding; or None."""
+    defense, sent = view.client.defense, dense(view.update[LATENT])
+    if overrides(defense, "gradient"):
+        return f"the defence {view.defense.name} changes the step that puts the latent vector in the update"
+    probe = 2 * torch.where(sent != 0, sent, sent.abs().max().clamp_min(1.0))  # what is clipped comes back shorter
+    passed = dense(defense.passed({LATENT: probe}, view.update)[LATENT])
+    if bool(((passed - probe).abs() > 1e-3 * probe.abs()).any()):
+        return f"the defence {view.defense.name} has shortened or left out the latent vector: its own size is lost"
+    return None
 
 
 def _encoder(view: ServerView, size: int) -> Autoencoder:

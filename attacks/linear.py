@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attacks.base import NotApplicable
-from attacks.headless import signs_only
+from attacks.headless import astray, signs_only
 from fl.client import Network
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
-from fl.method import Method, Step
+from fl.method import Step
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, ServerView, frozen
@@ -141,8 +141,8 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
 def _obstacle(view: ServerView) -> str | None:
     if not view.update:
         return "nothing is shared"
-    if type(view.method).gradient is not Method.gradient:
-        return f"{view.method.name} does not step along the gradient of its loss alone"
+    if (reason := astray(view)) is not None:
+        return reason
     if not view.client.defense.keeps_ratios():
         return f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
     if any(phase.optimizer != "sgd" for phase in view.method.phases(view.client.task, view.round)):

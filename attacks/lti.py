@@ -91,7 +91,10 @@ class LearningToInvert(Attack):
         mark = digest(public.inputs, public.labels)
         if not len(public):
             return [NotApplicable(f"{data.name} has no images in its part {self.part!r}")] * len(views)
-        return [self.refuse(view, data) or self._read(view, data, public, mark) for view in views]
+        return [
+            view if isinstance(view, NotApplicable) else self.refuse(view, data) or self._read(view, data, public, mark)
+            for view in map(self.single, views)
+        ]
 
     def refuse(self, view: ServerView, data: Dataset) -> NotApplicable | None:
         """Why this attack says nothing about `view`, or None."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.headless import Headless, Signal, signs_only
+from attacks.headless import Headless, Signal, astray, signs_only
 from attacks.layer_inputs import given
 from attacks.rank_one import HypernetUpdate
 from fl.decay import decay_shares, without_decay
@@ -280,8 +280,8 @@ def _obstacle(view: ServerView) -> str | None:
         return "the update is that of the network itself: there is nothing to peel"
     if TRUNK_WEIGHT not in view.update:
         return "the hypernetwork is not sent"
-    if type(method).gradient is not Method.gradient:
-        return f"{method.name} does not step along the gradient of its loss alone"
+    if (reason := astray(view)) is not None:
+        return reason
     phases = method.phases(view.client.task, view.round)
     training = _training(phases, view.schedule)
     if len(training) != 1:
@@ -298,7 +298,7 @@ def _obstacle(view: ServerView) -> str | None:
 def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
     """The view of the generated network, its classifier private unless it is shared."""
     view, opened = peeled.view, peeled.opened
-    if not view.method.plain_loss(view.client.task):
+    if not view.method.plain_loss(view.client.task, view.round):
         return NotApplicable(f"{view.method.name} has a loss of its own that a plain view does not have")
     names = view.client.task.parameters
     direct = [n for n in view.shared if n in names]  # a shared classifier

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
+from attacks.headless import astray
 from attacks.problem import repeated
 from fl.decay import decay_shares, without_decay
-from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.optim import OptimState, optimise
@@ -80,7 +80,7 @@ class Surrogate(ViewAttack):
         clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
         past = [self.rewrite(earlier) for earlier in repeated(view)]
         along = self.along if steps(view) != 1 else 0.0
-        return replace(
+        easier = replace(
             view,
             method=kind(lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode),
             defense=view.defense.rescaled(),
@@ -97,6 +97,9 @@ class Surrogate(ViewAttack):
             scaled=view.scaled or view.schedule is None or clipped,
             history=tuple(earlier for earlier in past if isinstance(earlier, ServerView)),
         )
+        mine = easier.client.task.parameters  # without what a method has put beside the network
+        shared, update = ({n: v for n, v in part.items() if n in mine} for part in (easier.shared, gradient))
+        return replace(easier, shared=shared, update=update)
 
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result; of several steps no check of it can tell more than that the approximation fits."""
@@ -116,9 +119,9 @@ def obstacle(view: ServerView) -> str | None:
         return "nothing is shared"
     if type(view.method.parametrisation) is not Parametrisation:
         return "the network's weights are generated: peel it first"
-    if type(view.method).gradient is not Method.gradient:
-        return f"{view.method.name} does not step along the gradient of its loss alone"
-    if not view.method.plain_loss(view.client.task):
+    if (reason := astray(view)) is not None:
+        return reason
+    if not view.method.plain_loss(view.client.task, view.round):
         return f"{view.method.name} has a loss of its own that a plain view does not have"
     if any(n in view.task.parameters and not n.startswith(view.task.head) for n in view.private):
         return "more than the classifier is private"

@@ -45,14 +45,14 @@ class Sample(nn.Module):
         """Z (B, K).
 
         Raises:
-            ValueError: the noise is of fewer images.
+            ValueError: the noise is of another batch.
         """
         mu, raw = statistics.chunk(2, -1)
         if not self.noise.numel():
             return mu
-        if len(self.noise) < len(mu):
-            raise ValueError(f"expected noise for {len(mu)} images, got it for {len(self.noise)}")
-        return mu + self.noise[: len(mu)] * functional.softplus(raw)
+        if self.noise.shape != mu.shape:
+            raise ValueError(f"expected noise {tuple(mu.shape)}, one row an image, got {tuple(self.noise.shape)}")
+        return mu + self.noise * functional.softplus(raw)
 
 
 class Bottleneck(nn.Module):

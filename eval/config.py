@@ -8,7 +8,7 @@ method:                                  # one or several; `as` gives an entry i
   - {name: fedavg, lr: 0.05}
   - {name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}
 defense: none                            # every method is trained under every defence
-attack:                                  # `against` names the methods it is run on; all by default
+attack:                                  # `against` names the methods it is run on; without any: accuracy and cost
   - {name: ig, against: fedavg}
   - peel+ig
 threat: {knows_labels: false}            # what the server knows beside the update

@@ -189,7 +189,7 @@ class Experiment:
 
     task: TaskSpec
     method: tuple[Entry[Method], ...]
-    attack: tuple[Entry[Attack], ...]
+    attack: tuple[Entry[Attack], ...] = ()
     title: str = ""
     federation: FederationSpec = field(default_factory=FederationSpec)
     defense: tuple[Entry[Defense], ...] = (Entry(label="none", item=Defense()),)
@@ -214,12 +214,7 @@ class Experiment:
         if self.threat.rounds < 0:
             raise ValueError(f"threat.rounds: expected 0 or more, got {self.threat.rounds}")
         self.observed_methods()
-        for place, entries in (("method", self.method), ("attack", self.attack)):
-            known = sorted({name for e in entries for name in (e.label, e.label.partition("@")[0])})
-            for figures in self.published:
-                label = getattr(figures, place)
-                if label is not None and label not in known:
-                    raise UnknownNameError(f"{place} in published", label, known)
+        check_published(self, swept=False)
 
     @property
     def rounds(self) -> tuple[int, ...]:
@@ -245,6 +240,24 @@ class Experiment:
             for key, value in changes.items():
                 check_taken(value, methods.spec(built[label])[key], f"observe.method.{key} ({label})")
         return built
+
+
+def check_published(experiment: Experiment, *, swept: bool = True) -> None:
+    """Whether published figures are of entries that there are, by label or by what a sweep made several entries of.
+
+    Args:
+        experiment: whose figures.
+        swept: whether the labels are those after the sweep; before it, what follows "@" can't be known yet.
+
+    Raises:
+        UnknownNameError: one is not; says what is close.
+    """
+    for place, entries in (("method", experiment.method), ("attack", experiment.attack)):
+        known = sorted({name for e in entries for name in (e.label, e.label.partition("@")[0])})
+        for figures in experiment.published:
+            label = getattr(figures, place)
+            if label is not None and (label if swept else label.partition("@")[0]) not in known:
+                raise UnknownNameError(f"{place} in published", label, known)
 
 
 def check_taken(given: Any, new: Any, where: str) -> None:

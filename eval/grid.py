@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from eval import yamlfile
-from eval.experiment import Entry, Experiment, check_taken
+from eval.experiment import Entry, Experiment, check_published, check_taken
 from eval.plain import CHANGES, LISTS, build, changed, places, plain
 
 Scalar = str | int | float | bool | None
@@ -63,7 +63,7 @@ def spread(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
     """The experiment with an entry for every value of every key, in the order of the keys.
 
     Raises:
-        UnknownNameError: there is no such setting; says what is close.
+        UnknownNameError: there is no such setting, or no label that published figures are of; says what is close.
         ValueError: values that can't be told apart in a label, or a setting that is one for the whole table.
     """
     for key, values in sweep.items():
@@ -71,6 +71,7 @@ def spread(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
             experiment = _spread(experiment, str(key), values)
         except ValueError as error:
             raise ValueError(f"sweep, {key}: {error}") from error
+    check_published(experiment)
     return experiment
 
 

@@ -43,7 +43,7 @@ def build(data: Any) -> Experiment:
     """
     values = dict(mapping(data, "the config"))
     check_keys([*(f.name for f in dataclasses.fields(Experiment)), "sweep"], values, "the config")  # taken out before
-    if absent := [key for key in ("task", "method", "attack") if key not in values]:
+    if absent := [key for key in ("task", "method") if key not in values]:
         raise ValueError(f"expected a value for {', '.join(absent)}, got none")
     built: dict[str, Any] = {
         key: _checked(Experiment, key, values[key], key) for key in ("title", "seeds") if key in values
@@ -201,7 +201,7 @@ def _checked(kind: type, key: str, value: Any, where: str) -> Any:
 
 def _entries(value: Any, key: str, registry: Registry[Any]) -> tuple[Entry[Any], ...]:
     entries = tuple(_entry(item, key, registry) for item in (value if isinstance(value, list) else [value]))
-    if not entries:
+    if not entries and key != "attack":  # accuracy and cost can be had without
         raise ValueError(f"{key}: expected at least one, got none")
     labels = [entry.label for entry in entries]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):

@@ -13,6 +13,7 @@ import torch
 from fl.client import Client
 from fl.engines import EngineName, choose
 from fl.engines.base import Engine
+from fl.finite import check_finite
 from fl.group import combine
 from fl.method import Download, ServerState
 from fl.protocol import Protocol, scores, without_outsiders
@@ -188,6 +189,7 @@ class Federation:
         chosen = self.sampled(self.server.round) if numbers is None else list(numbers)
         self.server = self.client.method.select(self.server, chosen, self.client.task)
         rounds = self._engine.train(self, chosen, evaluate=evaluate)
+        check_finite([done.upload for done in rounds], self.server.round)
         for number, done in zip(chosen, rounds, strict=True):
             self.clients[number] = done.state.settled()
         after = self.client.method.aggregate(self.server, [r.upload for r in rounds], self.client.task)

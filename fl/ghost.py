@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from fl.method import Method
 from fl.types import Batch
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def obstacle(grad: Gradient) -> str | None:
     """Why the per-sample gradients of what moves can't be read off the layers, or None."""
     if grad.loss is not None:
         return "the defence changes the loss"
+    if type(grad.client.method).loss is not Method.loss:
+        return "the method's loss may look at more than what the network returns"
     if any(getattr(module, "inplace", False) for module in grad.model.modules()):
         return "its network changes activations in place"
     for name, (layer, _) in _layers(grad).items():

@@ -104,9 +104,14 @@ class Method:
         """Local training in round `round`."""
         raise TypeError(f"{type(self).__name__} does not say how a client trains: define phases()")
 
+    @property
+    def first_round(self) -> int:
+        """The first round in which clients train the network itself."""
+        return 0
+
     def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
-        """How a client adapts what it received before it is scored: by default as in round 0, for `epochs` passes."""
-        return tuple(replace(phase, epochs=epochs, steps=None) for phase in self.phases(task, 0))
+        """How a client adapts what it received before it is scored: by default as in `first_round`, `epochs` passes."""
+        return tuple(replace(phase, epochs=epochs, steps=None) for phase in self.phases(task, self.first_round))
 
     def scope(self, name: str, task: Task) -> Scope:
         """Who holds a parameter or buffer: the parametrisation's word, else shared."""
@@ -133,9 +138,13 @@ class Method:
         """Mean loss of a batch; penalties on parameters belong into `gradient`."""
         return nn.functional.cross_entropy(network(batch.inputs), batch.labels)
 
-    def plain_loss(self, task: Task) -> bool:
-        """Whether `loss` is the mean cross entropy of the network and nothing else, on which some attacks rest."""
+    def plain_loss(self, task: Task, round: int) -> bool:
+        """Whether `loss`, for what the network predicts by, is mean cross entropy and no more; attacks rest on it."""
         return type(self).loss is Method.loss
+
+    def plain_gradient(self, steps: int | None) -> bool:
+        """Whether each of a round's `steps` (None: unknown) goes along the gradient of `loss`, and nothing else."""
+        return type(self).gradient is Method.gradient
 
     def landmarks(self) -> tuple[str, ...]:
         """Parameters whose update is worth matching on its own, beside that of all parameters together."""
@@ -158,6 +167,11 @@ class Method:
         return {}, step.memory
 
     # ---- server rule -------------------------------------------------------------------------------------------------
+    @property
+    def takes_means(self) -> bool:
+        """Whether the server's rule looks at no more than the clients' weighted mean, as secure aggregation asks."""
+        return type(self).aggregate is Method.aggregate
+
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """The server's state before round 0, from the initial parameters and the number of clients."""
         shared = {name: value for name, value in params.items() if self.scope(name, task) is Scope.SHARED}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 FURTHER = ("tuned", "unseen", "unseen_tuned", "global")
 """Names of the scores that a protocol may ask for."""
+
+NOTHING_SENT = "the server sends nothing, so that clients that never took part have no trained network"
+"""Why "unseen" is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +52,15 @@ class Protocol:
 def scores(run: Federation) -> dict[str, tuple[float, ...]]:
     """Shares of images classified right under the federation's protocol, client by client; only those it asks for.
 
+    A score is missing where nothing can be scored: `NOTHING_SENT`.
+
     Returns:
         "unseen": by what outsiders receive, of all their images, training part included: they trained on none (zACC of
         HyperFedZero; accuracy on a domain left out). "tuned" and "unseen_tuned": of the own test images, after
         fine-tuning, of participants and of outsiders. "global": participants' models on the images of all.
     """
     asked, found = run.protocol, dict[str, tuple[float, ...]]()
-    if run.outsiders:
+    if run.outsiders and run.download(run.outsiders[0]).numbers():
         found["unseen"] = tuple(_unseen(run, number) for number in run.outsiders)
     if asked.fine_tune:
         found["tuned"] = tuple(tuned(run, number) for number in run.participants)
@@ -75,6 +80,7 @@ def tuned(run: Federation, number: int) -> float:
     client = Client(run.client.base, method, Unknown(wrapped=run.client.defense))
     phases = method.tuning(client.task, run.protocol.fine_tune)
     start = run.start(number, client=client, seed=derive(run.seed, "tuning"), phases=phases)
+    start = replace(start, round=max(start.round, method.first_round))  # a loss may be another before
     return run.scored(train(start)).accuracy or 0.0
 
 

@@ -53,3 +53,7 @@ class FedProx(FedAvg):
         loss = grad(params, batches[0])
         drift = combine({name: params[name] for name in loss}, step.start, -1.0)
         return combine(loss, drift, self.mu)
+
+    def plain_gradient(self, steps: int | None) -> bool:
+        """In the first step nothing has drifted yet."""
+        return type(self).gradient is FedProx.gradient and (steps == 1 or self.mu == 0)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.dropout import ReplayedDropout, drawn, masked, masks
-from fl.models.server_hypernetwork import ServerHypernetwork
+from fl.models.dropout import drawn, drops, masked, masks
+from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, OPTIMIZER, ServerHypernetwork, embedding_of
 from fl.parametrisation import Parametrisation
 from fl.seeds import stream
 from fl.server_optim import server_step
@@ -22,10 +22,8 @@ from fl.types import Batch, Group, Phase, Task, Upload
 if TYPE_CHECKING:
     from fl.client import Network
 
-HYPERNETWORK, OPTIMIZER, KEYS = "hypernetwork", "optimizer", "keys"
-"""Payloads of `ServerState.own`."""
-EMBEDDINGS, SEED = "embeddings", "seed"
-"""Names of the clients' embeddings (N, E), beside the hypernetwork's parameters, and of what fresh ones come from."""
+KEYS, SEED = "keys", "seed"
+"""A further payload of `ServerState.own`, and the name in it of what fresh embeddings come from."""
 Align = Literal["toward", "away", "off"]
 
 
@@ -121,10 +119,9 @@ class HFedF(FedAvg):
         """Mean cross-entropy, under the masks drawn."""
         return super().loss(masked(network, step.draws), batch, step)
 
-    def plain_loss(self, task: Task) -> bool:
+    def plain_loss(self, task: Task, round: int) -> bool:
         """Without dropout there are no masks, and it is."""
-        drops = any(isinstance(module, ReplayedDropout) and module.p for module in task.model.modules())
-        return type(self).loss is HFedF.loss and not drops
+        return type(self).loss is HFedF.loss and not drops(task.model)
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def generated(self, task: Task) -> list[str]:
@@ -149,12 +146,9 @@ class HFedF(FedAvg):
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
         """The network generated for the client."""
         own, made = server.own[HYPERNETWORK], self.generator(task, server.clients)
-        every = dense(own[EMBEDDINGS])
-        if client < len(every):
-            return Download(dict(made.generate(own, every[client])), server.buffers)
-        if self.unseen == "embedding":
-            return Download(dict(made.generate(own, every.mean(0))), server.buffers)
-        return Download(_mean([dict(made.generate(own, v)) for v in every]), server.buffers)
+        if client < server.clients or self.unseen == "embedding":
+            return Download(dict(made.generate(own, embedding_of(own, client))), server.buffers)
+        return Download(_mean([dict(made.generate(own, v)) for v in dense(own[EMBEDDINGS])]), server.buffers)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
         """Pull back, align, step, damp."""
@@ -162,7 +156,8 @@ class HFedF(FedAvg):
         if not uploads:
             return after
         before, kept = server.own[HYPERNETWORK], server.own[OPTIMIZER]
-        pulled = [self._pulled(server, upload, task) for upload in uploads]
+        made = self.generator(task, server.clients)
+        pulled = [made.pulled(before, upload.client, upload.update) for upload in uploads]
         grads = fused([{k: v for k, v in one.items() if k != EMBEDDINGS} for one in pulled], self.align)
         if self.embeddings == "learned":
             grads |= fused([{EMBEDDINGS: one[EMBEDDINGS]} for one in pulled], self.align)
@@ -173,15 +168,6 @@ class HFedF(FedAvg):
         if self.embeddings == "random":
             moved[EMBEDDINGS] = self._redrawn(server)
         return replace(after, own={**server.own, HYPERNETWORK: moved, OPTIMIZER: kept})
-
-    def _pulled(self, server: ServerState, upload: Upload, task: Task) -> Tensors:
-        """What one client's update asks for of hypernetwork and embeddings."""
-        own = server.own[HYPERNETWORK]
-        every = dense(own[EMBEDDINGS])
-        grads, back = self.generator(task, server.clients).pull(own, every[upload.client], upload.update)
-        rows = torch.zeros_like(every)
-        rows[upload.client] = back
-        return {**grads, EMBEDDINGS: rows}
 
     def _redrawn(self, server: ServerState) -> Tensor:
         like = dense(server.own[HYPERNETWORK][EMBEDDINGS])

@@ -7,20 +7,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from fl.method import Download, ServerState, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.server_hypernetwork import ServerHypernetwork
+from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, OPTIMIZER, ServerHypernetwork, embedding_of
 from fl.parametrisation import Parametrisation
 from fl.server_optim import server_step
-from fl.tensors import Tensors, combine, dense, scaled
+from fl.tensors import Tensors, combine, scaled
 from fl.types import Group, Phase, Scope, Task, Upload
-
-HYPERNETWORK, OPTIMIZER = "hypernetwork", "optimizer"
-"""Payloads of `ServerState.own`."""
-EMBEDDINGS = "embeddings"
-"""Name of the clients' embeddings (N, E), beside the hypernetwork's own parameters."""
 
 
 @methods.register("pfedhn")
@@ -117,7 +111,7 @@ class PFedHN(FedAvg):
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
         """The network generated for the client."""
         own = server.own[HYPERNETWORK]
-        made = self.generator(task, server.clients).generate(own, _embedding(own, client))
+        made = self.generator(task, server.clients).generate(own, embedding_of(own, client))
         return Download(dict(made), server.buffers)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
@@ -125,28 +119,15 @@ class PFedHN(FedAvg):
         after = super().aggregate(server, uploads, task)  # nothing but buffers
         if not uploads:
             return after
-        total = self._pulled(server, uploads[0], task)
+        made, own = self.generator(task, server.clients), server.own
+        total = made.pulled(own[HYPERNETWORK], uploads[0].client, uploads[0].update)
         for upload in uploads[1:]:
-            total = combine(total, self._pulled(server, upload, task))
-        grads, own = scaled(total, 1 / len(uploads)), server.own
+            total = combine(total, made.pulled(own[HYPERNETWORK], upload.client, upload.update))
+        grads = scaled(total, 1 / len(uploads))
         moved, kept = server_step(self._server_phase(), own[HYPERNETWORK], grads, own[OPTIMIZER])
         return replace(after, own={HYPERNETWORK: moved, OPTIMIZER: kept})
-
-    def _pulled(self, server: ServerState, upload: Upload, task: Task) -> Tensors:
-        """What one client's update asks for, at the hypernetwork that generated its network."""
-        own = server.own[HYPERNETWORK]
-        grads, back = self.generator(task, server.clients).pull(own, _embedding(own, upload.client), upload.update)
-        rows = torch.zeros_like(dense(own[EMBEDDINGS]))
-        rows[upload.client] = back
-        return {**grads, EMBEDDINGS: rows}
 
     def _server_phase(self) -> Phase:
         lr = {"shared": 0.01, "private": 0.05}[self.head] if self.server_lr is None else self.server_lr
         group = Group(lr=lr, weight_decay=self.server_decay, max_norm=self.server_max_norm)
         return Phase(groups=(group,), momentum=self.server_momentum, steps=1)
-
-
-def _embedding(own: Tensors, client: int) -> Tensor:
-    """The client's embedding (E,); the mean of all for one that never takes part."""
-    every = dense(own[EMBEDDINGS])
-    return every[client] if client < len(every) else every.mean(0)

@@ -68,6 +68,11 @@ def drawn(model: nn.Module) -> nn.Module:
     return model
 
 
+def drops(model: nn.Module) -> bool:
+    """Whether masks are drawn for any part of `model`."""
+    return any(isinstance(module, ReplayedDropout) and module.p for module in model.modules())
+
+
 def masks(model: nn.Module, inputs: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
     """A mask (B, F) for every dropout of `model`, by the name of its buffer; none without dropout.
 

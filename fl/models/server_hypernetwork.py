@@ -15,6 +15,17 @@ from torch.nn import functional
 
 from fl.tensors import Tensors, dense
 
+HYPERNETWORK, OPTIMIZER = "hypernetwork", "optimizer"
+"""Payloads of `ServerState.own` in methods that have one."""
+EMBEDDINGS = "embeddings"
+"""Name of the clients' embeddings (N, E), beside the hypernetwork's own parameters."""
+
+
+def embedding_of(own: Tensors, client: int) -> Tensor:
+    """The client's embedding (E,); the mean of all for one that never takes part."""
+    every = dense(own[EMBEDDINGS])
+    return every[client] if client < len(every) else every.mean(0)
+
 
 def layer_weight(index: int) -> str:
     """Name of the weight of hidden layer `index`, from 0."""
@@ -117,3 +128,10 @@ class ServerHypernetwork:
         pull = vjp(lambda own, embedding: self.generate(own, embedding), own, embedding)[1]
         made, back = pull({name: dense(grads[name]) for name in self.shapes})
         return made, back
+
+    def pulled(self, own: Tensors, client: int, update: Tensors) -> Tensors:
+        """What one client's update asks for, of the hypernetwork that generated its network and of all embeddings."""
+        grads, back = self.pull(own, embedding_of(own, client), update)
+        rows = torch.zeros_like(dense(own[EMBEDDINGS]))
+        rows[client] = back
+        return {**grads, EMBEDDINGS: rows}

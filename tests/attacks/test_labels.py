@@ -172,6 +172,12 @@ def test_labels_are_counted_under_a_method_that_may_mask_features_and_does_not()
         assert named(victim(labels, step, given=given)[0]) == (None if dropout else labels)
 
 
+def test_labels_are_counted_beside_a_latent_vector() -> None:
+    labels, given = [0, 1, 1, 2, 3, 3], build("hfedf-cnn", num_classes=4, input_shape=(1, 8, 8))
+    step = HFedFLatent(lr=0.1, steps=1, batch_size=None, weight_decay=0.0, autoencoder_rounds=0)
+    assert named(victim(labels, step, given=given)[0]) == labels
+
+
 def test_a_classifier_that_did_not_move_names_no_label() -> None:
     given = build("hfedf-cnn", num_classes=4, input_shape=(1, 8, 8))
     view, _ = victim([2], HFedFLatent(autoencoder_steps=1), given=given)

@@ -19,6 +19,7 @@ import attacks
 from attacks import NotApplicable, Reconstruction, inverter, lti
 from attacks.inverter import Hash, Imitation, fingerprint, matched
 from defenses import defenses
+from defenses.precode import Precode
 from eval.assignment import assign
 from eval.metrics import psnr
 from fl.client import Client
@@ -160,6 +161,14 @@ def test_what_the_client_keeps_is_drawn_anew_unless_its_start_is_known() -> None
     known = replace(seen, private_init={n: torch.ones(s, dtype=seen.dtype) for n, s in seen.private.items()})
     first, second = Imitation(known, imitation.public).updates(same, stream(0, "updates"))[next(iter(seen.update))]
     assert torch.equal(first, second)
+
+
+def test_a_defences_noise_is_imitated_at_its_own_size() -> None:
+    seen = worlds.federation(worlds.one_step(FedAvg.example()), Precode(latent=256)).observe(1)[0]
+    (name,) = seen.private
+    noise = Imitation(seen, worlds.images(4, "public"))._private(name, 3, stream(0, "noise"))
+    assert noise.shape == (3, 4, 256)
+    assert abs(float(noise.std()) - 1) < 0.1
 
 
 def test_one_network_serves_all_views_of_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_bad_configs_say_what_is_wrong(line, replacement, said):
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ValueError, match="expected a value for task, method, attack"):
+    with pytest.raises(ValueError, match="expected a value for task, method, got none"):
         config.read({})
     with pytest.raises(ValueError, match="expected settings"):
         config.read([1])

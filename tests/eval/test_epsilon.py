@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 
-from eval import epsilon
+from eval import epsilon, statistics
 
 DELTA, CLAIM = 1e-5, 4.0
 
@@ -85,6 +86,48 @@ def test_bad_input(values: list[float], included: list[bool], delta: float, word
         epsilon.audit(values, included, delta=delta)
     with pytest.raises(ValueError, match="right <= guesses"):
         epsilon.one_run(10, 5, 6, delta=DELTA)
+
+
+def test_the_better_of_several_scores_is_taken_and_costs_no_validity() -> None:
+    mu = epsilon.mu_of(CLAIM, DELTA)
+    for seed in range(6):
+        values, included = scores(seed, 2000, mu)
+        noise = np.random.default_rng(100 + seed).normal(size=(20, 2000))
+        alone = epsilon.gaussian(values, included, delta=DELTA)
+        assert epsilon.gaussian(np.vstack([noise, values]), included, delta=DELTA) == pytest.approx(alone, rel=0.5)
+        assert 0 < alone < CLAIM
+        assert epsilon.gaussian(noise, included, delta=DELTA) < 0.5
+
+
+def test_rates_have_clopper_and_pearson_s_bounds() -> None:
+    counts = np.array([0, 1, 7, 49, 50])
+    expected = [statistics.at_most(count, 50, 0.02) for count in counts.tolist()]
+    assert epsilon._at_most(counts, 50, 0.02).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_gaussian_ceiling_is_what_telling_all_apart_gives() -> None:
+    out = 0.025 ** (1 / 250)  # no error among 250 of either kind
+    mu = float(norm.ppf(out) - norm.ppf(1 - out))
+    assert epsilon.ceiling_gaussian(1000, delta=DELTA) == pytest.approx(epsilon.epsilon_of(mu, DELTA), rel=1e-9)
+
+
+def test_naming_refutes_what_its_rate_contradicts_and_no_more() -> None:
+    found = epsilon.from_naming(8, 8, 1 / 50, delta=DELTA)
+    assert found == pytest.approx(math.log((0.05 ** (1 / 8) - DELTA) * 50), rel=1e-9)
+    assert epsilon.from_naming(1, 50, 1 / 50, delta=DELTA) == 0.0
+    assert epsilon.from_naming(1000, 1000, 1 / 2, delta=DELTA) == pytest.approx(  # by the rate of failures
+        math.log((0.5 - DELTA) / (1 - 0.05 ** (1 / 1000))), rel=1e-9
+    )
+    draw = np.random.default_rng(0)
+    for claim in (0.5, 2.0):  # randomised response among N, the most that pure differential privacy allows
+        for n in (2, 50):
+            rate = math.exp(claim) / (math.exp(claim) + n - 1)
+            refuted = [
+                epsilon.from_naming(int(draw.binomial(400, rate)), 400, 1 / n, delta=DELTA) > claim for _ in range(200)
+            ]
+            assert sum(refuted) <= 20  # 5 % of them, at most
+    with pytest.raises(ValueError, match="a chance in"):
+        epsilon.from_naming(1, 2, 1.0, delta=DELTA)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.3, 30.0, 70.0, 99.0])

@@ -24,6 +24,19 @@ def test_published_figures_survive_the_round_trip_and_a_sweep() -> None:
     assert swept.published == found.published
 
 
+def test_they_may_be_of_one_value_of_a_sweep() -> None:
+    sweep = {"attack.ig.tv": [1e-4, 1e-2], "method.fedavg.lr": [0.1, 1]}
+    figures = {**FIGURES, "method": "fedavg@lr=0.1", "attack": "ig@tv=0.01"}
+    swept = config.read({**BASE, "published": figures, "sweep": sweep})
+    assert (swept.published[0].method, swept.published[0].attack) == ("fedavg@lr=0.1", "ig@tv=0.01")
+    assert config.read(config.plain(swept)) == swept
+    for wrong in ({"attack": "ig@tv=0.1"}, {"method": "fedavg@lr=2"}, {"method": "fedavg@lr"}):
+        with pytest.raises(ValueError, match="in published"):
+            config.read({**BASE, "published": {**figures, **wrong}, "sweep": sweep})
+    with pytest.raises(ValueError, match="in published"):
+        config.read({**BASE, "published": figures})
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

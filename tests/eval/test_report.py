@@ -11,7 +11,7 @@ from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks, grid, reasons
 
 from eval import report, statistics
-from eval.report.blocks import Figure, Finding, Gallery, Grid, Note
+from eval.report.blocks import Figure, Finding, Gallery, Grid, Items, Note
 from eval.report.words import error, interval
 
 VOID = {"meta", "img", "br"}
@@ -257,12 +257,27 @@ def test_seeds_batches_and_failures(tmp_path):
     assert gallery.cases[-1].words == "0.0 dB (failed: no picture)"
 
 
+def test_what_outsiders_can_not_be_scored_by_is_said(tmp_path):
+    run = FakeRun().attack("fedavg", "ig", [22.0] * 6, accuracy_unseen_last=0.3).train("fedavg", [0.1, 0.5])
+    run.refuse("local", "-", "no attack was asked for", accuracy=0.4).train("local", [0.1, 0.4])
+    run.rounds = [{**row, "numbers_down": 2000 * (row["method"] != "local")} for row in run.rounds]
+    notes = []
+    for number in (0, 1):
+        run.config = CONFIG.replace("rounds: 10}", f"rounds: 10, outsiders: {number}}}")
+        content = report.build(run.write(tmp_path / f"{number}"))
+        notes.append([entry for block in blocks(content, Items) for entry in block.entries if "Missing" in entry[0]])
+    (words,) = [words for term, words in notes[1] if term == "Missing for local"]
+    assert "the server sends nothing" in words
+    assert not any(term == "Missing for local" for term, _ in notes[0])
+
+
 def test_methods_without_attacks(tmp_path):
     run = FakeRun().refuse("local", "-", "no attack was asked for", accuracy=0.4)
+    run.attack("fedavg", "ig", [22.0] * 6)
     content = report.build(run.write(tmp_path / "out"))
-    (found,) = blocks(content, Finding)
+    found, _ = blocks(content, Finding)
     assert (found.leaks, found.verdict) == (None, "not examined")
-    assert content.lead.startswith("Nothing can be said")
+    assert content.lead == "Shown to leak: fedavg (pictures and labels)."
     assert grid(content, "Where no attack applied").rows[0][-1] == "no attack was asked for"
     assert grid(content, "Accuracy").rows[0][:3] == ["local", "none", "40.0\N{NO-BREAK SPACE}%"]
     report.write(tmp_path / "out")

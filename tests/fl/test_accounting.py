@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from reference.subsampled_gaussian import delta_of_one_gaussian, epsilon_at_least
+from reference.subsampled_gaussian import delta_of_one_gaussian, epsilon_at_least, losses
 
-from fl.accounting import BudgetSpentError, Charge, Ledger, calibrate, gaussian_epsilon, merged, spent
+from fl.accounting import BudgetSpentError, Charge, Ledger, calibrate, curve, gaussian_epsilon, merged, spent
 
 
 @pytest.mark.parametrize(("rate", "steps", "rdp", "prv"), [(0.1, 10_000, 11.62, 10.88), (1 / 12, 12_000, 10.62, 9.94)])
@@ -54,6 +54,33 @@ def test_rdp_is_above_prv_and_prv_above_monte_carlo() -> None:
         low = epsilon_at_least(sigma, rate, charges[0].steps, 1e-3, seed=trial)
         assert low <= prv <= rdp
         assert low > 0.8 * prv - 0.05
+
+
+def test_the_curve_is_exact_for_full_batches_and_an_upper_bound_elsewhere() -> None:
+    exact = curve([Charge(4.0, 1.0, 4), Charge(2.0, 1.0, 1)])
+    for epsilon in (0.0, 0.3, 2.0):
+        assert exact(epsilon) == pytest.approx(delta_of_one_gaussian(epsilon, math.sqrt(0.5)), rel=1e-6)
+    for charge in (Charge(1.0, 0.2, 5), Charge(2.0, 0.5, 4), Charge(0.6, 0.02, 9)):
+        bound, drawn = curve([charge]), losses(charge.noise_multiplier, charge.rate, charge.steps, 400_000, seed=1)
+        for epsilon in (0.0, 0.5, 1.0, 3.0):
+            excess = np.maximum(0.0, -np.expm1(epsilon - drawn))
+            error = 4 * float(excess.std()) / math.sqrt(len(drawn))
+            assert excess.mean() - error <= bound(epsilon) <= 1.05 * (excess.mean() + error) + 1e-3
+        assert 0.9e-5 < bound(spent([charge], 1e-5)) <= 1e-5  # what epsilon is found from
+    assert curve([])(0.0) == 0.0
+    assert curve([Charge(0.0, 0.5, 1)])(5.0) == 1.0
+
+
+def test_where_the_numerical_accountant_fails_the_other_one_s_curve_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opacus.accountants import PRVAccountant
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    charge = Charge(1.0, 0.2, 5)
+    epsilon = spent([charge], 1e-5, "rdp")
+    monkeypatch.setattr(PRVAccountant, "_get_dprv", fail)
+    assert curve([charge])(epsilon) == pytest.approx(1e-5, rel=1e-9)
 
 
 def test_equal_charges_are_one_whatever_their_order() -> None:

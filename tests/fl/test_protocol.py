@@ -13,6 +13,7 @@ from fl.federation import ClientData, Federation, accuracy
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.methods.local import Local
 from fl.protocol import Protocol, scores, tuned
 from fl.seeds import derive
 from fl.simulate import train_client
@@ -41,6 +42,15 @@ def test_outsiders_never_train_and_the_server_does_not_count_them() -> None:
         both = Batch(torch.cat([own.train.inputs, own.test.inputs]), torch.cat([own.train.labels, own.test.labels]))
         params = {**run.server.shared, **run.private_init}
         assert seen == accuracy(run.client, params, run.server.buffers, both)
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_where_nothing_is_sent_outsiders_have_nothing_to_be_scored(rounds: int) -> None:
+    run = five(Local.example(), outsiders=2, fine_tune=1)
+    for _ in range(rounds):
+        run.run_round()
+    assert set(scores(run)) == {"tuned", "unseen_tuned"}
+    assert set(scores(five(FedPer.example(), outsiders=2, fine_tune=1))) == {"tuned", "unseen_tuned", "unseen"}
 
 
 def test_without_a_protocol_there_is_nothing_more_to_score() -> None:
