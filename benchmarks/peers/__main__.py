@@ -1,0 +1,124 @@
+"""Ours beside the peers' own code, attack by attack: `python -m benchmarks.peers` (HYPERLEAK_DATA, HYPERLEAK_PEERS).
+
+The second variable names a folder with the peers' code, which is theirs and not part of this repository;
+`python -m benchmarks.peers --how` says how to fill it. Peers that are not there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from benchmarks.common import publish
+from benchmarks.peers.adapters import PEERS
+from benchmarks.peers.compare import Case, Outcome, compare
+from benchmarks.peers.report import page, record
+from benchmarks.peers.sources import PeerMissingError
+
+IMAGES = 16
+IG_NOTE = (
+    "Signed Adam at 0.1 with three decays, cosine, N(0, 1) start, box; {} iterations, TV {:g}, label known to all. "
+    "invertinggradients returns its last iterate; breaching and ours the best by the objective. breaching's total "
+    "variation also counts the border, as if the image went on in the data set's mean colour."
+)
+CASES = (
+    Case(
+        title="IG, sigmoid LeNet of Zhu et al. (redrawn, normalised), CIFAR-10",
+        peers=("invertinggradients", "breaching"),
+        dataset="cifar10",
+        network="lenet-zhu",
+        settings={"normalize": True, "init": "redrawn"},
+        ours="ig",
+        iterations=300,
+        moves=300,
+        tv=1e-2,
+        notes=IG_NOTE.format(300, 1e-2),
+    ),
+    Case(
+        title="IG, HyperFL's colour network, CIFAR-10",
+        peers=("invertinggradients", "breaching"),
+        dataset="cifar10",
+        network="hyperfl-colour",
+        ours="ig",
+        iterations=200,
+        moves=200,
+        tv=1e-4,
+        notes=IG_NOTE.format(200, 1e-4),
+    ),
+    Case(
+        title="IG, HyperFL's grey network, Fashion-MNIST",
+        peers=("invertinggradients",),
+        dataset="fashion_mnist",
+        network="hyperfl-grey",
+        ours="ig",
+        iterations=200,
+        moves=200,
+        tv=1e-4,
+        notes=IG_NOTE.format(200, 1e-4) + " breaching's takes images of three channels only.",
+    ),
+    Case(
+        title="iDLG, sigmoid LeNet of Zhu et al., Fashion-MNIST",
+        peers=("iDLG",),
+        dataset="fashion_mnist",
+        network="lenet-zhu",
+        ours="idlg",
+        iterations=100,
+        moves=400,
+        options={"tolerance": 0.0, "patience": 0, "history": 100},
+        others={"50 pairs": {"history": 50}},
+        knows_labels=False,
+        notes="L-BFGS on the squared distance, N(0, 1) start, no prior; both recover the label. Theirs makes up to 100 "
+        "steps of torch's L-BFGS, of up to 20 moves each, and stops where it calls itself converged; one by one, ours "
+        "makes as many moves as theirs made on the same victim, in the stacks 400. Both keep 100 pairs of steps and "
+        "gradient changes, as torch does; the second stack keeps 50.",
+    ),
+    Case(
+        title="ROG's search, its LeNet, CIFAR-10",
+        peers=("ROG",),
+        dataset="cifar10",
+        network="lenet-rog",
+        ours="rog",
+        iterations=100,
+        moves=100,
+        notes="Codes of 8 x 8 enlarged fourfold, Adam at 0.05 with a cosine, 100 iterations, label known to both. "
+        "Theirs returns its last iterate. Only the search is compared: the authors' networks that sharpen its result "
+        "are for photographs of 128 x 128 pixels.",
+    ),
+)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--how", action="store_true", help="say which peers are there, and how to get the others")
+    if parser.parse_args().how:
+        sys.stdout.write("\n".join(how()) + "\n")
+        return
+    torch.set_num_threads(1)
+    outcomes: list[tuple[Case, Outcome]] = []
+    for case in CASES:
+        outcomes.append((case, compare(case, IMAGES)))
+        whole = {"versions": versions(), **record(outcomes)}
+        publish("peers", whole, page(IMAGES, outcomes))
+
+
+def how() -> list[str]:
+    """One line for each peer."""
+    return [f"{name}: {state}" for name, state in versions().items()]
+
+
+def versions() -> dict[str, str]:
+    """Of each peer, the version there is or how to get it."""
+    found = {}
+    for name, (source, _) in PEERS.items():
+        try:
+            found[name] = f"there, {source.version()}"
+        except PeerMissingError as error:
+            found[name] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    main()
