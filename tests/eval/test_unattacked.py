@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from support.tiny import CONFIG
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from eval import cli, config, yamlfile
 from eval.commands import run as running
