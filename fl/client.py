@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 from torch.func import grad as func_grad
 from torch.nn import functional
 
-from fl.defense import DRAWN, Defense
+from fl.defense import DRAWN, Defense, for_buffers
 from fl.method import Method, Step
 from fl.optim import OptimState, optimise
 from fl.tensors import Payloads, Tensors, combine, dense, flatten, minus, zeros
@@ -197,9 +197,8 @@ class Gradient:
         return derivative(loss, {name: weights[name] for name in wanted})
 
     def network(self, weights: dict[str, Tensor]) -> Network:
-        """The network with these weights, and what the defence drew for this step in the buffers it is meant for."""
-        drawn = {n.removeprefix(DRAWN): x for n, x in self.step.draws.items() if n.startswith(DRAWN)}
-        return Network(self.model, weights, {**self.buffers, **drawn})
+        """The network with these weights, and what was drawn for this step in the buffers it is meant for."""
+        return Network(self.model, weights, {**self.buffers, **for_buffers(self.model, self.step.draws)})
 
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
         """Gradients of the parameters that move from those of the network's weights."""

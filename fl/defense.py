@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 defenses: Registry[Defense] = Registry("defense", "defenses")
 DRAWN = "defense/"
 """Before the names of what a defence draws for a step."""
+
+
+def for_buffers(model: nn.Module, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a step's draws, by the method or the defence, is meant for buffers of `model`, by the buffer's name."""
+    known = {name for name, _ in model.named_buffers()}
+    drawn = {name.removeprefix(DRAWN): value for name, value in draws.items()}
+    return {name: value for name, value in drawn.items() if name in known}
 
 
 @defenses.register("none")

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fl import ghost
 from fl.client import Gradient, autograd_derivative, func_derivative
-from fl.defense import DRAWN
+from fl.defense import DRAWN, for_buffers
 from fl.noise import Noise
 from fl.parametrisation import Parametrisation
 from fl.tensors import Tensors, dense, norm, scaled
@@ -126,8 +126,9 @@ def _nothing(grad: Gradient, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _samples(grad: Gradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The samples' gradients with respect to the network's weights (B, ...); each meets its own row of a defence's."""
-    rows = {n: x for n, x in grad.step.draws.items() if n.startswith(DRAWN) and len(x) == len(batch)}
+    """The samples' gradients with respect to the network's weights (B, ...); each meets its own row of draws."""
+    meant = for_buffers(grad.model, grad.step.draws)
+    rows = {n: x for n, x in grad.step.draws.items() if n.removeprefix(DRAWN) in meant and len(x) == len(batch)}
 
     def one(image: Tensor, label: Tensor, drawn: dict[str, Tensor]) -> dict[str, Tensor]:
         draws = {**grad.step.draws, **{name: row[None] for name, row in drawn.items()}}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl.method import Download, ServerState, Step, methods
+from fl.method import Download, ServerState, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.dropout import drawn, drops, masked, masks
+from fl.models.dropout import drawn, drops, masks
 from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, OPTIMIZER, ServerHypernetwork, embedding_of
 from fl.parametrisation import Parametrisation
 from fl.seeds import stream
@@ -20,7 +20,7 @@ from fl.tensors import Tensors, add, combine, dense, norm, scaled, total
 from fl.types import Batch, Group, Phase, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.client import Network
+    pass
 
 KEYS, SEED = "keys", "seed"
 """A further payload of `ServerState.own`, and the name in it of what fresh embeddings come from."""
@@ -115,13 +115,9 @@ class HFedF(FedAvg):
         """The masks of the network's dropout."""
         return masks(task.model, batch.inputs, generator)
 
-    def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Mean cross-entropy, under the masks drawn."""
-        return super().loss(masked(network, step.draws), batch, step)
-
     def plain_loss(self, task: Task, round: int) -> bool:
         """Without dropout there are no masks, and it is."""
-        return type(self).loss is HFedF.loss and not drops(task.model)
+        return super().plain_loss(task, round) and not drops(task.model)
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def generated(self, task: Task) -> list[str]:

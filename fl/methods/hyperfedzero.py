@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fl.client import Network
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.dropout import drawn, masked, masks
+from fl.models.dropout import drawn, masks
 from fl.models.zero import JoinedNet, ZeroNet, draw_initial
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
@@ -125,7 +125,7 @@ class HyperFedZero(FedAvg):
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """Cross entropy and both penalties (Eq. 4)."""
         draws = step.draws or self.draw(batch, step.task, None)
-        logits, log_e = masked(network, draws)(batch.inputs, draws["z"])
+        logits, log_e = network(batch.inputs, draws["z"])
         e = log_e.exp()
         use = e.sum(0)
         balance = use.var() / use.mean()

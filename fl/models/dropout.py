@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from fl.client import Network
 
 
 class ReplayedDropout(nn.Module):
     """Dropout of features (B, F) by a mask that stands in its buffer `mask` while a batch is fed.
 
-    The mask holds 0 and 1 / (1 - p). A method that trains with it says so (`drawn`, in `client_model`), draws it
-    (`masks`, in `draw`, so that it is recorded) and hands it in (`masked`, in `loss`). Without a mask, as in
-    evaluation mode or where an attacker looks at the network alone, features pass as they are.
+    The mask holds 0 and 1 / (1 - p). A method that trains with it says so (`drawn`, in `client_model`) and draws it
+    (`masks`, in `draw`, so that it is recorded); like all that is drawn under a buffer's name it then stands there.
+    Without a mask, as in evaluation mode or where an attacker looks at the network alone, features pass as they are.
 
     Args:
         p: share of the features left out, in [0, 1).
@@ -91,10 +85,3 @@ def masks(model: nn.Module, inputs: Tensor, generator: torch.Generator | None) -
                 kept = torch.rand(size, generator=generator) >= module.p
                 found[f"{name}.mask"] = kept.to(inputs) / (1 - module.p)
     return found
-
-
-def masked(network: Network, draws: dict[str, Tensor]) -> Network:
-    """`network` with the masks among `draws` in place."""
-    known = dict(network.model.named_buffers())
-    mine = {name: value for name, value in draws.items() if name in known}
-    return replace(network, buffers={**network.buffers, **mine}) if mine else network

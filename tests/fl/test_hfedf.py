@@ -232,10 +232,11 @@ def test_an_outsider_is_scored_on_all_its_images() -> None:
     assert record.further["unseen"] == (float(torch.cat(right).double().mean()),)
 
 
-def test_each_image_is_clipped_alike_whether_there_is_noise_or_none() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_each_image_is_clipped_alike_whether_there_is_noise_or_none(dropout: float) -> None:
     updates = []
     for noise in (0.0, 1e-12):
-        client = Client(task(0.0), method(), DPSGD(clip=0.5, noise_multiplier=noise))
+        client = Client(task(dropout), method(), DPSGD(clip=0.5, noise_multiplier=noise))
         own = worlds.images(4, "clipped")
         updates.append(Federation(client, [ClientData(own, own)]).train(0).upload.update)
     assert_near(updates[1], updates[0], 1e-8)
