@@ -76,9 +76,11 @@ def page(count: int, outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
         "",
         f"The first {count} test images of each data set, each alone in a batch. All sides are handed the same "
         "weights, the same gradient and the same random start, bit for bit, and make as many iterations. The peers' "
-        "code runs as it is, called from Python. Each victim is attacked by every peer and by ours in turn, then ours "
-        "attacks all of them in one stack, as it is used. One thread; seconds are of CPU time and hold the whole call: "
-        "what else the machine does slows both sides down, so read the ratios. "
+        "searches run as their authors wrote them, called from Python; of the scripts of iDLG and ROG, which can't be "
+        "imported, the settings, the data, the plots and what comes after the search are replaced. Each victim is "
+        "attacked by every peer and by ours in turn, then ours attacks all of them in one stack, as it is used. One "
+        "thread; seconds are of CPU time and hold the whole call: what else the machine does slows both sides down, so "
+        "read the ratios. "
         f"Intervals are 95 % bootstrap over images. A victim within {AHEAD} dB counts for nobody.",
         "",
         "Where ours is behind with the same settings, look at the iterate it returns: the best by the objective is "
