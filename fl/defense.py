@@ -25,6 +25,8 @@ DRAWN = "defense/"
 
 def for_buffers(model: nn.Module, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of a step's draws, by the method or the defence, is meant for buffers of `model`, by the buffer's name."""
+    if not draws:  # as for most methods, in every step
+        return {}
     known = {name for name, _ in model.named_buffers()}
     drawn = {name.removeprefix(DRAWN): value for name, value in draws.items()}
     return {name: value for name, value in drawn.items() if name in known}

@@ -143,11 +143,11 @@ def as_one(view: ServerView) -> ServerView | str:
     if any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in client.task.model.modules()):
         return "batch norm takes every client's statistics apart"
     sizes = [sum(sum(step) for steps in part.schedule or () for step in steps) for part in view.parts]
-    if any(
-        abs(size - part.weight * sum(sizes)) > 1e-6 * sum(sizes) for size, part in zip(sizes, view.parts, strict=True)
-    ):
+    shares = [size / max(sum(sizes), 1) for size in sizes]
+    if any(abs(share - part.weight) > 1e-6 for share, part in zip(shares, view.parts, strict=True)):
         return "the clients' weights are not those of their batches"
-    return replace(view, parts=())
+    past = (as_one(earlier) for earlier in view.history)
+    return replace(view, parts=(), history=tuple(earlier for earlier in past if isinstance(earlier, ServerView)))
 
 
 # ---- orders and draws of several clients in one ----------------------------------------------------------------------

@@ -72,11 +72,15 @@ def test_no_single_update_is_in_the_view() -> None:
 
 
 def test_one_step_each_is_a_step_on_all_images() -> None:
-    method = FedAvg(lr=0.1, steps=1)
-    view, truth = uneven(method, SecAgg(clients=3)).observe(0)
+    run = uneven(FedAvg(lr=0.1, steps=1), SecAgg(clients=3))
+    view, truth = run.observe(0)
     one = as_one(view)
     assert isinstance(one, ServerView)
     assert one.schedule == (((12,),),)
+    again, _ = run.observe(0, threat=ThreatModel(rounds=1), history=(view,))
+    whole = as_one(again)
+    assert isinstance(whole, ServerView)
+    assert [past.parts for past in whole.history] == [()]
     assert_near(predict(one, truth.candidate()), view.update, 1e-12)
 
 
