@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.exact.bounds import spans
 from attacks.exact.equations import Equations
-from attacks.exact.invert import Solved, solve
+from attacks.exact.invert import solve
 from attacks.exact.layer import Layer
+from attacks.exact.solved import Solved
 from attacks.headless import exact_gradient
 from attacks.layer_equations import Outputs, invert
 from attacks.unroll import Stage, unroll
@@ -42,9 +43,10 @@ class Cascade(Attack):
     pooling cell passed on; `attacks.exact` finds that out.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
-    fix every pixel to a level of 8 bits. Where pooling never looked (corners of flat regions) a pixel counts as fixed
-    if moving it, whatever else moves that no equation fixes, would have made another output the largest. What neither
-    fixes comes from a smooth prior, and the result is not verified.
+    fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
+    they often leave a choice, so that most colour images are not verified for a few pixels in the corners. Where
+    pooling never looked (corners of flat regions) a pixel counts as fixed if moving it, whatever else moves that no
+    equation fixes, would have made another output the largest. What neither fixes comes from a smooth prior.
 
     `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
     """
@@ -138,7 +140,7 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
     residuals: dict[str, Tensor] = {}
     # an unknown defence may have shortened weight and bias apart, which only a second layer shows
     verified, off = view.threat.knows_defense or top > 0, 0.0
-    values = signal
+    values, fixed = signal, None
     for i in range(top, -1, -1):
         stage = stages[i]
         if i < top:
@@ -160,27 +162,31 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
             if i == 0 and verified:
-                verified = _sure(solved, *_statistics(stage))
+                fixed = _fixed(solved, *_statistics(stage))
+                verified = bool(fixed.all())
             values, signal, off = found.x, solved.signal, max(found.gradient, known.noise)
     image = stages[0].undo(values[None])
-    verified = verified and bool((image > -RANGE).all() and (image < 1 + RANGE).all())
+    if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
+        verified, fixed = False, None
     return Reconstruction(
         inputs=image.clamp(0, 1).to(view.device, view.dtype),
         labels=view.labels,
         objective=max(float(r.max()) for r in residuals.values()),
         private={f"residual/{name}": value for name, value in residuals.items()},
         verified=verified,
+        fixed=None if fixed is None else fixed[None].to(view.device),
     )
 
 
-def _sure(solved: Solved, mean: Tensor, std: Tensor) -> bool:
-    """Whether every pixel is fixed: by equations, or by the outputs that pooling did not pass on."""
+def _fixed(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
+    """Which pixels are fixed (I, H, W): by equations, or by the outputs that pooling did not pass on."""
     mean, std = mean[:, None, None], std[:, None, None]
-    off = solved.deviations() * std
-    free = ~(off < SURE)
+    fixed = solved.deviations() * std < SURE if solved.fixed is None else solved.fixed.clone()
+    free = ~fixed
     if bool(free.any()):
-        off[free] = spans(solved.known, solved.found, free, -mean / std, (1 - mean) / std) * std.expand_as(off)[free]
-    return bool((off < SURE).all())
+        off = spans(solved.known, solved.found, free, -mean / std, (1 - mean) / std) * std.expand_as(fixed)[free]
+        fixed[free] = off < SURE
+    return fixed
 
 
 def _below(

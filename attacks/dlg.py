@@ -33,7 +33,6 @@ class DLG(Matching):
     lr: float = 1.0
     boxed: bool = False
     labels: Literal["auto", "joint", "random"] = "random"
-    history: int = 50
     tolerance: float = 1e-10
     patience: int = 1000
     enough: float = 3e-9

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.latent import IMAGES, Space
-from attacks.memory import GIB, per_trial
+from attacks.memory import GIB, cached, per_trial
 from attacks.movers import Adam, Quasi
 from attacks.order import ranked
 from attacks.priors import Term
@@ -29,8 +29,10 @@ class Matching(Attack):
     """Gradient matching over images, labels and whatever is private, on stacks of trials (images x restarts).
 
     The objective is divided by its value at the start of each trial and no tolerance is absolute, so results do not
-    depend on the unit of the update. The iterate and the restart with the smallest finite objective are kept; restarts
-    are compared, and the result's objective is given, relative to where the first one of the view began.
+    depend on the unit of the update. The iterate and the restart with the smallest finite objective are kept; where the
+    step size falls, of the last eighth of the search: with max pooling the objective jumps, and an iterate that large
+    steps made by chance fits better than it looks. Restarts are compared, and the result's objective is given, relative
+    to where the first one of the view began.
 
     Attributes:
         iterations: of the search.
@@ -61,7 +63,7 @@ class Matching(Attack):
         enough: no further restart of a view once one's objective has fallen to this share of its own start.
         orders: where it is unknown which image fed which batch, so many guesses are ranked by what the labels tell;
             each restart begins with the next best. 0 takes the images in turn.
-        stack: trials evaluated at once, at most.
+        stack: trials evaluated at once, at most; fewer where a CPU is faster with fewer (large networks).
         memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then, and a view of
             which even one would not fit is refused.
     """
@@ -147,9 +149,9 @@ class Matching(Attack):
         return [NotApplicable("no trial was run") if r is None else r for r in results]
 
     def _fitting(self, index: int, problem: Problem, seeds: Sequence[int]) -> int | NotApplicable:
-        """How many trials can share a stack within the memory allowed."""
+        """How many trials share a stack: as many as go fastest, within the memory allowed."""
         each = per_trial(problem, self._start(problem, seeds[index], 0)) / GIB
-        room = int(min(self.memory / max(each, 1 / GIB), self.stack))
+        room = int(min(self.memory / max(each, 1 / GIB), self.stack, cached(problem.view)))
         size = replace(self, stack=max(room, 1))._chunk()
         if room and (size <= room or size * each <= self.memory):
             return size
@@ -270,8 +272,8 @@ class Matching(Attack):
         self, stack: Stack, variables: Variables, noise: Sequence[torch.Generator]
     ) -> list[tuple[Variables, float, tuple[float, ...], float]]:
         low, high = _limits(stack.problems[0])
-        watch = _Watch(variables)
         mover = Adam(self, noise) if self.optimizer == "adam" else Quasi(self)
+        watch = _Watch(variables, mover.settled)
         for iteration in range(self.iterations + 1):
             values, grads = self._evaluate(stack, variables)
             relative = watch.note(iteration, values, variables)
@@ -327,9 +329,13 @@ def _better(old: Result | None, new: Reconstruction) -> Reconstruction:
 
 
 class _Watch:
-    """Keeps the best finite iterate of every trial, and knows which trials go on."""
+    """Keeps the best finite iterate of every trial, and knows which trials go on.
 
-    def __init__(self, variables: Variables) -> None:
+    The first finite one from iteration `settled` on goes before all that came earlier.
+    """
+
+    def __init__(self, variables: Variables, settled: int) -> None:
+        self.settled = settled
         self.count = len(variables[INPUTS])
         self.rows = torch.arange(self.count, device=variables[INPUTS].device)
         self.best = {k: v.clone() for k, v in variables.items()}
@@ -345,6 +351,8 @@ class _Watch:
             self.scale = self.start = torch.where(usable, values, 1.0)
         relative = values / self.scale
         better = relative < self.value[self.rows]  # never true for not-a-number
+        if iteration == self.settled:
+            better = relative.isfinite()
         rows = self.rows[better]
         self.value[rows] = relative[better]
         for k, v in variables.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,19 @@ from fl.types import Schedule, ServerView
 GIB = 2**30
 SPARE = 1.4
 """What the derivative holds for a while, and what the allocator loses, beside what is kept: measured, 1.3 to 2."""
+
+
+CACHE = 16 * 2**20
+"""Bytes that the gradients of a stack may take up on a CPU. With more the stack goes slower than in parts, by a tenth
+(0.1 million weights, 64 trials) to a half (2.2 million, 4 trials); measured on two processors, in float32."""
+
+
+def cached(view: ServerView) -> int:
+    """How many trials' gradients stay in a CPU's caches, at least one; no bound on any other device."""
+    if view.device.type != "cpu":
+        return sys.maxsize
+    weights = sum(weight.numel() for weight in view.client.task.parameters.values())
+    return max(CACHE // (weights * view.dtype.itemsize), 1)
 
 
 def per_trial(problem: Problem, variables: Variables) -> int:

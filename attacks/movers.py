@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from attacks.matching import Matching
 
 
+LAST_FALL = 7 / 8
+"""Share of a search after which the step size falls for the last time."""
+
+
 class Adam:
     """Adam, row by row; images optionally by sign, everything else at its own step size."""
 
@@ -26,13 +30,18 @@ class Adam:
         self.second: Variables = {}
         self.steps = 0
 
+    @property
+    def settled(self) -> int:
+        """The iteration from which the step size has all but fallen; 0 where it does not fall."""
+        return 0 if self.settings.schedule == "none" else math.ceil(LAST_FALL * self.settings.iterations)
+
     def factor(self) -> float:
         """The share of the step size that the next step takes."""
         settings = self.settings
         done = self.steps / settings.iterations
         factor = 1.0
         if settings.schedule == "step":
-            factor = 0.1 ** sum(done >= mark for mark in (3 / 8, 5 / 8, 7 / 8))
+            factor = 0.1 ** sum(done >= mark for mark in (3 / 8, 5 / 8, LAST_FALL))
         elif settings.schedule == "cosine":
             factor = settings.last_lr + (1 - settings.last_lr) * (1 + math.cos(math.pi * done)) / 2
         return factor * min(1.0, (self.steps + 1) / (settings.warmup + 1))
@@ -65,6 +74,8 @@ class Adam:
 
 class Quasi:
     """L-BFGS over all variables of a trial together."""
+
+    settled = 0
 
     def __init__(self, settings: Matching) -> None:
         self.solver = StackedLBFGS(settings.history, settings.lr, settings.max_step)

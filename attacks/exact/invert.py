@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from attacks.exact.annealing import Start, anneal, temperatures
-from attacks.exact.equations import SMALLEST, Equations, Prior, System
+from attacks.exact.decode import decode
+from attacks.exact.equations import Equations, Prior
 from attacks.exact.levels import Levels
-from attacks.exact.polish import Fit, decided, fit, settle, system_of, unbent
+from attacks.exact.polish import decided, fit, settle, system_of, unbent
 from attacks.exact.propagation import Schedule, State, feature_prior, image_prior, propagate
 from attacks.exact.rowspace import from_rows
-
-EXACT = 1e-5
-"""Equations left unexplained by less than this share are taken for satisfied, in float32."""
+from attacks.exact.solved import Solved
 
 NEAR = 1e-3
 """Equations left unexplained by less than this share are a matter of a few pixels: another start would not help."""
+
+ROUGH = 1e-2
+"""Equations left unexplained by less than this share may be so for a few pixels at the rim, off by several levels."""
+
+DEVIATION = 0.27
+"""Of a pixel in [0, 1], for the prior that decides where equations do not."""
 
 COOLING = (temperatures(30.0, 0.65), temperatures(100.0, 0.75))
 """Of one annealing after the other, for layers further up."""
@@ -37,53 +42,6 @@ def schedules(unknown: int) -> tuple[Schedule, ...]:
     fast = Schedule(noise=1e-3, factor=0.2, iterations=16, gradient=0.1)
     wide = Schedule(deviation=0.6, noise=0.1, damping=0.3, factor=0.5)
     return Schedule() if unknown < SMALL else fast, wide, Schedule(levels=None, least=1e-8)
-
-
-@dataclass(frozen=True)
-class Solved:
-    """A layer's input with the equations it answers, in which the sides of an activation's bend are settled.
-
-    Attributes:
-        known: the equations.
-        found: the input, and what it leaves of them.
-    """
-
-    known: Equations
-    found: Fit
-
-    @classmethod
-    def of(cls, known: Equations, found: Fit) -> Solved:
-        """`found` with doubtful outputs on the side that it explains best."""
-        return cls(*unbent(known, found))
-
-    @property
-    def satisfied(self) -> bool:
-        """Whether what is known is explained up to rounding, or up to the gradient's own noise."""
-        return self.found.error < max(EXACT, 5 * self.known.noise)
-
-    @property
-    def signal(self) -> Tensor:
-        """What flows back into the input (I, H, W)."""
-        layer = self.known.layer
-        return layer.pull(layer.placed(self.found.shares * self.known.signal[..., None]))
-
-    def deviations(self) -> Tensor:
-        """How far each number of the input may be off (I, H, W), from how far the equations are and how they hang."""
-        known, found = self.known, self.found
-        noise = known.deviation(found.x, found.shares, known.residual(found.x, found.shares))
-        noise = noise.maximum(known.floor)  # with less, rounding would fill in what no equation determines
-        forward = known.forward_scale * max(found.forward, known.noise, SMALLEST)
-        system = System.of(known, found.shares, noise, forward)
-        matrix = system.dense()
-        matrix.diagonal().add_(1e-15 * matrix.diagonal().mean())
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        if bool(failed):
-            return torch.full_like(found.x, float("inf"))
-        return torch.cholesky_inverse(factor).diagonal().sqrt().view_as(found.x)
-
-    def better(self, other: Solved | None) -> Solved:
-        """The one that leaves less unexplained."""
-        return self if other is None or self.found.error < other.found.error else other
 
 
 def solve(known: Equations, statistics: tuple[Tensor, Tensor] | None = None) -> Solved:
@@ -119,6 +77,8 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
         prior = image_prior(known.layer.shape, mean, std, schedule.deviation)
         levels = None if schedule.levels is None else Levels.of(mean, std, schedule.levels)
         best = _propagated(known, prior, schedule, levels).better(best)
+        if best.found.error < ROUGH:
+            best = decode(best, image_prior(known.layer.shape, mean, std, DEVIATION), Levels.of(mean, std))
         if best.found.error < NEAR:
             break
     assert best is not None

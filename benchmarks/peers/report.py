@@ -83,13 +83,6 @@ def page(count: int, outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
         "read the ratios. "
         f"Intervals are 95 % bootstrap over images. A victim within {AHEAD} dB counts for nobody.",
         "",
-        "Where ours is behind with the same settings, look at the iterate it returns: the best by the objective is "
-        "often one from before the step size fell, as max pooling makes the objective jump. Made to return its last "
-        "one, in runs apart from these, ours came within 0.05 dB of invertinggradients in the median on both of "
-        "HyperFL's networks, and within 0.1 dB of ROG on each of eight victims. ROG's LeNet has 2.2 million weights, "
-        "and stacks of more than two trials are slower there than one by one, probably since their gradients leave "
-        "the processor's cache.",
-        "",
         *[line for case, outcome in outcomes for line in section(case, outcome)],
         "## The peers' code",
         "",

@@ -9,7 +9,7 @@ from support import worlds
 
 import attacks
 from attacks.base import Reconstruction
-from attacks.matching import SURE, Matching
+from attacks.matching import SURE, Matching, _Watch
 from attacks.movers import Adam
 from attacks.problem import INPUTS, LABELS, Problem, Stack, Variables
 from eval.metrics import psnr
@@ -120,6 +120,7 @@ def test_restarts_are_compared_on_one_scale_and_stop_by_their_own(monkeypatch: p
     view, truth = tiny_views(1)[0]
     images = (truth.inputs - torch.tensor(view.task.mean)) / torch.tensor(view.task.std)
     near, begun, start = 1, [], Matching._start
+    short = {"name": "ig", "iterations": 2, "schedule": "none"}  # the start itself may be kept
 
     def placed(self: Matching, problem: Problem, seed: int, restart: int) -> Variables:
         begun.append(restart)
@@ -129,7 +130,7 @@ def test_restarts_are_compared_on_one_scale_and_stop_by_their_own(monkeypatch: p
     monkeypatch.setattr(Matching, "_start", placed)
     for near in (0, 1):
         for stack in (1, 2):
-            found = attacks.build({"name": "ig", "iterations": 2, "restarts": 2, "tv": 0.0, "stack": stack})(view)
+            found = attacks.build({**short, "restarts": 2, "tv": 0.0, "stack": stack})(view)
             assert isinstance(found, Reconstruction)
             assert found.inputs is not None
             assert psnr(found.inputs, truth.inputs) > 30
@@ -137,7 +138,7 @@ def test_restarts_are_compared_on_one_scale_and_stop_by_their_own(monkeypatch: p
             assert found.history[0] == 1.0 if near == 0 else found.history[0] < 0.1
     near = 0
     begun.clear()
-    attacks.build({"name": "ig", "iterations": 2, "restarts": 4, "enough": 0.9999})(view)
+    attacks.build({**short, "restarts": 4, "enough": 0.9999})(view)
     assert begun[1:] == [0, 1], "the first trial falls by nothing, the second one does"
 
 
@@ -212,6 +213,16 @@ def test_a_search_that_blows_up_keeps_its_best_finite_iterate() -> None:
     assert found.inputs is not None
     assert found.inputs.isfinite().all()
     assert found.objective <= 1.0
+
+
+@pytest.mark.parametrize(("schedule", "kept"), [("step", 14), ("cosine", 14), ("none", 0)])
+def test_an_iterate_of_large_steps_is_not_kept_for_its_objective(schedule: str, kept: int) -> None:
+    search = attacks.build({"name": "ig", "iterations": 16, "schedule": schedule})
+    assert isinstance(search, Matching)
+    watch = _Watch({INPUTS: torch.zeros(2, 1)}, Adam(search, []).settled)
+    for iteration in range(17):  # the objective rises all the time, and the images tell the iteration
+        watch.note(iteration, torch.tensor([1.0 + iteration] * 2), {INPUTS: torch.full((2, 1), float(iteration))})
+    assert [float(row[INPUTS]) for row, *_ in watch.results()] == [kept, kept]
 
 
 def test_bad_settings_are_refused() -> None:

@@ -10,6 +10,7 @@ import torch
 from support import worlds
 
 import attacks
+from attacks import memory
 from attacks.base import NotApplicable, Reconstruction
 from attacks.matching import Matching
 from attacks.memory import GIB, SPARE, _kept, per_trial
@@ -105,7 +106,10 @@ def test_a_stack_is_as_large_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Matching, "_search", watched)
     few = searching(restarts=5, memory=2.5 * estimate(view) / GIB)(view, seed=1)
     many = searching(restarts=5)(view, seed=1)
-    assert sizes == [2, 2, 1, 5]
+    weights = sum(weight.numel() for weight in view.client.task.parameters.values())
+    monkeypatch.setattr(memory, "CACHE", 2.5 * weights * view.dtype.itemsize)
+    searching(restarts=5)(view, seed=1)
+    assert sizes == [2, 2, 1, 5, 2, 2, 1]
     assert isinstance(few, Reconstruction)
     assert isinstance(many, Reconstruction)
     assert torch.allclose(few.inputs, many.inputs, atol=1e-9)  # type: ignore[arg-type]

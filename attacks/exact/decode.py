@@ -1,0 +1,104 @@
+"""Pixels of 8 bits from equations that fix some of them only together with others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attacks.exact.equations import Prior
+from attacks.exact.lattice import Lattice
+from attacks.exact.levels import Levels
+from attacks.exact.polish import decided, fit
+from attacks.exact.solved import Solved
+
+LOOSE = 1 / 6
+"""Standard deviation, in steps between two levels, from which a pixel is no more told by rounding."""
+MANY = 256
+"""Loose pixels up to which their levels are searched for together."""
+SHARPEST = 1e7
+"""Inverse variance of a pixel, in steps, that is more than enough: with more, numbers of double precision run out."""
+ROUNDS = 3
+WORSE = 2.0
+"""How much more the levels may leave unexplained than real numbers did: these follow rounding, too."""
+
+
+def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
+    """The same with every pixel on a level, and told which levels the equations leave no choice of.
+
+    At the rim of an image fewer outputs see a pixel than it has channels, so that real numbers are not fixed there;
+    that levels are whole numbers fixes many. Loose pixels are searched for together, as a closest-vector problem, and
+    all others rounded; positions that follow from this are taken over, and the system is solved again. Where the
+    equations leave a choice, the prior makes it.
+
+    Args:
+        now: a solution near the truth.
+        prior: what is expected of the input, in full strength.
+        levels: of its pixels.
+
+    Returns:
+        `now` itself where that explains the equations far better, as it does for an input that is on no levels.
+    """
+    best = now
+    for _ in range(ROUNDS):
+        bound = WORSE * max(best.found.error, now.known.noise)
+        # where pooling did not look, what is expected may be larger than what was passed on: then `best` decides
+        tried = (_once(best, given, levels) for given in (prior, None))
+        found = next((x for x in tried if x is not None and x.found.error < bound), None)
+        if found is None:
+            return best
+        settled = torch.equal(found.found.shares, best.found.shares)
+        best = found
+        if settled:
+            break
+    return best
+
+
+def _once(now: Solved, prior: Prior | None, levels: Levels) -> Solved | None:
+    """One search; what the equations leave open as `prior` expects, or as it is."""
+    shape = now.found.x.shape
+    first, step = (x.expand(shape).flatten() for x in (levels.first, levels.step))
+    system = now.system()
+    told = system.dense().mul_(step[:, None] * step)  # all in steps from here on
+    weaker = float((SHARPEST / told.diagonal().mean()).clamp_max(1.0))
+    told *= weaker
+    spread = (2 / levels.count) ** 2  # a pixel is on one of so many levels
+    told.diagonal().add_(spread)
+    inverted = _inverse(told)
+    if inverted is None:
+        return None
+    loose = (inverted.diagonal().sqrt() > LOOSE).nonzero().flatten()
+    if len(loose) > MANY:
+        return None
+    right = system.right.flatten() * step * weaker
+    if prior is None:
+        before = (now.found.x.flatten() - first) / step
+        whole, right = told, right - told @ (first / step) + spread * (before + first / step)
+    else:
+        whole = told + prior.dense * step[:, None] * step
+        right = right + prior.right.flatten() * step - whole @ (first / step)
+    mean = torch.linalg.solve(whole, right)
+    numbers = mean.round().clamp(0, levels.count - 1)
+    fixed = torch.ones_like(numbers, dtype=torch.bool)
+    if len(loose):
+        numbers[loose], fixed[loose] = _together(told, whole, mean, numbers, loose)
+    x = (first + numbers.clamp(0, levels.count - 1) * step).view(shape)
+    found = fit(now.known, x)
+    found = fit(now.known, x, decided(now.known, found))
+    return replace(Solved.of(now.known, found), fixed=fixed.view(shape))
+
+
+def _together(told: Tensor, whole: Tensor, mean: Tensor, numbers: Tensor, loose: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels of the loose pixels where the others are `numbers`, and which are fixed."""
+    off = (mean - numbers).index_fill(0, loose, 0.0)
+    inner = whole[loose][:, loose]
+    centre = mean[loose] + torch.linalg.solve(inner, (whole @ off)[loose])
+    lattice = Lattice(told[loose][:, loose].cpu().numpy())
+    nearest = lattice.nearest(centre.cpu().numpy(), inner.cpu().numpy())
+    return torch.from_numpy(nearest).to(mean), torch.from_numpy(lattice.fixed).to(mean.device)
+
+
+def _inverse(matrix: Tensor) -> Tensor | None:
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    return None if bool(failed) else torch.cholesky_inverse(factor)

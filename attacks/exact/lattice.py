@@ -1,0 +1,85 @@
+"""Whole numbers behind linear equations that, were the numbers real, would leave some combinations of them open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+APART = 6.0
+"""Standard deviations by which two candidates differ, at least, where the equations tell them apart."""
+LOVASZ = 0.99
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """All vectors of whole numbers, measured by a positive definite matrix: their distance in standard deviations.
+
+    Attributes:
+        matrix: (n, n), the inverse covariance of the numbers if they were real.
+    """
+
+    matrix: Array
+
+    @cached_property
+    def _reduced(self) -> tuple[Array, Array]:
+        """A basis of short, nearly orthogonal vectors (n, n), one a column, and its triangular factor.
+
+        By the algorithm of Lenstra, Lenstra and Lovasz (1982), with the factor kept up to date by rotations.
+        """
+        factor: Array = np.array(np.linalg.cholesky(self.matrix).T, dtype=np.float64)
+        basis: Array = np.eye(len(factor))
+        k = 1
+        while k < len(factor):
+            _shorten(factor, basis, k, k - 1)
+            if factor[k, k] ** 2 + factor[k - 1, k] ** 2 >= LOVASZ * factor[k - 1, k - 1] ** 2:
+                for j in range(k - 2, -1, -1):
+                    _shorten(factor, basis, k, j)
+                k += 1
+                continue
+            for x in (factor, basis):
+                x[:, [k - 1, k]] = x[:, [k, k - 1]]
+            length = np.hypot(factor[k - 1, k - 1], factor[k, k - 1])
+            cos, sin = factor[k - 1, k - 1] / length, factor[k, k - 1] / length
+            factor[k - 1 : k + 1] = np.array([[cos, sin], [-sin, cos]]) @ factor[k - 1 : k + 1]
+            factor[k, k - 1] = 0.0
+            k = max(k - 1, 1)
+        return basis, factor
+
+    @property
+    def fixed(self) -> NDArray[np.bool_]:
+        """Which numbers are the same in all candidates less than `APART` standard deviations from each other (n,).
+
+        A vector that takes part in the basis from place i on is at least as long as the shortest remainder there, so
+        what the vectors before the last short remainder do not touch is fixed.
+        """
+        basis, factor = self._reduced
+        short = np.abs(np.diag(factor)) < APART
+        open_ones = int(short.nonzero()[0].max()) + 1 if short.any() else 0
+        return np.logical_not(basis[:, :open_ones].any(axis=1))
+
+    def nearest(self, centre: Array, matrix: Array) -> Array:
+        """Whole numbers (n,) near `centre` (n,), as `matrix` (n, n) measures it: Babai's nearest plane (1986).
+
+        `matrix` may hold more than this lattice's own, for which its basis is short too.
+        """
+        basis, _ = self._reduced
+        factor = np.linalg.cholesky(basis.T @ matrix @ basis).T
+        real = np.linalg.solve(basis, centre)
+        whole = np.zeros_like(real)
+        for i in range(len(real) - 1, -1, -1):
+            pulled = factor[i, i + 1 :] @ (real - whole)[i + 1 :] / factor[i, i]
+            whole[i] = np.round(real[i] + pulled)
+        return basis @ whole
+
+
+def _shorten(factor: Array, basis: Array, k: int, j: int) -> None:
+    """Takes as much of vector `j` from vector `k` as brings them nearest to a right angle."""
+    times = np.round(factor[j, k] / factor[j, j])
+    if times:
+        factor[: j + 1, k] -= times * factor[: j + 1, j]
+        basis[:, k] -= times * basis[:, j]

@@ -1,0 +1,67 @@
+"""A layer's input, and when to believe it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attacks.exact.equations import SMALLEST, Equations, System
+from attacks.exact.polish import Fit, unbent
+
+EXACT = 1e-5
+"""Equations left unexplained by less than this share are taken for satisfied, in float32."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A layer's input with the equations it answers, in which the sides of an activation's bend are settled.
+
+    Attributes:
+        known: the equations.
+        found: the input, and what it leaves of them.
+        fixed: which numbers of it no other input on the same levels shares with these equations (I, H, W); None where
+            it was not looked at, or the input is on no levels.
+    """
+
+    known: Equations
+    found: Fit
+    fixed: Tensor | None = None
+
+    @classmethod
+    def of(cls, known: Equations, found: Fit) -> Solved:
+        """`found` with doubtful outputs on the side that it explains best."""
+        return cls(*unbent(known, found))
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether what is known is explained up to rounding, or up to the gradient's own noise."""
+        return self.found.error < max(EXACT, 5 * self.known.noise)
+
+    @property
+    def signal(self) -> Tensor:
+        """What flows back into the input (I, H, W)."""
+        layer = self.known.layer
+        return layer.pull(layer.placed(self.found.shares * self.known.signal[..., None]))
+
+    def system(self) -> System:
+        """The equations at the positions found, each trusted as far as it is explained."""
+        known, found = self.known, self.found
+        noise = known.deviation(found.x, found.shares, known.residual(found.x, found.shares))
+        noise = noise.maximum(known.floor)  # with less, rounding would fill in what no equation determines
+        forward = known.forward_scale * max(found.forward, known.noise, SMALLEST)
+        return System.of(known, found.shares, noise, forward)
+
+    def deviations(self) -> Tensor:
+        """How far each number of the input may be off (I, H, W), from how far the equations are and how they hang."""
+        found, matrix = self.found, self.system().dense()
+        matrix.diagonal().add_(1e-15 * matrix.diagonal().mean())
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if bool(failed):
+            return torch.full_like(found.x, float("inf"))
+        return torch.cholesky_inverse(factor).diagonal().sqrt().view_as(found.x)
+
+    def better(self, other: Solved | None) -> Solved:
+        """The one that leaves less unexplained."""
+        return self if other is None or self.found.error < other.found.error else other
