@@ -29,8 +29,8 @@ class Reconstruction:
             `extractor/name`.
         knowledge: what it used beside the shared parameters and the update, e.g. "labels".
         verified: whether the attack could check its own success without the truth; None if it can't tell.
-        fixed: (N, C, H, W), True at the pixels whose levels of 8 bits it could prove without the truth; None if it
-            can't tell.
+        fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
+            among levels of 8 bits; None if it can't tell.
     """
 
     inputs: Tensor | None
