@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.exact.bounds import spans
+from attacks.exact.decode import LOOSE
 from attacks.exact.equations import Equations
 from attacks.exact.invert import solve
 from attacks.exact.layer import Layer
@@ -23,7 +24,7 @@ from fl.types import ServerView
 
 RESHAPING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d)
 SURE = 0.5 / 255
-"""Standard deviation up to which a pixel counts as known."""
+"""How far a pixel may move and still counts as known."""
 ROUNDED = 0.25
 """Rounding to the nearest number, root mean square, relative to the spacing after 1."""
 RANGE = 1e-2
@@ -181,7 +182,7 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
 def _fixed(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
     """Which pixels are fixed (I, H, W): by equations, or by the outputs that pooling did not pass on."""
     mean, std = mean[:, None, None], std[:, None, None]
-    fixed = solved.deviations() * std < SURE if solved.fixed is None else solved.fixed.clone()
+    fixed = solved.deviations() * std < LOOSE / 255 if solved.fixed is None else solved.fixed.clone()
     free = ~fixed
     if bool(free.any()):
         off = spans(solved.known, solved.found, free, -mean / std, (1 - mean) / std) * std.expand_as(fixed)[free]

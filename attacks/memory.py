@@ -29,7 +29,7 @@ def cached(view: ServerView) -> int:
     if view.device.type != "cpu":
         return sys.maxsize
     weights = sum(weight.numel() for weight in view.client.task.parameters.values())
-    return max(CACHE // (weights * view.dtype.itemsize), 1)
+    return max(CACHE // max(weights * view.dtype.itemsize, 1), 1)
 
 
 def per_trial(problem: Problem, variables: Variables) -> int:

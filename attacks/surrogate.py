@@ -105,7 +105,7 @@ class Surrogate(ViewAttack):
         """The result; of several steps no check of it can tell more than that the approximation fits."""
         if steps(view) == 1:
             return result
-        return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None)
+        return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
 
 
 def steps(view: ServerView) -> int | None:

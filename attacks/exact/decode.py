@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,8 @@ LOOSE = 1 / 6
 """Standard deviation, in steps between two levels, from which a pixel is no more told by rounding."""
 MANY = 256
 """Loose pixels up to which their levels are searched for together."""
-SHARPEST = 1e7
-"""Inverse variance of a pixel, in steps, that is more than enough: with more, numbers of double precision run out."""
+SHARPEST = 3e7
+"""Inverse variance of a pixel, in steps, that is more than enough: with more, double precision does not suffice."""
 ROUNDS = 3
 WORSE = 2.0
 """How much more the levels may leave unexplained than real numbers did: these follow rounding, too."""
@@ -40,19 +41,19 @@ def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
     Returns:
         `now` itself where that explains the equations far better, as it does for an input that is on no levels.
     """
-    best = now
+    best, bound = now, WORSE * max(now.found.error, now.known.noise)
     for _ in range(ROUNDS):
-        bound = WORSE * max(best.found.error, now.known.noise)
         # where pooling did not look, what is expected may be larger than what was passed on: then `best` decides
         tried = (_once(best, given, levels) for given in (prior, None))
         found = next((x for x in tried if x is not None and x.found.error < bound), None)
-        if found is None:
-            return best
-        settled = torch.equal(found.found.shares, best.found.shares)
+        if found is None or (best.satisfied and not found.satisfied):
+            break
+        settled = torch.equal(found.found.shares, best.found.shares) and found.known is best.known
         best = found
         if settled:
-            break
-    return best
+            return best
+    # what is fixed was told at other positions than those that followed
+    return best if best.fixed is None else replace(best, fixed=torch.zeros_like(best.fixed))
 
 
 def _once(now: Solved, prior: Prior | None, levels: Levels) -> Solved | None:
@@ -61,7 +62,7 @@ def _once(now: Solved, prior: Prior | None, levels: Levels) -> Solved | None:
     first, step = (x.expand(shape).flatten() for x in (levels.first, levels.step))
     system = now.system()
     told = system.dense().mul_(step[:, None] * step)  # all in steps from here on
-    weaker = float((SHARPEST / told.diagonal().mean()).clamp_max(1.0))
+    weaker = float((SHARPEST / told.diagonal().max()).clamp_max(1.0))
     told *= weaker
     spread = (2 / levels.count) ** 2  # a pixel is on one of so many levels
     told.diagonal().add_(spread)
@@ -82,7 +83,10 @@ def _once(now: Solved, prior: Prior | None, levels: Levels) -> Solved | None:
     numbers = mean.round().clamp(0, levels.count - 1)
     fixed = torch.ones_like(numbers, dtype=torch.bool)
     if len(loose):
-        numbers[loose], fixed[loose] = _together(told, whole, mean, numbers, loose)
+        try:
+            numbers[loose], fixed[loose] = _together(told, whole, mean, numbers, loose)
+        except np.linalg.LinAlgError:
+            return None
     x = (first + numbers.clamp(0, levels.count - 1) * step).view(shape)
     found = fit(now.known, x)
     found = fit(now.known, x, decided(now.known, found))

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 APART = 6.0
 """Standard deviations by which two candidates differ, at least, where the equations tell them apart."""
 LOVASZ = 0.99
+SWAPS = 100
+"""Of neighbours in a basis, times its size squared: more are made by rounding alone."""
 
 Array = NDArray[np.float64]
 
@@ -30,10 +32,13 @@ class Lattice:
         """A basis of short, nearly orthogonal vectors (n, n), one a column, and its triangular factor.
 
         By the algorithm of Lenstra, Lenstra and Lovasz (1982), with the factor kept up to date by rotations.
+
+        Raises:
+            numpy.linalg.LinAlgError: if double precision does not suffice for the matrix.
         """
         factor: Array = np.array(np.linalg.cholesky(self.matrix).T, dtype=np.float64)
         basis: Array = np.eye(len(factor))
-        k = 1
+        k, left = 1, SWAPS * len(factor) ** 2
         while k < len(factor):
             _shorten(factor, basis, k, k - 1)
             if factor[k, k] ** 2 + factor[k - 1, k] ** 2 >= LOVASZ * factor[k - 1, k - 1] ** 2:
@@ -41,6 +46,9 @@ class Lattice:
                     _shorten(factor, basis, k, j)
                 k += 1
                 continue
+            left -= 1
+            if not left:
+                raise np.linalg.LinAlgError("the basis does not get shorter: rounding is in the way")
             for x in (factor, basis):
                 x[:, [k - 1, k]] = x[:, [k, k - 1]]
             length = np.hypot(factor[k - 1, k - 1], factor[k, k - 1])

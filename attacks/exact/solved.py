@@ -21,8 +21,8 @@ class Solved:
     Attributes:
         known: the equations.
         found: the input, and what it leaves of them.
-        fixed: which numbers of it no other input on the same levels shares with these equations (I, H, W); None where
-            it was not looked at, or the input is on no levels.
+        fixed: which numbers all inputs on the same levels that explain the equations share, at the positions found
+            (I, H, W); None where it was not looked at, or the input is on no levels.
     """
 
     known: Equations
