@@ -98,3 +98,10 @@ def test_an_input_on_no_levels_stays_as_it_is() -> None:
     start = Solved.of(known, fit(known, between))
     found = decode(start, image_prior(known.layer.shape, MEAN, STD, 0.27), LEVELS)
     assert found is start
+
+
+def test_a_matrix_beyond_double_precision_is_an_error_and_no_endless_search() -> None:
+    rows = np.random.default_rng(1).normal(size=(25, 40)) * 1e9
+    matrix = rows.T @ rows + np.eye(40) * (2 / 256) ** 2
+    with pytest.raises(np.linalg.LinAlgError):
+        Lattice(matrix).nearest(np.zeros(40), matrix)

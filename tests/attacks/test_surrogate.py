@@ -207,8 +207,9 @@ def test_results_say_that_they_rest_on_an_approximation() -> None:
     assert isinstance(exact, Reconstruction)
     assert APPROXIMATE in approximate.knowledge
     assert APPROXIMATE not in exact.knowledge
-    sure = Reconstruction(inputs=None, verified=True)
+    sure = Reconstruction(inputs=None, verified=True, fixed=torch.ones(1, 1, 2, 2, dtype=torch.bool))
     assert Surrogate().unwrap(several, rewritten(several), sure).verified is None
+    assert Surrogate().unwrap(several, rewritten(several), sure).fixed is None
     assert Surrogate().unwrap(single, rewritten(single), sure).verified is True
 
 
