@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -43,9 +44,7 @@ def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
     """
     best, bound = now, WORSE * max(now.found.error, now.known.noise)
     for _ in range(ROUNDS):
-        # where pooling did not look, what is expected may be larger than what was passed on: then `best` decides
-        tried = (_once(best, given, levels) for given in (prior, None))
-        found = next((x for x in tried if x is not None and x.found.error < bound), None)
+        found = next((x for x in _candidates(best, prior, levels) if x.found.error < bound), None)
         if found is None or (best.satisfied and not found.satisfied):
             break
         settled = torch.equal(found.found.shares, best.found.shares) and found.known is best.known
@@ -56,10 +55,14 @@ def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
     return best if best.fixed is None else replace(best, fixed=torch.zeros_like(best.fixed))
 
 
-def _once(now: Solved, prior: Prior | None, levels: Levels) -> Solved | None:
-    """One search; what the equations leave open as `prior` expects, or as it is."""
+def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
+    """What the equations leave open as `prior` expects it, then as it is: none where too much is open.
+
+    Where pooling did not look, what is expected may be larger than what was passed on.
+    """
     shape = now.found.x.shape
     first, step = (x.expand(shape).flatten() for x in (levels.first, levels.step))
+    origin = first / step
     system = now.system()
     told = system.dense().mul_(step[:, None] * step)  # all in steps from here on
     weaker = float((SHARPEST / told.diagonal().max()).clamp_max(1.0))
@@ -68,29 +71,27 @@ def _once(now: Solved, prior: Prior | None, levels: Levels) -> Solved | None:
     told.diagonal().add_(spread)
     inverted = _inverse(told)
     if inverted is None:
-        return None
+        return
     loose = (inverted.diagonal().sqrt() > LOOSE).nonzero().flatten()
     if len(loose) > MANY:
-        return None
-    right = system.right.flatten() * step * weaker
-    if prior is None:
-        before = (now.found.x.flatten() - first) / step
-        whole, right = told, right - told @ (first / step) + spread * (before + first / step)
-    else:
-        whole = told + prior.dense * step[:, None] * step
-        right = right + prior.right.flatten() * step - whole @ (first / step)
-    mean = torch.linalg.solve(whole, right)
-    numbers = mean.round().clamp(0, levels.count - 1)
-    fixed = torch.ones_like(numbers, dtype=torch.bool)
-    if len(loose):
-        try:
-            numbers[loose], fixed[loose] = _together(told, whole, mean, numbers, loose)
-        except np.linalg.LinAlgError:
-            return None
-    x = (first + numbers.clamp(0, levels.count - 1) * step).view(shape)
-    found = fit(now.known, x)
-    found = fit(now.known, x, decided(now.known, found))
-    return replace(Solved.of(now.known, found), fixed=fixed.view(shape))
+        return
+    right = system.right.flatten() * step * weaker - told @ origin
+    own = prior.dense * step[:, None] * step
+    expected = told + own, right + prior.right.flatten() * step - own @ origin
+    as_it_is = told, right + spread * now.found.x.flatten() / step
+    for whole, side in (expected, as_it_is):
+        mean = torch.linalg.solve(whole, side)
+        numbers = mean.round().clamp(0, levels.count - 1)
+        fixed = torch.ones_like(numbers, dtype=torch.bool)
+        if len(loose):
+            try:
+                numbers[loose], fixed[loose] = _together(told, whole, mean, numbers, loose)
+            except np.linalg.LinAlgError:
+                return
+        x = (first + numbers.clamp(0, levels.count - 1) * step).view(shape)
+        found = fit(now.known, x)
+        found = fit(now.known, x, decided(now.known, found))
+        yield replace(Solved.of(now.known, found), fixed=fixed.view(shape))
 
 
 def _together(told: Tensor, whole: Tensor, mean: Tensor, numbers: Tensor, loose: Tensor) -> tuple[Tensor, Tensor]:

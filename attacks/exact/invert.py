@@ -24,9 +24,6 @@ NEAR = 1e-3
 ROUGH = 1e-2
 """Equations left unexplained by less than this share may be so for a few pixels at the rim, off by several levels."""
 
-DEVIATION = 0.27
-"""Of a pixel in [0, 1], for the prior that decides where equations do not."""
-
 COOLING = (temperatures(30.0, 0.65), temperatures(100.0, 0.75))
 """Of one annealing after the other, for layers further up."""
 
@@ -78,7 +75,7 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
         levels = None if schedule.levels is None else Levels.of(mean, std, schedule.levels)
         best = _propagated(known, prior, schedule, levels).better(best)
         if best.found.error < ROUGH:
-            best = decode(best, image_prior(known.layer.shape, mean, std, DEVIATION), Levels.of(mean, std))
+            best = decode(best, image_prior(known.layer.shape, mean, std, Schedule.deviation), Levels.of(mean, std))
         if best.found.error < NEAR:
             break
     assert best is not None
