@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,40 +26,43 @@ IG_NOTE = (
     "the last eighth. breaching's total variation also counts the border, as if the image went on in the data set's "
     "mean colour."
 )
+
+
+def ig(title: str, dataset: str, network: str, iterations: int, tv: float, **others: Any) -> Case:
+    """A comparison of IG, all sides with the same settings."""
+    made = Case(
+        title=title,
+        peers=("invertinggradients", "breaching"),
+        dataset=dataset,
+        network=network,
+        ours="ig",
+        iterations=iterations,
+        moves=iterations,
+        tv=tv,
+        notes=IG_NOTE.format(iterations, tv),
+    )
+    return replace(made, **others)
+
+
+COLOUR_ONLY = IG_NOTE.format(200, 1e-4) + " breaching's takes images of three channels only."
 CASES = (
-    Case(
-        title="IG, sigmoid LeNet of Zhu et al. (redrawn, normalised), CIFAR-10",
-        peers=("invertinggradients", "breaching"),
-        dataset="cifar10",
-        network="lenet-zhu",
+    ig(
+        "IG, sigmoid LeNet of Zhu et al. (redrawn, normalised), CIFAR-10",
+        "cifar10",
+        "lenet-zhu",
+        300,
+        1e-2,
         settings={"normalize": True, "init": "redrawn"},
-        ours="ig",
-        iterations=300,
-        moves=300,
-        tv=1e-2,
-        notes=IG_NOTE.format(300, 1e-2),
     ),
-    Case(
-        title="IG, HyperFL's colour network, CIFAR-10",
-        peers=("invertinggradients", "breaching"),
-        dataset="cifar10",
-        network="hyperfl-colour",
-        ours="ig",
-        iterations=200,
-        moves=200,
-        tv=1e-4,
-        notes=IG_NOTE.format(200, 1e-4),
-    ),
-    Case(
-        title="IG, HyperFL's grey network, Fashion-MNIST",
+    ig("IG, HyperFL's colour network, CIFAR-10", "cifar10", "hyperfl-colour", 200, 1e-4),
+    ig(
+        "IG, HyperFL's grey network, Fashion-MNIST",
+        "fashion_mnist",
+        "hyperfl-grey",
+        200,
+        1e-4,
         peers=("invertinggradients",),
-        dataset="fashion_mnist",
-        network="hyperfl-grey",
-        ours="ig",
-        iterations=200,
-        moves=200,
-        tv=1e-4,
-        notes=IG_NOTE.format(200, 1e-4) + " breaching's takes images of three channels only.",
+        notes=COLOUR_ONLY,
     ),
     Case(
         title="iDLG, sigmoid LeNet of Zhu et al., Fashion-MNIST",
