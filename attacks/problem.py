@@ -179,7 +179,7 @@ class Problem:
             view.round,
             view.parts,
         )
-        shapes = (tuple(view.private.items()), repr(view.parts))
+        shapes = tuple(view.private.items())
         return (
             repr(settings),
             shapes,

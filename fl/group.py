@@ -16,7 +16,7 @@ from torch import nn
 
 from fl import sampling
 from fl.defense import overrides
-from fl.tensors import Tensors, add, scaled
+from fl.tensors import Tensors, blend
 from fl.types import Candidate, Draws, Order, Part, Schedule, ServerView, Trace
 
 if TYPE_CHECKING:
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 def weighted(updates: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     """The sum of `updates`, each times its weight."""
-    result = scaled(updates[0], weights[0])
-    for update, weight in zip(updates[1:], weights[1:], strict=True):
-        result = {name: add(value, update[name], weight) for name, value in result.items()}
-    return result
+    return {name: blend([update[name] for update in updates], weights) for name in updates[0]}
 
 
 def combine(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) -> tuple[ServerView, Truth]:

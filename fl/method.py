@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fl.parametrisation import Parametrisation
 from fl.registry import Registry
-from fl.tensors import Payloads, Tensors, Value, add, dense, minus
+from fl.tensors import Payloads, Tensors, Value, blend, dense, minus
 from fl.types import Batch, Phase, Scope, Task, Upload
 
 if TYPE_CHECKING:
@@ -206,7 +206,4 @@ class Method:
 def mean(uploads: Sequence[Upload], pick: Callable[[Upload], Value]) -> Value:
     """Mean of `pick(upload)` weighted by the clients' numbers of images."""
     whole = sum(upload.weight for upload in uploads)
-    result = pick(uploads[0]) * (uploads[0].weight / whole)
-    for upload in uploads[1:]:
-        result = add(result, pick(upload), upload.weight / whole)
-    return result
+    return blend([pick(upload) for upload in uploads], [upload.weight / whole for upload in uploads])

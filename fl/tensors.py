@@ -7,7 +7,7 @@ it in that form, so a HyperFL step costs what its target network costs and not w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,6 +205,14 @@ def times(x: Value, factor: float | Tensor) -> Value:
     if isinstance(x, LowRank) and isinstance(factor, Tensor) and x.base is not None and x.scale != 0:
         return x.dense() * factor
     return x * factor
+
+
+def blend(values: Sequence[Value], weights: Sequence[float]) -> Value:
+    """The sum of `values`, each times its weight."""
+    result = times(values[0], weights[0])
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        result = add(result, value, weight)
+    return result
 
 
 def minus(value: Value, change: Value) -> Value:
