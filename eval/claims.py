@@ -130,15 +130,20 @@ class Ceilings:
         """An attack's rows with `BOUND`, `OF_UPDATE` and `EPSILON` wherever an image could be named."""
         if not self.claims:
             return [*rows]
-        victims = {victim.key: victim for victim in watch.scene.victims}
-        return [self._with(row, watch, victims) if "identified_among" in row else row for row in rows]
+        named = {row["update"] for row in rows if "identified_among" in row}
+        reason = (self.obstacle or self._objection(watch)) if named else ""
+        charged: dict[str, list[tuple[tuple[Charge, ...], Charge]]] = {}
+        if not reason:
+            taken = participations(self.rounds, watch.round)
+            groups = {victim.key: victim.group for victim in watch.scene.victims}
+            charged = {key: [self._charges(watch, member, taken) for member in groups[key]] for key in named}
+        return [self._with(row, reason, charged) if "identified_among" in row else row for row in rows]
 
-    def _with(self, row: Row, watch: Watch, victims: Mapping[str, Victim]) -> Row:
-        reason = self.obstacle or self._objection(watch)
+    def _with(self, row: Row, reason: str, charged: Mapping[str, list[tuple[tuple[Charge, ...], Charge]]]) -> Row:
         if reason:
             return {**row, BOUND: None, "missing": {**row.get("missing", {}), BOUND: reason}}
         chance, delta = 1 / row["identified_among"], self._method.delta
-        found = [self._charges(watch, member) for member in victims[row["update"]].group]
+        found = charged[row["update"]]
         return {
             **row,
             BOUND: max(from_charges(chance, merged([*before, update])) for before, update in found),
@@ -172,9 +177,9 @@ class Ceilings:
                 return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
         return ""
 
-    def _charges(self, watch: Watch, member: Victim) -> tuple[tuple[Charge, ...], Charge]:
+    def _charges(self, watch: Watch, member: Victim, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:
         """What one client's record is in: the rounds before, and the update or updates that the attacker sees."""
-        taken = participations(self.rounds, watch.round)[member.client]
+        taken = rounds[member.client]
         size = len(self.training.world.clients[member.client].train)
         before = every_round(self._method, taken).privacy([size], taken)
         update = watch.scene.method.privacy([len(member.data)], 1)
