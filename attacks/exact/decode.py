@@ -21,7 +21,9 @@ MANY = 256
 """Loose pixels up to which their levels are searched for together."""
 SHARPEST = 3e7
 """Inverse variance of a pixel, in steps, that is more than enough: with more, double precision does not suffice."""
-ROUNDS = 3
+ROUNDS = 4
+FALLING = 0.7
+"""Of what was left unexplained: above that another round brings nothing."""
 WORSE = 2.0
 """How much more the levels may leave unexplained than real numbers did: these follow rounding, too."""
 
@@ -42,17 +44,21 @@ def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
     Returns:
         `now` itself where that explains the equations far better, as it does for an input that is on no levels.
     """
-    best, bound = now, WORSE * max(now.found.error, now.known.noise)
+    best, least = now, now.found.error
     for _ in range(ROUNDS):
+        least = min(least, best.found.error)
+        bound = WORSE * max(least, now.known.noise)
         found = next((x for x in _candidates(best, prior, levels) if x.found.error < bound), None)
         if found is None or (best.satisfied and not found.satisfied):
             break
-        settled = torch.equal(found.found.shares, best.found.shares) and found.known is best.known
+        same = torch.equal(found.found.shares, best.found.shares) and found.known is best.known
+        if not same and found.fixed is not None:  # what is fixed was told at positions that are given up
+            found = replace(found, fixed=torch.zeros_like(found.fixed))
+        done = same and not found.found.error < FALLING * best.found.error
         best = found
-        if settled:
-            return best
-    # what is fixed was told at other positions than those that followed
-    return best if best.fixed is None else replace(best, fixed=torch.zeros_like(best.fixed))
+        if done:
+            break
+    return best
 
 
 def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:

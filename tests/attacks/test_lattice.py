@@ -105,3 +105,16 @@ def test_a_matrix_beyond_double_precision_is_an_error_and_no_endless_search() ->
     matrix = rows.T @ rows + np.eye(40) * (2 / 256) ** 2
     with pytest.raises(np.linalg.LinAlgError):
         Lattice(matrix).nearest(np.zeros(40), matrix)
+
+
+def test_nothing_is_said_to_be_fixed_at_positions_that_were_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, truth = problem(6, 6)
+    shares = passed(known, truth)
+    shares[0, 0] = shares[0, 0].roll(1)  # one cell's position is wrong
+    start = Solved.of(known, fit(known, truth, shares))
+    prior = image_prior(known.layer.shape, MEAN, STD, 0.27)
+    monkeypatch.setattr("attacks.exact.decode.ROUNDS", 1)  # no round is left for the positions that follow
+    short = decode(start, prior, LEVELS)
+    assert not torch.equal(short.found.shares, start.found.shares)
+    assert short.fixed is not None
+    assert not bool(short.fixed.any())
