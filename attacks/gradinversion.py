@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from attacks.base import Preset, Reconstruction, attacks
 from attacks.matching import Matching
 from attacks.priors import Term
-from attacks.problem import INPUTS, Problem, Stack, Variables
+from attacks.problem import INPUTS, Problem, Variables
+from attacks.stack import Stack
 from fl.client import Client
 from fl.types import Candidate, ServerView
 

@@ -15,7 +15,8 @@ from attacks.memory import GIB, cached, per_trial
 from attacks.movers import Adam, Quasi
 from attacks.order import ranked
 from attacks.priors import Term
-from attacks.problem import INPUTS, LABELS, Problem, Stack, Variables, fixed_labels, private_key, repeated
+from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, private_key, repeated
+from attacks.stack import Stack
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors
 from fl.types import ServerView
@@ -275,6 +276,7 @@ class Matching(Attack):
         mover = Adam(self, noise) if self.optimizer == "adam" else Quasi(self)
         watch = _Watch(variables, mover.settled)
         for iteration in range(self.iterations + 1):
+            stack.ahead(self.iterations - iteration, variables)
             values, grads = self._evaluate(stack, variables)
             relative = watch.note(iteration, values, variables)
             if iteration == self.iterations:

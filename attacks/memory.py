@@ -91,6 +91,7 @@ def _saved(value: Tensor) -> Iterator[Tensor]:
         kind = type(node)
         if kind not in names:
             names[kind] = [name for name in dir(kind) if name.startswith("_saved_")]
+        yield from getattr(node, "saved_tensors", ())  # of a function with a derivative of its own
         for name in names[kind]:
             held = getattr(node, name)
             yield from (x for x in (held if isinstance(held, tuple | list) else [held]) if isinstance(x, Tensor))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,12 @@ def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
         observed: of norm 1.
         size: the norm it had; unused, as the angle is the same.
     """
-    mine = 1 / norm({name: predicted[name] for name in observed})
-    return _distance(predicted, observed, mine) / 2
+    mine = {name: predicted[name] for name in observed}
+    (flat, structured), (target, _) = split(mine), split(observed)
+    if not structured and len(flat) == len(target):
+        distance: Tensor = _Directions.apply(flat, target)[0]
+        return distance / 2
+    return _distance(predicted, observed, 1 / norm(mine)) / 2
 
 
 def squared(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
@@ -49,6 +55,42 @@ def _distance(predicted: Tensors, observed: Tensors, factor: Tensor) -> Tensor:
         (mine, _), (theirs, _) = split({k: predicted[k] for k in alike}), split(alike)
         apart.append((mine * factor - theirs).square().sum())
     return torch.stack(apart).sum()
+
+
+class _Directions(torch.autograd.Function):
+    """`|x / |x| - y|^2` for a constant y: its derivative in closed form.
+
+    By autograd it would take three times as many passes over vectors as long as the network has weights, and these
+    passes are half of what a stack of trials costs.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        size = _length(x)
+        apart = x / size - y
+        return apart.square().sum(), apart, size
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, apart, size = output
+        ctx.save_for_backward(*inputs, apart, size)
+        ctx.mark_non_differentiable(apart, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None]:
+        x, y, apart, size = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: by x, not only by what is multiplied here
+            size = _length(x)
+            apart = x / size - y
+        along = (x * apart).sum() / size**2
+        return torch.addcmul(apart, x, -along) * (2 * grad / size), None
+
+
+def _length(x: Tensor) -> Tensor:
+    """Euclidean norm, above 0 by a hair at least."""
+    return torch.linalg.vector_norm(x).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
 
 
 OBJECTIVES = {"cosine": cosine, "l2": squared}

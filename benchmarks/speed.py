@@ -16,7 +16,8 @@ import attacks
 import fl.data
 import fl.models
 from attacks.matching import Matching
-from attacks.problem import Problem, Stack
+from attacks.problem import Problem
+from attacks.stack import Stack
 from benchmarks.common import publish, table
 from fl.client import Client
 from fl.federation import ClientData, Federation

@@ -10,7 +10,8 @@ import torch
 from support import worlds
 
 from attacks.headless import Headless
-from attacks.problem import INPUTS, Problem, Stack
+from attacks.problem import INPUTS, Problem
+from attacks.stack import Stack
 from defenses.clip import Clip, Unscaled
 from defenses.compose import Chain
 from defenses.prune import Prune

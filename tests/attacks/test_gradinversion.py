@@ -11,7 +11,8 @@ from support import worlds
 import attacks
 from attacks.base import Reconstruction
 from attacks.gradinversion import Energy, GradInversion, Statistics, consensus, known, moments
-from attacks.problem import INPUTS, LABELS, Stack
+from attacks.problem import INPUTS, LABELS
+from attacks.stack import Stack
 from fl.client import Client
 from fl.method import Download
 from fl.methods.fedavg import FedAvg

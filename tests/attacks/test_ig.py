@@ -13,7 +13,8 @@ import attacks
 from attacks.base import Chain, Reconstruction
 from attacks.matching import Matching
 from attacks.movers import Adam
-from attacks.problem import INPUTS, Stack
+from attacks.problem import INPUTS
+from attacks.stack import Stack
 from eval.commands.show import describe
 from fl.client import Client
 from fl.method import Download

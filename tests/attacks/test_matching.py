@@ -11,7 +11,8 @@ import attacks
 from attacks.base import Reconstruction
 from attacks.matching import SURE, Matching, _Watch
 from attacks.movers import Adam
-from attacks.problem import INPUTS, LABELS, Problem, Stack, Variables
+from attacks.problem import INPUTS, LABELS, Problem, Variables
+from attacks.stack import Stack
 from eval.metrics import psnr
 from fl.client import Client
 from fl.method import Download

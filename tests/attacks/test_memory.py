@@ -22,7 +22,7 @@ MEASURED = """
 import sys, torch
 from attacks.base import build
 from attacks.memory import per_trial
-from attacks.problem import Stack
+from attacks.stack import Stack
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.models import build as network

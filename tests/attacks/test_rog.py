@@ -14,7 +14,8 @@ from attacks import autoencoder
 from attacks.base import NotApplicable, Reconstruction
 from attacks.latent import Upsampled
 from attacks.matching import Matching
-from attacks.problem import INPUTS, Stack
+from attacks.problem import INPUTS
+from attacks.stack import Stack
 from eval.floors import bound
 from eval.metrics import psnr
 from fl.client import Client

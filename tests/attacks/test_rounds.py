@@ -12,7 +12,8 @@ import attacks
 from attacks.base import Reconstruction
 from attacks.matching import Matching
 from attacks.order import ranked
-from attacks.problem import INPUTS, Problem, Stack, repeated
+from attacks.problem import INPUTS, Problem, repeated
+from attacks.stack import Stack
 from attacks.surrogate import Surrogate
 from fl.client import Client
 from fl.federation import ClientData, Federation

@@ -1,0 +1,68 @@
+"""Problems of one key, evaluated together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+
+from attacks.problem import Problem, Variables
+from attacks.recorded import STEADY, WORTH, Evaluation, record
+
+
+class Stack:
+    """Several problems of one key, evaluated together: row t of every variable belongs to problem t.
+
+    What is the same tensor in all of them (a global model, a hypernetwork's 14 million weights) is kept once.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        self.client = problems[0].view.client
+        flat = [pytree.tree_flatten(p.constants) for p in problems]
+        self.tree = flat[0][1]
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        self.leaves = [column[0] for column in columns]
+        self.varying = [
+            i for i, c in enumerate(columns) if isinstance(c[0], Tensor) and any(x is not c[0] for x in c[1:])
+        ]
+        self.stacked = [torch.stack(columns[i]) for i in self.varying]
+        self._recorded: Evaluation | None = None
+        self._steady = 0
+
+    def evaluate(self, variables: Variables) -> tuple[Tensor, Variables]:
+        """Objectives (T,) and their gradients by variable."""
+        return (self._recorded or self._by_autograd)(variables)
+
+    def ahead(self, count: int, variables: Variables) -> None:
+        """Be told that as many as `count` evaluations at such variables are to come: makes many of them fast."""
+        self._steady += 1
+        if self._steady == STEADY and count >= WORTH:
+            self._recorded = record(self._by_autograd, variables)
+
+    def _by_autograd(self, variables: Variables) -> tuple[Tensor, Variables]:
+        leaves = {k: v.detach().requires_grad_() for k, v in variables.items()}
+        with torch.enable_grad():
+            if len(self.problems) == 1:
+                row = {k: v[0] for k, v in leaves.items()}
+                values = self._value(row, [s[0] for s in self.stacked], stacked=False)[None]
+            else:
+                values = vmap(lambda row, mine: self._value(row, mine, stacked=True))(leaves, self.stacked)
+        grads = torch.autograd.grad(values.sum(), list(leaves.values()), materialize_grads=True)
+        return values.detach(), dict(zip(leaves, grads, strict=True))
+
+    def _value(self, row: Variables, mine: list[Tensor], *, stacked: bool) -> Tensor:
+        leaves = list(self.leaves)
+        for i, value in zip(self.varying, mine, strict=True):
+            leaves[i] = value
+        constants = pytree.tree_unflatten(leaves, self.tree)
+        return self.problems[0].value(row, constants, self.client, stacked=stacked)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the problems `rows` (an index tensor) only."""
+        self.problems = [self.problems[i] for i in rows.tolist()]
+        self.stacked = [s[rows] for s in self.stacked]
+        self._recorded, self._steady = None, 0

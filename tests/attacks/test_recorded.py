@@ -1,0 +1,137 @@
+"""Recorded evaluations: the numbers of autograd to the bit, and none where an evaluation can't be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support import worlds
+from torch import Tensor
+
+import attacks
+from attacks import recorded, stack
+from attacks.base import Reconstruction
+from attacks.matching import Matching
+from attacks.recorded import record
+from attacks.stack import Stack
+from defenses.clip import Clip
+from fl.defense import Defense
+from fl.federation import Federation
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.models.hypernetwork import Hypernetwork
+from fl.types import ServerView
+
+TINY = Hypernetwork(embedding=4, hidden=24, init="scaled")
+SETTINGS: dict[str, tuple[str, Method, Defense]] = {
+    "one step": ("ig", FedAvg(lr=0.1, steps=1, batch_size=None), Defense()),
+    "several steps": ("ig", FedAvg(lr=0.1, steps=3, batch_size=2, momentum=0.9, weight_decay=0.1), Defense()),
+    "labels": ("dlg", FedAvg(lr=0.1, steps=1, batch_size=None), Defense()),
+    "structured": ("joint", HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=TINY), Defense()),
+    "clipped": ("ig", FedAvg(lr=0.1, steps=1, batch_size=None), Clip(max_norm=0.01)),
+}
+
+
+def views(method: Method, defense: Defense, count: int) -> list[ServerView]:
+    run: Federation = worlds.federation(method, defense, rounds=0)
+    return [run.observe(0, data=worlds.images(2, "recorded", i))[0] for i in range(count)]
+
+
+def problems(name: str, count: int) -> tuple[Stack, Callable[[int], dict[str, Tensor]]]:
+    """A stack of so many trials, and a function from a seed to where they may be."""
+    attack, method, defense = SETTINGS[name]
+    settings = attacks.build({"name": attack, "tv": 1e-3})
+    assert isinstance(settings, Matching)
+    given = [settings._problem(view) for view in views(method, defense, count)]
+
+    def point(seed: int) -> dict[str, Tensor]:
+        rows = [settings._start(problem, seed, i) for i, problem in enumerate(given)]
+        return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+
+    return Stack(given), point
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("one step", 1), ("clipped", 1), ("several steps", 3), ("labels", 3), ("structured", 3)]
+)
+def test_a_record_gives_the_numbers_of_autograd(name: str, count: int) -> None:
+    trials, point = problems(name, count)
+    replay = record(trials._by_autograd, point(0))
+    assert replay is not None
+    for seed in (1, 2):
+        values, grads = trials._by_autograd(point(seed))
+        found, mine = replay(point(seed))
+        assert torch.equal(found, values)
+        assert list(mine) == list(grads)
+        assert all(torch.equal(mine[k], grads[k]) and grads[k].any() for k in grads)
+        assert not any(x.requires_grad for x in (found, *mine.values()))
+
+
+def test_what_draws_decides_or_remembers_is_not_recorded() -> None:
+    draw, kept = torch.Generator(), torch.zeros(3)
+
+    def plain(x: Tensor) -> Tensor:
+        return x * 2
+
+    def drawing(x: Tensor) -> Tensor:
+        return x + torch.rand(3, generator=draw)
+
+    def deciding(x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+    def remembering(x: Tensor) -> Tensor:
+        return kept.add_(x).clone()
+
+    def counting(x: Tensor) -> Tensor:
+        return kept.add_(1) + x
+
+    def evaluation(function: Callable[[Tensor], Tensor]) -> recorded.Evaluation:
+        return lambda given: (function(given["x"]), {"x": given["x"]})
+
+    given = {"x": torch.arange(3.0)}
+    assert record(evaluation(plain), given) is not None
+    for function in (drawing, deciding, remembering, counting):
+        assert record(evaluation(function), given) is None, function.__name__
+
+
+def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, method, defense = SETTINGS["one step"]
+    attack = attacks.build({"name": "ig", "iterations": 60, "restarts": 3, "patience": 12, "enough": 0.0})
+    made: list[int] = []
+
+    def counted(evaluate: recorded.Evaluation, variables: dict[str, Tensor]) -> recorded.Evaluation | None:
+        made.append(len(variables["inputs"]))
+        return record(evaluate, variables)
+
+    monkeypatch.setattr(stack, "record", counted)
+    given = views(method, defense, 2)
+    before = attack.run(given, [0, 1])
+    assert not made  # too short to be worth it
+    monkeypatch.setattr(stack, "WORTH", 5)
+    after = attack.run(given, [0, 1])
+    assert len(made) > 1  # again after trials had ended
+    assert made == sorted(made, reverse=True)
+    for x, y in zip(before, after, strict=True):
+        assert isinstance(x, Reconstruction)
+        assert isinstance(y, Reconstruction)
+        assert x.inputs is not None
+        assert y.inputs is not None
+        assert torch.equal(x.inputs, y.inputs)
+        assert x.objective == y.objective
+
+
+def test_a_refused_record_leaves_the_search_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, method, defense = SETTINGS["one step"]
+    (view,) = views(method, defense, 1)
+    attack = attacks.build({"name": "ig", "iterations": 20})
+    before = attack(view, seed=0)
+    monkeypatch.setattr(stack, "WORTH", 1)
+    monkeypatch.setattr(stack, "record", lambda *_: None)
+    after = attack(view, seed=0)
+    assert isinstance(before, Reconstruction)
+    assert isinstance(after, Reconstruction)
+    assert before.inputs is not None
+    assert after.inputs is not None
+    assert torch.equal(before.inputs, after.inputs)
