@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -20,7 +20,7 @@ from fl.tensors import Payloads, Tensors, combine, dense, flatten, minus, zeros
 from fl.types import Batch, Draws, Order, Phase, Scope, Task, frozen
 
 Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
-Batches = Sequence[Sequence[Sequence[Batch]]]
+Batches = Sequence[Iterable[Sequence[Batch]]]
 
 
 def autograd_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -288,7 +288,7 @@ def local_update(
             drawn = draws[p][s] if draws is not None else client.draw(step_batches[0], None)
             step = replace(base, draws={**drawn, **(secrets or {}).get((p, s), {})})
             raw = Gradient(client, step, tuple(groups), buffers, model, fixed, derivative)
-            defended = _Defended(raw, client.defense, generator, guided)
+            defended = Defended(raw, client.defense, generator, guided)
             grads = method.gradient(defended, params, step_batches, step)  # type: ignore[arg-type]
             params, state = optimise(phase, groups, params, grads, state)
             count += 1
@@ -303,7 +303,7 @@ def local_update(
 
 
 @dataclass(frozen=True)
-class _Defended:
+class Defended:
     """A gradient as the defence hands it to the method."""
 
     raw: Gradient
@@ -312,12 +312,13 @@ class _Defended:
     guided: bool
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
+        """By the names of the parameters that move."""
         if self.guided:
             return self.defense.guide(self.raw, params, batch)
         return self.defense.gradient(self.raw, params, batch, self.generator)
 
 
 def gather(inputs: Tensor, labels: Tensor, order: Order) -> Batches:
-    """The batches of `order`, phase -> step -> batch."""
+    """The batches of `order`, phase -> step -> batch; a step's are taken when it comes, and once."""
     whole = Batch(inputs, labels)
-    return [[[whole.take(index) for index in step] for step in steps] for steps in order]
+    return [([whole.take(index) for index in step] for step in steps) for steps in order]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from fl.seeds import stream
 from fl.simulate import ClientState, Round, Start, Truth, observe, prepare, settled, train
 from fl.tensors import Tensors
 from fl.types import Batch, Phase, Scope, ServerView, ThreatModel
+from fl.uploads import Uploads
 
 if TYPE_CHECKING:
     from fl.data.augment import Augmentation
@@ -58,6 +59,26 @@ def takes_any_layout(client: Client, like: torch.Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Participation:
+    """What a record says of one client's round: all that outlives it beside the client's own state.
+
+    Attributes:
+        client: its number.
+        accuracy: of its model right after training, where it was asked for.
+        numbers: how many it sent.
+    """
+
+    client: int
+    accuracy: float | None
+    numbers: int
+
+    @classmethod
+    def of(cls, done: Round) -> Participation:
+        """That of a round."""
+        return cls(done.upload.client, done.accuracy, done.upload.numbers())
 
 
 @dataclass(frozen=True)
@@ -100,7 +121,7 @@ class Federation:
         data: images of every client.
         seed: of the experiment.
         rate: share of clients that take part in a round, in (0, 1].
-        engine: how clients are trained: "auto", "loop" or "factored" (see `fl.engines`).
+        engine: how clients are trained: "auto", "loop", "factored" or "vmap" (see `fl.engines`).
         workers: processes to spread them over.
         protocol: who never takes part, and which further scores are taken.
         server: the server's state.
@@ -182,19 +203,30 @@ class Federation:
     def run_round(self, numbers: Iterable[int] | None = None, *, evaluate: bool = False) -> list[Round]:
         """One round of the sampled clients, or of those given; returns what each of them did.
 
+        Those that take part no more (`Method.silent`) are not asked, so a round may be nobody's. All of it is kept, the
+        images fed included; `step` keeps figures only.
+
         Args:
             numbers: of the clients.
             evaluate: whether each client's model is scored right after training.
         """
-        chosen = self.sampled(self.server.round) if numbers is None else list(numbers)
-        self.server = self.client.method.select(self.server, chosen, self.client.task)
-        rounds = self._engine.train(self, chosen, evaluate=evaluate)
-        check_finite([done.upload for done in rounds], self.server.round)
-        for number, done in zip(chosen, rounds, strict=True):
-            self.clients[number] = done.state.settled()
-        after = self.client.method.aggregate(self.server, [r.upload for r in rounds], self.client.task)
+        return list(self._round(numbers, evaluate))
+
+    def _round(self, numbers: Iterable[int] | None, evaluate: bool) -> Iterator[Round]:
+        """One round, client by client; the federation moves on once the last has been taken."""
+        asked = self.sampled(self.server.round) if numbers is None else list(numbers)
+        chosen = [number for number in asked if not self.client.method.silent(self.server, number)]
+        method, task = self.client.method, self.client.task
+        self.server = method.select(self.server, chosen, task)
+        uploads, states, finite = Uploads(method), list(self.clients), dict[int, torch.Tensor]()
+        for number, done in zip(chosen, self._engine.train(self, chosen, evaluate=evaluate), strict=True):
+            check_finite([done.upload], self.server.round, finite)
+            states[number] = done.state.settled()
+            uploads.add(done.upload)
+            yield done
+        after = method.aggregate(self.server, uploads.kept, task)
+        self.clients = states
         self.server = replace(after, shared=settled(after.shared), own={k: settled(v) for k, v in after.own.items()})
-        return rounds
 
     def step(self, *, everyone: bool = False, evaluate: bool = True) -> Record:
         """One round, in figures.
@@ -204,39 +236,39 @@ class Federation:
             evaluate: take accuracies, too.
         """
         began = time.perf_counter()
-        rounds = self.run_round(self.participants if everyone else None, evaluate=evaluate)
-        return self.record(rounds, evaluate=evaluate, since=began)
+        numbers = self.participants if everyone else None
+        parts = [Participation.of(done) for done in self._round(numbers, evaluate)]
+        return self.record(parts, evaluate=evaluate, since=began)
 
-    def record(self, rounds: Sequence[Round] = (), *, evaluate: bool = True, since: float | None = None) -> Record:
+    def record(
+        self, parts: Sequence[Participation] = (), *, evaluate: bool = True, since: float | None = None
+    ) -> Record:
         """The federation as it stands, in figures.
 
         Args:
-            rounds: what the clients did in the round just over.
+            parts: what the clients did in the round just over.
             evaluate: take accuracies.
             since: when the clock started (`time.perf_counter`).
         """
         began = time.perf_counter() if since is None else since
-        local = tuple(done.accuracy for done in rounds if done.accuracy is not None)
-        downs = [self.download(number) for number in self.participants]
+        local = tuple(part.accuracy for part in parts if part.accuracy is not None)
+        made, figures, down = self.client.method.parametrisation, list[dict[str, float]](), 0
+        for number in self.participants:  # one after the other: a server may make a model for each
+            sent = self.download(number)
+            figures.append(made.diagnostics({**sent.shared, **self.clients[number].private}))
+            down = max(down, sent.numbers())
         every = self.accuracy() if evaluate else None
         return Record(
             round=self.server.round,
-            clients=tuple(done.upload.client for done in rounds),
+            clients=tuple(part.client for part in parts),
             accuracy=None if every is None else tuple(every),
             accuracy_local=local or None,
-            diagnostics=self._diagnostics(downs),
-            numbers_up=max((done.upload.numbers() for done in rounds), default=0),
-            numbers_down=max(down.numbers() for down in downs),
+            diagnostics={key: sum(one[key] for one in figures) / len(figures) for key in figures[0]},
+            numbers_up=max((part.numbers for part in parts), default=0),
+            numbers_down=down,
             further=scores(self) if evaluate else {},
             seconds=time.perf_counter() - began,
         )
-
-    def _diagnostics(self, downs: Sequence[Download]) -> dict[str, float]:
-        made = self.client.method.parametrisation
-        found = [
-            made.diagnostics({**down.shared, **state.private}) for down, state in zip(downs, self.clients, strict=False)
-        ]
-        return {key: sum(one[key] for one in found) / len(found) for key in found[0]}
 
     def close(self) -> None:
         """End worker processes, if there are any."""
@@ -263,6 +295,9 @@ class Federation:
             client: another local rule over the same parameters (one step instead of a full round, say).
             augment: whether images are augmented as in training.
             history: earlier views of the same client, for a threat model that keeps some.
+
+        Raises:
+            ValueError: the client sends nothing any more, or images are not given for each of a group.
         """
         client = client or self.client
         group = self.group_of(number, client.defense.group)
@@ -271,6 +306,8 @@ class Federation:
             raise ValueError(f"expected images for each of the clients {group}, got {len(given)} batch(es)")
         seen, weights = [], []
         for member, images in zip(group, given, strict=True):
+            if reason := self.client.method.silent(self.server, member):
+                raise ValueError(f"expected a client that still sends updates, got one that does not: {reason}")
             own = self.data[member]
             images = own.train if images is None else images
             view, truth, done = observe(

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fl.tensors import Value
+from fl.tensors import LowRank, Value
 from fl.types import Upload
 
 
-def check_finite(uploads: Iterable[Upload], round: int) -> None:
+def check_finite(uploads: Iterable[Upload], round: int, known: dict[int, Tensor] | None = None) -> None:
     """Refuse a round in which a client sends numbers that are none.
 
     Leaving the client out would be another method than the one asked for, so the round fails as a whole.
@@ -19,15 +19,19 @@ def check_finite(uploads: Iterable[Upload], round: int) -> None:
     Args:
         uploads: of the round.
         round: its number, from 0.
+        known: what several updates refer to (the server's own matrices), by address: what is found finite is added,
+            and not looked at again.
 
     Raises:
         ValueError: NaN or infinity in an update, a further payload or a change of buffers; says whose and where.
     """
-    fine: dict[int, Tensor] = {}  # what several updates refer to, the server's own matrices, is looked at once
+    known = {} if known is None else known
     for upload in uploads:
-        for name, part in _named(upload):
-            if id(part) in fine or _is_finite(part):
-                fine[id(part)] = part
+        for name, part, common in _named(upload):
+            if id(part) in known:
+                continue
+            if _is_finite(part):
+                known.update({id(part): part} if common else {})
             else:
                 bad = int((~part.isfinite()).sum())
                 raise ValueError(
@@ -42,8 +46,9 @@ def _is_finite(part: Tensor) -> bool:
     return not part.numel() or all(bool(extreme.isfinite()) for extreme in part.aminmax())
 
 
-def _named(upload: Upload) -> Iterator[tuple[str, Tensor]]:
-    """All tensors sent; of a structured one its factors, without making it dense."""
+def _named(upload: Upload) -> Iterator[tuple[str, Tensor, bool]]:
+    """All tensors sent, of a structured one its factors, without making it dense; and which are bases."""
     sets: list[Mapping[str, Value]] = [upload.update, *upload.extra.values(), upload.buffers]
     for name, value in (item for values in sets for item in values.items()):
-        yield from ((name, part) for part in pytree.tree_leaves(value) if isinstance(part, Tensor))
+        base = value.base if isinstance(value, LowRank) else None
+        yield from ((name, part, part is base) for part in pytree.tree_leaves(value) if isinstance(part, Tensor))

@@ -93,6 +93,9 @@ class Method:
     per_sample: ClassVar[bool] = True
     """False where a loss couples the samples of a batch: then per-sample clipping means nothing."""
 
+    detour: ClassVar[str] = ""
+    """Where `plain_gradient` says no: why, and what can be tried instead, for attacks that have to refuse."""
+
     uses_labels: ClassVar[bool] = True
     """False where the loss looks at no label, so that an attack need not guess any."""
 
@@ -112,6 +115,10 @@ class Method:
     def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """How a client adapts what it received before it is scored: by default as in `first_round`, `epochs` passes."""
         return tuple(replace(phase, epochs=epochs, steps=None) for phase in self.phases(task, self.first_round))
+
+    def unreleased(self) -> Method:
+        """The method as a client trains what it keeps to itself: what hides records from others is left out."""
+        return self
 
     def scope(self, name: str, task: Task) -> Scope:
         """Who holds a parameter or buffer: the parametrisation's word, else shared."""
@@ -177,6 +184,15 @@ class Method:
         shared = {name: value for name, value in params.items() if self.scope(name, task) is Scope.SHARED}
         buffers = {name: value for name, value in task.buffers.items() if self.scope(name, task) is Scope.SHARED}
         return ServerState(shared, buffers, clients=clients)
+
+    @property
+    def takes_part(self) -> int | None:
+        """In how many rounds a client takes part at most; None where there is no bound."""
+        return None
+
+    def silent(self, server: ServerState, client: int) -> str:
+        """Why client number `client` takes part in no round any more, neither training nor sending; or nothing."""
+        return ""
 
     def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
         """The server's state once it knows which clients take part in the round, before any of them trains."""

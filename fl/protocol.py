@@ -74,9 +74,11 @@ def scores(run: Federation) -> dict[str, tuple[float, ...]]:
 def tuned(run: Federation, number: int) -> float:
     """Accuracy on client `number`'s test images after it fine-tuned what it would receive now; changes nothing.
 
-    What is tuned stays with the client, so no defence enters but the network of one.
+    What is tuned stays with the client, so no defence enters but the network of one, nor a private method's clipping
+    and noise (`Method.unreleased`). The accuracy is a figure of the experiment, which no client sends: a guarantee of
+    what clients send does not cover it.
     """
-    method = run.client.method
+    method = run.client.method.unreleased()
     client = Client(run.client.base, method, Unknown(wrapped=run.client.defense))
     phases = method.tuning(client.task, run.protocol.fine_tune)
     start = run.start(number, client=client, seed=derive(run.seed, "tuning"), phases=phases)

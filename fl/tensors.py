@@ -208,11 +208,13 @@ def times(x: Value, factor: float | Tensor) -> Value:
 
 
 def blend(values: Sequence[Value], weights: Sequence[float]) -> Value:
-    """The sum of `values`, each times its weight."""
-    result = times(values[0], weights[0])
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        result = add(result, value, weight)
-    return result
+    """The sum of `values`, each times its weight; structured ones are summed as such before any is made dense."""
+    kinds: dict[bool, Value] = {}
+    for value, weight in zip(values, weights, strict=True):
+        kind = isinstance(value, LowRank)
+        kinds[kind] = add(kinds[kind], value, weight) if kind in kinds else times(value, weight)
+    plain, structured = kinds.get(False), kinds.get(True)
+    return add(plain, structured) if plain is not None and structured is not None else next(iter(kinds.values()))
 
 
 def minus(value: Value, change: Value) -> Value:

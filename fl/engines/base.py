@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fl.simulate import Round
@@ -18,15 +18,17 @@ class Engine:
     chunk = 1
     """Clients whose numbers are computed together: others never touch a bit of them."""
 
-    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> list[Round]:
+    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterable[Round]:
         """What the clients `numbers` do in the present round, in this order; changes nothing in `run`.
+
+        Clients train as their rounds are asked for, so that no more of these need be kept than the caller wants.
 
         Args:
             run: server, clients and data.
             numbers: of the clients.
             evaluate: whether to score each client's model right after training, too.
         """
-        return [run.scored(run.train(number)) if evaluate else run.train(number) for number in numbers]
+        return (run.scored(run.train(number)) if evaluate else run.train(number) for number in numbers)
 
     def accuracy(self, run: Federation, numbers: Sequence[int]) -> list[float]:
         """Share of each client's test images classified right by what the server sends now."""

@@ -12,14 +12,14 @@ matrix product each, and thin products with the factors; no client holds a matri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fl.client import Client, Gradient, LocalResult, autograd_derivative, gather
+from fl.client import Client, Gradient, LocalResult, autograd_derivative
 from fl.defense import overrides
 from fl.engines.base import Engine
 from fl.method import Method, Step
@@ -27,7 +27,7 @@ from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernet
 from fl.optim import OptimState, clipped, optimise
 from fl.simulate import Round, Start, finish, train
 from fl.tensors import LowRank, Tensors, Term, combine, dense
-from fl.types import Group, Phase, Task
+from fl.types import Batch, Group, Phase, Task
 
 if TYPE_CHECKING:
     from fl.federation import Federation
@@ -53,10 +53,10 @@ class Factored(Engine):
     name = "factored"
     chunk = 10
 
-    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> list[Round]:
+    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
         """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
-        parts = [numbers[i : i + self.chunk] for i in range(0, len(numbers), self.chunk)]
-        return [done for part in parts for done in self._together(run, part, evaluate)]
+        for i in range(0, len(numbers), self.chunk):
+            yield from self._together(run, numbers[i : i + self.chunk], evaluate)
 
     def _together(self, run: Federation, numbers: Sequence[int], evaluate: bool) -> list[Round]:
         starts = [run.start(number) for number in numbers]
@@ -156,7 +156,7 @@ class _Trainee:
     def __post_init__(self) -> None:
         start, heads = self.start, self.heads
         trace = start.trace
-        self.batches = gather(trace.inputs, trace.labels, trace.order)
+        self.images = Batch(trace.inputs, trace.labels)
         self.buffers = {k: v.clone() for k, v in start.buffers.items()}
         steps = sum(len(phase) for phase in trace.order)
         self.left, self.right = (heads.weight.new_empty(0, n) for n in heads.weight.shape)
@@ -178,7 +178,8 @@ class _Trainee:
         self.phase, self.groups, self.optim = phase, groups, OptimState()
         self.unclipped: dict[str, Group] = {name: plain[id(g)] for name, g in groups.items()}
         if COEFFICIENTS in groups and not len(self.left):
-            room = sum(len(steps) for steps in self.batches)
+            pairs = zip(self.start.phases, self.start.trace.order, strict=True)
+            room = sum(len(steps) for phase, steps in pairs if COEFFICIENTS in phase.assign(self.params))
             self.left, self.right = (x.new_empty(room, x.shape[1]) for x in (self.left, self.right))
 
     def hidden(self) -> tuple[Tensor, Tensor]:
@@ -198,7 +199,7 @@ class _Trainee:
 
     def gradient(self, p: int, s: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of the loss at step `s` of phase `p`, with respect to the network's weights."""
-        client, batch = self.start.client, self.batches[p][s][0]
+        client, batch = self.start.client, self.images.take(self.start.trace.order[p][s][0])
         step = replace(self.step, draws=self.start.trace.draws[p][s])
         raw = Gradient(client, step, tuple(self.groups), self.buffers, client.task.model, None, autograd_derivative)
         if not len(batch):  # Poisson sampling may draw no image
@@ -270,12 +271,12 @@ def _run_phase(heads: _Heads, trainees: Sequence[_Trainee], p: int, phase: Phase
         trainee.begin(phase)
     if all(name in heads.task.parameters for name in trainees[0].groups):  # generated weights rest: make them once
         for trainee, made in zip(trainees, _generate(heads, trainees), strict=True):
-            for s in range(len(trainee.batches[p])):
+            for s in range(len(trainee.start.trace.order[p])):
                 own = {name: dense(trainee.params[name]) for name in trainee.groups}
                 trainee.move(dict(trainee.gradient(p, s, {**made.weights, **own})))
         return
-    for s in range(max(len(trainee.batches[p]) for trainee in trainees)):
-        active = [trainee for trainee in trainees if s < len(trainee.batches[p])]
+    for s in range(max(len(trainee.start.trace.order[p]) for trainee in trainees)):
+        active = [trainee for trainee in trainees if s < len(trainee.start.trace.order[p])]
         all_made = _generate(heads, active)
         grads = [trainee.gradient(p, s, made.weights) for trainee, made in zip(active, all_made, strict=True)]
         joined = torch.stack([heads.join(grad) for grad in grads])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -34,9 +35,8 @@ class Processes(Engine):
         self.inner, self.workers = inner, workers
         self.pool: ProcessPoolExecutor | None = None
 
-    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> list[Round]:
+    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
         """As `Engine.train`, but traces come empty: `Federation.start` replays them, whoever needs one."""
-        rounds = []
         for number, packed in zip(numbers, self._spread(run, numbers, _train, evaluate), strict=True):
             done, state = (unpack(part) for part in packed)
             shared = run.download(number).shared
@@ -47,12 +47,11 @@ class Processes(Engine):
                 private=state.private,
                 memory=state.memory,
             )
-            rounds.append(replace(done, upload=upload, result=result, state=state))
-        return rounds
+            yield replace(done, upload=upload, result=result, state=state)
 
     def accuracy(self, run: Federation, numbers: Sequence[int]) -> list[float]:
         """As `Engine.accuracy`."""
-        return self._spread(run, numbers, _accuracy)
+        return list(self._spread(run, numbers, _accuracy))
 
     def close(self) -> None:
         """End the workers."""
@@ -62,28 +61,24 @@ class Processes(Engine):
 
     def _spread(
         self, run: Federation, numbers: Sequence[int], work: Callable[..., list[Any]], *settings: object
-    ) -> list[Any]:
-        """`work` on a share of the clients in every worker; what it gives for each client, in order."""
+    ) -> Iterator[Any]:
+        """`work` on the clients, a chunk at a time in whichever worker is free; what it gives for each, in order."""
         server = pack(run.server)
         for block in server.blocks.values():
             block.share_memory_()  # one copy for all workers
         size = self.inner.chunk
         chunks = [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
-        dealt = [chunks[w :: self.workers] for w in range(self.workers)]
-        shares = [[number for chunk in share for number in chunk] for share in dealt if share]
         try:
             pool = self._workers(run)
-            tasks = [
-                pool.submit(work, server, pack({n: run.clients[n] for n in share}), share, *settings)
-                for share in shares
-            ]
-            parts = [task.result() for task in tasks]
+            tasks = deque(
+                pool.submit(work, server, pack({n: run.clients[n] for n in chunk}), chunk, *settings)
+                for chunk in chunks
+            )
+            while tasks:
+                yield from tasks.popleft().result()
         except BrokenProcessPool as error:
             self.pool = None
             raise RuntimeError("a worker process died, probably for want of memory: use fewer workers") from error
-        pairs = (pair for share, part in zip(shares, parts, strict=True) for pair in zip(share, part, strict=True))
-        found = dict(pairs)
-        return [found[number] for number in numbers]
 
     def _workers(self, run: Federation) -> ProcessPoolExecutor:
         if self.pool is None:

@@ -20,7 +20,7 @@ from defenses.quantize import Quantize
 from defenses.signsgd import SignSGD
 from fl.client import Client, Network
 from fl.defense import Defense
-from fl.federation import Federation
+from fl.federation import Federation, Participation
 from fl.method import Step
 from fl.methods.hfedf import HFedF
 from fl.methods.hfedf_latent import LATENT, PREFIX, HFedFLatent
@@ -162,7 +162,7 @@ def test_everything_received_comes_back_and_is_counted() -> None:
     size = sum(p.numel() for p in run.client.task.parameters.values())
     for moving in (lambda name: name.startswith(PREFIX), lambda name: not name.startswith(PREFIX)):
         record, rounds = run.record(), run.run_round()
-        assert record.numbers_down == run.record(rounds).numbers_up == size
+        assert record.numbers_down == run.record([Participation.of(done) for done in rounds]).numbers_up == size
         for name, value in rounds[0].upload.update.items():
             assert bool(dense(value).any()) == moving(name), name
 

@@ -1,16 +1,22 @@
 """Clients that never take part, fine-tuning before scoring, one test for all."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from support import worlds
 from support.compare import assert_same
 
+from defenses.dp_sgd import DPSGD
 from defenses.noise import Noise
 from fl.client import Client
+from fl.dp import Private
 from fl.federation import ClientData, Federation, accuracy
 from fl.method import Method
+from fl.methods.centaur import Centaur
+from fl.methods.dp_fedavg import DPFedAvg
+from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.local import Local
@@ -89,6 +95,20 @@ def test_what_is_tuned_stays_at_home_so_no_noise_enters() -> None:
     run = five(fine_tune=2)
     noisy = Federation(Client(worlds.task(), METHOD, Noise(std=100.0)), run.data, protocol=Protocol(fine_tune=2))
     assert scores(noisy) == scores(run)
+    noisy = Federation(Client(worlds.task(), METHOD, DPSGD(clip=1e-3)), run.data, protocol=Protocol(fine_tune=2))
+    assert scores(noisy) == scores(run)
+
+
+@pytest.mark.parametrize("mode", ["dp-joint", "as-published", "client-level"])
+@pytest.mark.parametrize("kind", [DPFedAvg, Centaur, DPHyperFL])
+def test_private_methods_tune_without_clipping_and_noise(kind: type[Private], mode: Any) -> None:
+    """As the method behind does, which clients at client level train by."""
+    method = replace(kind.example(), mode=mode, clip=1e-3, noise_multiplier=1e4)
+    behind = replace(kind.example(), mode="client-level", noise_multiplier=0.0)
+    assert scores(five(method, fine_tune=2)) == scores(five(behind, fine_tune=2))
+    if kind is DPFedAvg:
+        plain = FedAvg(lr=0.1, momentum=0.5, weight_decay=5e-4, epochs=2, batch_size=2)
+        assert scores(five(method, fine_tune=2)) == scores(five(plain, fine_tune=2))
 
 
 @pytest.mark.parametrize("method", [METHOD, FedPer.example()])
