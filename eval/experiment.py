@@ -41,8 +41,8 @@ class FederationSpec:
         rounds: of training before the last observation; 0 leaves the network as it starts.
         rate: share of clients that take part in a round, in (0, 1].
         everyone_last: whether all clients take part in the last round, whatever the rate.
-        engine: how clients are trained: "loop" one after the other, "factored" a hypernetwork's without its matrices
-            (up to rounding the same numbers), "auto" the fastest that applies.
+        engine: how clients are trained: "loop" one after the other, "factored" a hypernetwork's without its matrices,
+            "vmap" stacked for a GPU (up to rounding the same numbers), "auto" the fastest that applies.
         augment: how images are changed before they are fed in training.
         evaluate_every: accuracy is measured every so many rounds; before the first and after the last it always is.
         outsiders: the last so many clients never take part; they are scored apart, on all their images.
@@ -54,7 +54,7 @@ class FederationSpec:
     rounds: int = 1
     rate: float = 1.0
     everyone_last: bool = True
-    engine: Literal["auto", "loop", "factored"] = "auto"
+    engine: Literal["auto", "loop", "factored", "vmap"] = "auto"
     augment: Augmentation = field(default_factory=Augmentation)
     evaluate_every: int = 1
     outsiders: int = 0
@@ -79,7 +79,8 @@ class Observe:
 
     Attributes:
         clients: numbers of the watched clients.
-        rounds: after how many rounds of training they are watched; `()` is after the last.
+        rounds: after how many rounds of training they are watched; `()` is after the last, or before the last update
+            that a method of bounded participation sends.
         images: how many of each client's training images; None is all.
         batch_size: how many of these an update is computed from; None is all of them at once.
         classes: only images of these classes, by name or label; `()` is any.

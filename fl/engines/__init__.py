@@ -1,43 +1,58 @@
 """Engines: several ways to train the clients of a round, all giving the same round.
 
-`loop` is the reference; `factored` trains HyperFL's clients without ever making a head's matrix; `process` spreads
-clients over processes, bit for bit like what it spreads. None is named by a method: `choose` asks what applies.
+`loop` is the reference; `factored` trains HyperFL's clients without ever making a head's matrix; `vmap` stacks clients,
+for a GPU; `process` spreads them over processes, bit for bit like what it spreads. None is named by a method: `choose`
+asks what applies.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Literal, get_args
 
 from fl.client import Client
+from fl.engines import factored, vectorised
 from fl.engines.base import Engine
-from fl.engines.factored import Factored, obstacle
+from fl.engines.factored import Factored
 from fl.engines.process import Processes
+from fl.engines.vectorised import Vectorised
 
 log = logging.getLogger(__name__)
-EngineName = Literal["auto", "loop", "factored"]
+EngineName = Literal["auto", "loop", "factored", "vmap"]
+SPECIAL = {"factored": (Factored, factored.obstacle), "vmap": (Vectorised, vectorised.obstacle)}
+"""Engines that do not apply to every client, best first, and what tells why."""
 
 
 def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
-    """The engine called `name`; `factored` falls back to `loop` where it does not apply.
+    """The engine called `name`; `factored` and `vmap` fall back to `loop` where they do not apply.
 
     Args:
-        name: "loop", "factored", or "auto" for the fastest that applies.
+        name: "loop", "factored", "vmap", or "auto" for the fastest that applies; `vmap` is that on a GPU only.
         client: of the federation.
         workers: processes to spread clients over; 1 is none.
 
     Raises:
         ValueError: an unknown name, or fewer than one worker.
     """
-    if name not in ("auto", "loop", "factored"):
-        raise ValueError(f"expected engine auto, loop or factored, got {name!r}")
+    if name not in get_args(EngineName):
+        raise ValueError(f"expected engine {', '.join(get_args(EngineName))}, got {name!r}")
     if workers < 1:
         raise ValueError(f"expected workers >= 1, got {workers}")
     engine = Engine()
-    if name != "loop":
+    for wanted in _wanted(name, client):
+        made, obstacle = SPECIAL[wanted]
         reason = obstacle(client)
         if reason is None:
-            engine = Factored()
-        elif name == "factored":
+            engine = made()
+            break
+        if name != "auto":
             log.info("%s is trained by the loop engine: %s", client.method.name, reason)
     return Processes(engine, workers) if workers > 1 else engine
+
+
+def _wanted(name: EngineName, client: Client) -> list[str]:
+    """Those of `SPECIAL` to ask, in turn."""
+    if name != "auto":
+        return [name] if name in SPECIAL else []
+    on_gpu = any(value.device.type == "cuda" for value in client.task.parameters.values())
+    return [special for special in SPECIAL if special != "vmap" or on_gpu]

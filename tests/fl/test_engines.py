@@ -206,7 +206,7 @@ def test_a_round_that_does_not_factor_is_trained_by_the_loop() -> None:
     assert_same(factored.server.shared, loop.server.shared)
 
 
-@pytest.mark.parametrize(("engine", "workers"), [("vmap", 1), ("loop", 0)])
+@pytest.mark.parametrize(("engine", "workers"), [("turbo", 1), ("loop", 0)])
 def test_engines_are_checked(engine: str, workers: int) -> None:
     with pytest.raises(ValueError, match=r"expected (engine|workers)"):
         federation(HYPERFL, engine, workers)
