@@ -141,18 +141,20 @@ class Headless(ViewAttack):
 def astray(view: ServerView) -> str | None:
     """That the client steps along something else than the gradient of its method's loss, or None if it does not."""
     steps = None if view.schedule is None else sum(map(len, view.schedule))
-    plain = view.method.plain_gradient(steps)
-    return None if plain else f"{view.method.name} does not step along the gradient of its loss alone"
+    if view.method.plain_gradient(steps):
+        return None
+    why = f": {view.method.detour}" if view.method.detour else ""
+    return f"{view.method.name} does not step along the gradient of its loss alone{why}"
 
 
 def obstacle(view: ServerView) -> str | None:
     """Why the classifier can't be cut off, or None."""
     if not view.update:
         return "nothing is shared"
-    if type(view.method.parametrisation) is not Parametrisation:
-        return "the network's weights are generated: peel it first"
     if (reason := astray(view)) is not None:
         return reason
+    if type(view.method.parametrisation) is not Parametrisation:
+        return "the network's weights are generated: peel it first"
     if overrides(view.defense, "wrap_model"):
         return f"the defence {view.defense.name} puts layers of its own into the network"
     if not view.task.head:

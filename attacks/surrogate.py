@@ -117,10 +117,10 @@ def obstacle(view: ServerView) -> str | None:
     """Why a view's local training can't be taken for one step of plain FedAvg or FedPer, or None."""
     if not view.update:
         return "nothing is shared"
-    if type(view.method.parametrisation) is not Parametrisation:
-        return "the network's weights are generated: peel it first"
     if (reason := astray(view)) is not None:
         return reason
+    if type(view.method.parametrisation) is not Parametrisation:
+        return "the network's weights are generated: peel it first"
     if not view.method.plain_loss(view.client.task, view.round):
         return f"{view.method.name} has a loss of its own that a plain view does not have"
     if any(n in view.task.parameters and not n.startswith(view.task.head) for n in view.private):

@@ -1,7 +1,7 @@
 """What each defence is worth against an attacker who knows it: `python -m benchmarks.defenses` (HYPERLEAK_DATA).
 
-IG on Fashion-MNIST and the untrained LeNet of Zhu et al., two images in one step, every defence at a published setting;
-beside it the same search by an attacker who does not know that there is a defence.
+IG on Fashion-MNIST and the untrained LeNet of Zhu et al., one image in one step where the defence needs no more, every
+defence at a published setting; beside it the same search by an attacker who does not know that there is a defence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,45 +28,74 @@ from fl.methods.fedavg import FedAvg
 from fl.simulate import Truth
 from fl.types import Batch, ThreatModel
 
-HEAD = ["defence", "setting of", "knowing", "not knowing", "difference", "originals", "adapted settings"]
-SIZE, FIRST = 2, 1000
-"""Images in an update, and the first of the test images used."""
-
-CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("none", "", {"name": "none"}, {}),
-    ("clip, norm 1", "McMahan et al. 2018", {"name": "clip", "max_norm": 1.0}, {}),
-    ("noise, std 1e-2 of gradient", "Zhu et al. 2019", {"name": "noise", "std": 1e-2, "unit": "absolute"}, {}),
-    ("dp-sgd, clip 4, noise 2", "Abadi et al. 2016", {"name": "dp-sgd"}, {}),
-    ("dp-sgd, clip 4, std 1e-2", "as noise", {"name": "dp-sgd", "std": 1e-2}, {}),
-    ("prune, largest 10 % sent", "Zhu et al. 2019", {"name": "prune", "ratio": 0.9}, {}),
-    ("prune, random 10 % sent", "Konecny et al. 2016", {"name": "prune", "ratio": 0.9, "keep": "random"}, {}),
-    ("signsgd", "Bernstein et al. 2018", {"name": "signsgd"}, {}),
-    ("soteria, 60 % of units", "Sun et al. 2021", {"name": "soteria"}, {}),
-    ("precode, K = 256, beta 1e-3", "Scheliga et al. 2022", {"name": "precode"}, {"private_lr": 0.1}),
-    ("mixup, alpha 1", "Zhang et al. 2018", {"name": "mixup"}, {}),
-    ("instahide, k = 2", "Huang et al. 2020 (k = 4)", {"name": "instahide", "k": 2}, {"tv": 0.0}),
-]
-"""Name, source, defence, and what the attacker who knows it sets differently."""
+HEAD = ["defence", "images", "setting of", "knowing", "not knowing", "difference", "originals", "adapted settings"]
+FIRST = 1000
+"""The first of the test images used."""
 
 
-def rows(name: str, known: bool, images: Batch, search: dict[str, Any]) -> list[Row]:
+@dataclass(frozen=True)
+class Case:
+    """One defence.
+
+    Attributes:
+        name: with its setting, in words.
+        source: of the setting.
+        defense: as a config has it.
+        adapted: what the attacker who knows it sets differently.
+        images: in one update; of a group one for each client.
+    """
+
+    name: str
+    source: str
+    defense: dict[str, Any]
+    adapted: dict[str, Any] = field(default_factory=dict)
+    images: int = 1
+
+
+CASES = (
+    Case("none", "", {"name": "none"}),
+    Case("clip, norm 1", "McMahan et al. 2018", {"name": "clip", "max_norm": 1.0}),
+    Case("noise, std 1e-2 of gradient", "Zhu et al. 2019", {"name": "noise", "std": 1e-2, "unit": "absolute"}),
+    Case("dp-sgd, clip 4, noise 2", "Abadi et al. 2016", {"name": "dp-sgd"}),
+    Case("dp-sgd, clip 4, std 1e-2", "as noise", {"name": "dp-sgd", "std": 1e-2}),
+    Case("prune, largest 10 % sent", "Zhu et al. 2019", {"name": "prune", "ratio": 0.9}),
+    Case("prune, random 10 % sent", "Konecny et al. 2016", {"name": "prune", "ratio": 0.9, "keep": "random"}),
+    Case("quantize, 8 bits", "Konecny et al. 2016", {"name": "quantize"}),
+    Case("quantize, 2 bits", "ours", {"name": "quantize", "bits": 2}),
+    Case("qsgd, 4 bits", "Alistarh et al. 2017", {"name": "qsgd"}),
+    Case("signsgd", "Bernstein et al. 2018", {"name": "signsgd"}),
+    Case("soteria, 60 % of units", "Sun et al. 2021", {"name": "soteria"}),
+    Case("precode, K = 256, beta 1e-3", "Scheliga et al. 2022", {"name": "precode"}, {"private_lr": 0.1}),
+    Case("none", "", {"name": "none"}, images=2),
+    Case("mixup, alpha 1", "Zhang et al. 2018", {"name": "mixup"}, images=2),
+    Case("instahide, k = 2", "Huang et al. 2020 (k = 4)", {"name": "instahide", "k": 2}, {"tv": 0.0}, images=2),
+    Case("none", "", {"name": "none"}, images=4),
+    Case("secagg, 4 clients", "Bonawitz et al. 2017", {"name": "secagg"}, images=4),
+)
+
+
+def rows(case: Case, known: bool, images: Batch, search: dict[str, Any]) -> list[Row]:
     """Scores of every image under one defence, for an attacker who knows it or not."""
     task = fl.models.models.build({"name": "lenet-zhu", "input_shape": (1, 28, 28)}).task(num_classes=10, seed=0)
-    case = next(case for case in CASES if case[0] == name)
-    client = Client(task, FedAvg(lr=1.0, steps=1, batch_size=None), defenses.build(case[2]))
-    federation = Federation(client, [ClientData(images, images)], seed=0)
-    parts = [images.take(torch.arange(i, i + SIZE)) for i in range(0, len(images), SIZE)]
+    defense = defenses.build(case.defense)
+    client = Client(task, FedAvg(lr=1.0, steps=1, batch_size=None), defense)
+    federation = Federation(client, [ClientData(images, images)] * defense.group, seed=0)
+    parts = [images.take(torch.arange(i, i + case.images)) for i in range(0, len(images), case.images)]
     threat = ThreatModel(knows_defense=known)
-    seen = [federation.observe(0, data=part, threat=threat) for part in parts]
-    attack = attacks.build({"name": "ig", **search, **(case[3] if known else {})})
+    each = case.images // defense.group
+    given = [[part.take(torch.arange(i, i + each)) for i in range(0, case.images, each)] for part in parts]
+    seen = [federation.observe(0, data=own if len(own) > 1 else own[0], threat=threat) for own in given]
+    attack = attacks.build({"name": "ig", **search, **(case.adapted if known else {})})
     found: list[Row] = []
     results = attack.run([view for view, _ in seen], list(range(len(seen))))
     for update, (result, (_, truth), part) in enumerate(zip(results, seen, parts, strict=True)):
         if isinstance(result, NotApplicable):
             raise ValueError(f"expected a reconstruction, got: {result.reason}")
-        for fed, owned in zip(score(result, truth), score(result, original(truth, part)), strict=True):
+        ones = score(result, truth)
+        mine = ones if defense.group > 1 else score(result, original(truth, part))
+        for fed, owned in zip(ones, mine, strict=True):
             own = {"update": update, "psnr_original": owned["psnr"], "place": fed["image"]}
-            found.append({**fed, **own, "defense": name, "known": known})
+            found.append({**fed, **own, "defense": case.name, "images": case.images, "known": known})
     return found
 
 
@@ -79,25 +108,28 @@ def original(truth: Truth, part: Batch) -> Truth:
 def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count: int) -> None:
     """Write the table of what has been measured."""
     body = []
-    for name, source, _, extra in CASES:
-        knowing, not_knowing = ([r for r in scored if (r["defense"], r["known"]) == (name, k)] for k in (True, False))
+    for case in CASES:
+        mine = [r for r in scored if (r["defense"], r["images"]) == (case.name, case.images)]
+        knowing, not_knowing = ([r for r in mine if r["known"] == known] for known in (True, False))
         if not not_knowing:
             continue
         gap = paired_difference(knowing, not_knowing, image="update", run="place")
-        settings = ", ".join(f"{key} {value:g}" for key, value in extra.items())
+        settings = ", ".join(f"{key} {value:g}" for key, value in case.adapted.items())
         cells = [_told(mean_interval(data, image="update", run="place")) for data in (knowing, not_knowing)]
         owned = mean_interval(knowing, "psnr_original", image="update", run="place")
-        body.append([name, source, *cells, _told(gap, "+.1f"), f"{owned.value:.1f}", settings])
-    plain = [r for r in scored if r["defense"] == "none" and r["known"]]
+        ends = [_told(gap, "+.1f"), f"{owned.value:.1f}", settings]
+        body.append([case.name, str(case.images), case.source, *cells, *ends])
+    plain = [r for r in scored if (r["defense"], r["images"], r["known"]) == ("none", 1, True)]
     floor = mean_interval(plain, "floor_mean_psnr", image="update", run="place")
     lines = [
         "# Every defence against an attacker who knows it",
         "",
         *([] if len(body) == len(CASES) else ["**Incomplete: the run was not finished.**", ""]),
         f"PSNR in dB of `ig` ({search['iterations']} iterations, TV {search['tv']:g}, one start) on {count} "
-        f"Fashion-MNIST test images, {SIZE} in one step of FedAvg, untrained LeNet of Zhu et al. (weights "
-        "U(-0.5, 0.5)), labels unknown. `knowing` adapts to the defence (`surrogate`, `weights`, private noise, and "
-        "the settings of the last column), `not knowing` runs the same search as if there were none. The truth is what "
+        "Fashion-MNIST test images, so many in one step of FedAvg as the second column says (of `secagg` one for each "
+        "client), untrained LeNet of Zhu et al. (weights U(-0.5, 0.5)), labels unknown. `knowing` "
+        "adapts to the defence (`surrogate`, `weights`, private noise, and the settings of the last column), "
+        "`not knowing` runs the same search as if there were none. The truth is what "
         "the client fed; `originals` compares with its own images, which differ under mixup and instahide. Intervals: "
         f"95 % bootstrap over updates. A mean colour per image scores {floor.value:.1f}. Few images, one network and "
         "one seed: differences of a few dB say nothing, and what a defence costs in accuracy is not here.",
@@ -115,8 +147,8 @@ def _told(found: Interval, form: str = ".1f") -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--images", type=int, default=16)
+    parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--tv", type=float, default=1e-4)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,9 +156,9 @@ def main() -> None:
     search = {"iterations": chosen.iterations, "tv": chosen.tv}
     scored: list[Row] = []
     begin = time.process_time()
-    for name, _, _, _ in CASES:
+    for case in CASES:
         for known in (True, False):
-            scored += rows(name, known, images, search)
+            scored += rows(case, known, images, search)
         report(scored, time.process_time() - begin, search, chosen.images)
 
 

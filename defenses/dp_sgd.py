@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,13 +11,14 @@ import torch
 
 from defenses import defenses
 from defenses.clip import Unscaled
-from fl.client import Gradient
-from fl.defense import Defense
+from fl.accounting import Charge, PrivacyStatement, worst
+from fl.client import Client, Gradient
+from fl.defense import Defense, overrides
 from fl.method import Method
 from fl.models.initialise import NORMS
 from fl.privacy import fastest, private_gradient
 from fl.tensors import Tensors
-from fl.types import Batch, Task
+from fl.types import Batch, Phase, Task
 
 
 @defenses.register("dp-sgd")
@@ -25,10 +27,14 @@ class DPSGD(Defense):
     """Clips each image's gradient, adds Gaussian noise to the sum, divides (Abadi et al., CCS 2016, Algorithm 1).
 
     A client's own noise in every local step: what the server gets is private for each image, whatever it does. How
-    private follows from the noise, the sampling and the number of steps, and is not said here. An image's norm is taken
-    over all parameters that move together, private ones included. A prediction clips each image and leaves the noise
-    out; where noise is added, the client trains by ghost clipping if its network allows that, which is faster. After
-    noise a structured update is dense.
+    private (`privacy`) follows from the noise, the sampling and how many steps an image is in. Under Poisson sampling
+    every step has it in the batch with a probability; in batches that go round the images every epoch has it in one
+    step for certain, and nothing is gained from sampling. The guarantee is for counting an image as nothing, which
+    moves a sum by the clip: how many images a client has is public, and with it the sizes of batches that go round.
+    An image's norm is taken over all parameters that move together, private ones included, and these get the noise,
+    too. Noise comes from the experiment's seed. A prediction clips each image and leaves the noise out; where noise is
+    added, the client trains by ghost clipping if its network allows that, which is faster. After noise a structured
+    update is dense.
 
     The noise has one size in every entry of a step's gradient, so the squared distance that an attacker compares is the
     likelihood already, and no tensor is weighted (where step sizes differ between tensors it is not quite). Where a
@@ -40,6 +46,7 @@ class DPSGD(Defense):
         std: the same in units of the gradient, in place of `noise_multiplier`; None takes that.
         denominator: what the sum is divided by. It must be public: under Poisson sampling the expected batch size. None
             takes the size of the batch, which is public where all batches have one size.
+        delta: for which epsilon is stated.
 
     Raises:
         ValueError: a setting out of range.
@@ -53,6 +60,7 @@ class DPSGD(Defense):
     noise_multiplier: float = 2.0
     std: float | None = None
     denominator: float | None = None
+    delta: float = 1e-5
 
     def __post_init__(self) -> None:
         if not 0 < self.clip < math.inf:
@@ -63,6 +71,8 @@ class DPSGD(Defense):
                 raise ValueError(f"expected {name} >= 0, got {value}")
         if self.denominator is not None and not 0 < self.denominator < math.inf:
             raise ValueError(f"expected denominator > 0 or None, got {self.denominator}")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"expected delta in (0, 1), got {self.delta}")
 
     @classmethod
     def example(cls) -> DPSGD:
@@ -110,3 +120,66 @@ class DPSGD(Defense):
     def rescaled(self) -> Defense:
         """An update of unknown length."""
         return Unscaled(scope="global")
+
+    def privacy(self, client: Client, sizes: Sequence[int], rounds: int) -> PrivacyStatement:
+        """What the client with least privacy has after `rounds` rounds, or why no epsilon follows.
+
+        Raises:
+            ValueError: no client.
+        """
+        if not sizes:
+            raise ValueError("expected at least 1 client, got none")
+        method, task, sigma = client.method, client.task, self.multiplier
+        every = [method.phases(task, number) for number in range(max(rounds, method.first_round + 1))]
+        met = {_met(phases, n) for phases in every for n in sizes}
+        charges = [Charge(sigma, rate, steps * rounds) for rate, steps in sorted(met)]
+        most, epsilon, by_rdp = charges[-1], None, None
+        if not (reason := self._objection(client)):
+            most, epsilon, by_rdp = worst(charges, self.delta)
+        samplers = dict.fromkeys(phase.sampler for phases in every for phase in phases)
+        return PrivacyStatement(
+            unit="record",
+            adjacency="zero-out",
+            mode="dp-joint",
+            released="the gradient of all that moves",
+            trusted="nobody else",
+            sampler=" and ".join(samplers),
+            rate=most.rate,
+            noise_multiplier=sigma,
+            clip=self.clip,
+            steps=most.steps,
+            delta=self.delta,
+            epsilon=epsilon,
+            epsilon_rdp=by_rdp,
+            reason=reason,
+            profile="experiment",
+        )
+
+    def _objection(self, client: Client) -> str:
+        """Why no epsilon follows, or nothing."""
+        method = client.method
+        if self.multiplier == 0:
+            return "no noise is added"
+        if type(method).gradient is not Method.gradient:
+            return f"{method.name} has a gradient of its own, and what that makes of the images is not accounted for"
+        if type(method).finish is not Method.finish:
+            return f"{method.name} sends or keeps more than its parameters, which alone move by noisy gradients"
+        for part in client.defense.members():
+            if overrides(part, "transform_batch"):
+                return f"the defence {part.name} mixes images, and what is clipped then is no single image's gradient"
+        return ""
+
+
+def _met(phases: Sequence[Phase], n: int) -> tuple[float, int]:
+    """In how many steps of a round an image of `n` can be, and with what probability in each: at most."""
+    rate, steps = 0.0, 0
+    for phase in phases:
+        size = min(phase.batch_size or n, n)
+        per_epoch = -(-n // size)
+        poisson = phase.sampler == "poisson"
+        if phase.steps is None:
+            steps += (phase.epochs or 0) * (per_epoch if poisson else 1)
+        else:
+            steps += phase.steps if poisson else -(-phase.steps * phase.batches_per_step // per_epoch)
+        rate = max(rate, size / n if poisson else 1.0)
+    return rate, steps

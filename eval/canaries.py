@@ -1,10 +1,10 @@
-"""An audit of a private method's noisy steps: canaries that are in or out by the toss of a coin, told apart by them.
+"""An audit of noisy steps, a method's or a defence's: canaries in or out by the toss of a coin, told apart by them.
 
 Each canary is a record whose gradient points along a coordinate of its own and is longer than the clip (Nasr et al.,
 USENIX Security 2023, call it a Dirac canary), so that its part of a step has the greatest length there may be, and none
 disturbs another. A small federation of the method itself trains on them, one step a round, and the auditor reads every
-step: batches, clipping, noise and its keys are those of the method. What it proves of epsilon is a lower bound, to be
-held against the one that the method claims.
+step: batches, clipping, noise and its keys are those of the method (clipping and noise those of the defence). What it
+proves of epsilon is a lower bound, to be held against the one that is claimed.
 
     from eval.canaries import audit
     found = audit(DPFedAvg(epsilon=4.0, rounds=20, images=600), sizes=[600] * 10, rounds=20)
@@ -14,8 +14,8 @@ held against the one that the method claims.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from defenses.dp_sgd import DPSGD
 from eval import epsilon
+from fl.accounting import PrivacyStatement
 from fl.client import Client
+from fl.defense import Defense
 from fl.dp import Private
 from fl.federation import ClientData, Federation
 from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.sampling import PoissonPhase
 from fl.seeds import derive, stream
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Task
+from fl.types import Batch, Phase, Task
 
 CANARIES, SIGNIFICANCE = 1000, 0.01
 """Of the audit that a run makes by itself."""
@@ -107,6 +112,43 @@ def audit(
     statement = method.privacy(sizes, rounds)
     if statement is None or not isinstance(method, Private):
         raise ValueError(f"{method.name} claims no differential privacy: there is nothing to audit")
+    return _audited(lambda: stepwise(method, statement.rate), statement, canaries, seed, significance)
+
+
+def audit_defense(
+    client: Client,
+    sizes: Sequence[int],
+    rounds: int,
+    *,
+    canaries: int = CANARIES,
+    seed: int = 0,
+    significance: float = SIGNIFICANCE,
+) -> Canaries:
+    """`audit` of the noisy steps of a client's defence (`dp-sgd`), at the rate that its claim charges.
+
+    What other defences do to the update comes after the noise, and is left out.
+
+    Args:
+        client: method and defence.
+        sizes: the clients' numbers of images.
+        rounds: that a client takes part in.
+        canaries: how many; more show more.
+        seed: of coins, batches and noise.
+        significance: probability with which the bound may be wrong.
+
+    Raises:
+        ValueError: as `audit`.
+    """
+    statement = client.defense.privacy(client, sizes, rounds)
+    found = [part for part in client.defense.members() if isinstance(part, DPSGD)]
+    if statement is None or not found:
+        raise ValueError(f"{client.defense.name} claims no differential privacy: there is nothing to audit")
+    return _audited(lambda: defended(found[0], statement.rate), statement, canaries, seed, significance)
+
+
+def _audited(
+    steps: Callable[[], Steps], statement: PrivacyStatement, canaries: int, seed: int, significance: float
+) -> Canaries:
     if statement.epsilon is None:
         raise ValueError(f"no epsilon is claimed: {statement.reason}")
     if statement.unit != "record":
@@ -116,67 +158,114 @@ def audit(
     coins = torch.rand(canaries, generator=stream(seed, "canaries")) < 0.5
     if canaries < 8 or coins.all() or not coins.any():
         raise ValueError(f"expected canaries in and out, 8 or more, got {canaries}")
-    read = releases(stepwise(method, statement.rate), statement.steps, coins, seed)
+    read, delta = releases(steps(), statement.steps, coins, seed), statement.delta
     return Canaries(
-        lower=epsilon.gaussian(
-            scores(read, coins.numpy()), coins.numpy(), delta=method.delta, significance=significance
-        ),
+        lower=epsilon.gaussian(scores(read, coins.numpy()), coins.numpy(), delta=delta, significance=significance),
         claimed=statement.epsilon,
-        ceiling=epsilon.ceiling_gaussian(canaries, delta=method.delta, significance=significance),
+        ceiling=epsilon.ceiling_gaussian(canaries, delta=delta, significance=significance),
         canaries=canaries,
         steps=statement.steps,
-        delta=method.delta,
+        delta=delta,
         significance=significance,
     )
 
 
-def stepwise(method: Private, rate: float) -> Private:
-    """The method with its noise, one step a round, each record drawn at `rate`, and nothing after the noise.
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """One noisy step a round, with nothing after the noise, and how it is read.
 
     Step sizes, momentum, decay and further clipping come after the noise and cost no privacy; without them a round's
     update is the noisy gradient times a tiny step size, with which the weights as good as stay where they are.
+
+    Attributes:
+        method: of the clients.
+        defense: likewise.
+        clip: longest gradient of one record.
+        lr: the tiny step size.
+        divisor: what a sum of gradients is divided by; None is the number of records.
+        blank: whether a record that is out counts as nothing; else it is not there.
     """
+
+    method: Method
+    defense: Defense
+    clip: float
+    lr: float
+    divisor: float | None
+    blank: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn(FedAvg):
+    """One step on images that are drawn one by one.
+
+    Attributes:
+        rate: probability of each.
+    """
+
+    rate: float
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """FedAvg's, with such a batch."""
+        (phase,) = super().phases(task, round)
+        settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
+        return (PoissonPhase(**{**settings, "sampler": "poisson", "batch_size": 1}, rate=self.rate),)
+
+
+def stepwise(method: Private, rate: float) -> Steps:
+    """A method's own noisy steps, each record drawn at `rate`."""
     tiny = 1e-9 / method.clip**2
     settings: dict[str, Any] = {
         **{"noise_multiplier": method.sigma, "epsilon": None, "images": None, "rate": rate, "local_steps": None},
         **{"steps": 1, "epochs": None, "head_epochs": 0, "batch_size": 1 if method.sampler == "poisson" else None},
         **{"lr": tiny, "head_lr": tiny, "momentum": 0.0, "weight_decay": 0.0, "max_norm": None},
+        "rounds": 10**9,  # as many as there are steps to audit
     }
-    return replace(method, **{key: value for key, value in settings.items() if hasattr(method, key)})
+    one = replace(method, **{key: value for key, value in settings.items() if hasattr(method, key)})
+    blank = one.sampler != "poisson"
+    return Steps(method=one, defense=Defense(), clip=one.clip, lr=tiny, divisor=one.denominator(), blank=blank)
 
 
-def releases(method: Private, steps: int, coins: Tensor, seed: int) -> Floats:
+def defended(defense: DPSGD, rate: float) -> Steps:
+    """The noisy steps of a defence, each record drawn at `rate`."""
+    tiny = 1e-9 / defense.clip**2
+    one = replace(defense, denominator=1.0)
+    return Steps(
+        method=_Drawn(lr=tiny, steps=1, rate=rate), defense=one, clip=one.clip, lr=tiny, divisor=1.0, blank=True
+    )
+
+
+def releases(steps: Steps, count: int, coins: Tensor, seed: int) -> Floats:
     """What every step gives away of every canary (steps, m): the noisy sum along its direction, over the clip.
 
     Args:
-        method: with one step a round.
-        steps: how many.
+        steps: one a round.
+        count: how many.
         coins: (m,) which canaries are in.
         seed: of batches and noise.
     """
     parts = coins.chunk(-(-len(coins) // BLOCK))
     size = len(parts[0])
-    client = Client(Task(Probe(size), (1, 1, size), 2, "head."), method)
-    every = torch.eye(size, dtype=torch.float64).view(size, 1, 1, size) * FAR * method.clip
+    client = Client(Task(Probe(size), (1, 1, size), 2, "head."), steps.method, steps.defense)
+    every = torch.eye(size, dtype=torch.float64).view(size, 1, 1, size) * FAR * steps.clip
     blank = Batch(every[:1] * 0, torch.zeros(1, dtype=torch.int64))
     start = Federation(client, [ClientData(blank, blank)], seed)
     # whose logit is lower, so that no gradient vanishes
     labels = client.network(_parameters(start), client.task.buffers)(every).argmin(1)
-    data = [ClientData(_records(Batch(every[: len(part)], labels), part, method), blank) for part in parts]
+    data = [ClientData(_records(Batch(every[: len(part)], labels), part, steps.blank), blank) for part in parts]
     run = Federation(client, data, seed=derive(seed, "audit"), engine="loop")
-    read = np.empty((steps, len(coins)), dtype=np.float32 if steps * len(coins) > 2**24 else np.float64)
+    read = np.empty((count, len(coins)), dtype=np.float32 if count * len(coins) > 2**24 else np.float64)
     sign = torch.where(labels == 0, 1.0, -1.0).double()
-    for step in range(steps):
+    for step in range(count):
         seen = [along(done.upload.update) * sign for done in run.run_round()]
         # from the mean that is sent to the sum that gets the noise
-        sums = [one[: len(part)] * (method.denominator() or len(part)) for one, part in zip(seen, parts, strict=True)]
-        read[step] = torch.cat(sums).numpy() / (method.lr * method.clip)  # type: ignore[attr-defined]
+        sums = [one[: len(part)] * (steps.divisor or len(part)) for one, part in zip(seen, parts, strict=True)]
+        read[step] = torch.cat(sums).numpy() / (steps.lr * steps.clip)
     return read
 
 
-def _records(every: Batch, coins: Tensor, method: Private) -> Batch:
+def _records(every: Batch, coins: Tensor, blank_out: bool) -> Batch:
     """The canaries of one client; those that are out are not there, or count as nothing, as the guarantee has it."""
-    if method.sampler != "poisson":
+    if blank_out:
         return replace(every, inputs=every.inputs * coins.view(-1, 1, 1, 1))
     kept = every.take(coins.nonzero().flatten())
     blank = Batch(torch.zeros_like(every.inputs[:1]), every.labels[:1])  # a client has one image at least

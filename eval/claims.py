@@ -1,6 +1,6 @@
 """What differential privacy a training may claim, and what follows of it for the attacks: plain data for a run's files.
 
-A claim is that of the method under its defence, for the rounds that clients took part in. What an attacker of one
+A claim is that of the method, or else of its defence, for the rounds that clients took part in. What an attacker of one
 update sees of a record is more than that update: the weights it was sent come from rounds in which the record took
 part. Both are charged before anything is said of what an attack can reach.
 """
@@ -21,6 +21,8 @@ from eval.rero import from_charges
 from eval.score import Row
 from eval.worlds import Victim
 from fl.accounting import Charge, PrivacyStatement, merged, spent
+from fl.client import Client
+from fl.defense import overrides
 from fl.dp import Private
 from fl.method import Method
 
@@ -58,12 +60,11 @@ def claim(training: Training, rounds: Sequence[Row], *, audit: bool = True) -> R
     Returns:
         None where the method claims nothing.
     """
-    method, world = training.method.item, training.world
+    world = training.world
     clients = range(len(world.clients) - training.federation.outsiders)
     taken = participations(rounds)
     most, sizes = max((taken[c] for c in clients), default=0), [len(world.clients[c].train) for c in clients]
-    charged = every_round(method, most)
-    statement = charged.privacy(sizes, most, training.defense.item)
+    statement = said(training, training.method.item, sizes, most)
     if statement is None:
         return None
     row: Row = {**_plain(statement), "rounds": most, "audit": None, "missing": {}}
@@ -73,7 +74,7 @@ def claim(training: Training, rounds: Sequence[Row], *, audit: bool = True) -> R
         row["missing"]["audit"] = "the training is older than this audit; remove its cell and run it again"
     else:
         try:
-            row["audit"] = asdict(canaries.audit(charged, sizes, most, seed=training.seed))
+            row["audit"] = asdict(_audited(training, sizes, most))
         except ValueError as error:
             row["missing"]["audit"] = str(error)
     return row
@@ -84,15 +85,29 @@ def participations(rounds: Sequence[Row], until: int | None = None) -> Counter[i
     return Counter(c for row in rounds if until is None or row["round"] <= until for c in row["clients"])
 
 
-def every_round(method: Method, rounds: int) -> Method:
-    """The method charged for all its rounds.
+def said(training: Training, method: Method, sizes: Sequence[int], rounds: int) -> PrivacyStatement | None:
+    """What a method of the training claims under its defence, or the defence where the method claims nothing.
 
-    At record level a client has sent its update to a server that nobody trusts, whether that makes use of it or, after
-    the rounds that the noise is made for, does not.
+    Args:
+        training: whose task and defence.
+        method: as it is trained, or as it is watched.
+        sizes: the clients' numbers of images.
+        rounds: how many a client took part in, at most.
     """
-    if not isinstance(method, Private) or method.mode == "client-level" or rounds <= method.rounds:
-        return method
-    return replace(method, noise_multiplier=method.sigma, epsilon=None, rounds=rounds)
+    defense = training.defense.item
+    own = method.privacy(sizes, rounds, defense)
+    if own is not None or not overrides(defense, "privacy"):
+        return own
+    return defense.privacy(Client(training.world.task(training.seed), method, defense), sizes, rounds)
+
+
+def _audited(training: Training, sizes: Sequence[int], rounds: int) -> canaries.Canaries:
+    """By canaries, of the noisy steps of the method or of the defence, whichever claims something."""
+    method, defense = training.method.item, training.defense.item
+    if isinstance(method, Private):
+        return canaries.audit(method, sizes, rounds, seed=training.seed)
+    client = Client(training.world.task(training.seed), method, defense)
+    return canaries.audit_defense(client, sizes, rounds, seed=training.seed)
 
 
 def of_row(row: Mapping[str, object]) -> PrivacyStatement:
@@ -122,13 +137,13 @@ class Ceilings:
         self.training, self.rounds = training, rounds
 
     @cached_property
-    def claims(self) -> bool:
-        """Whether the method claims anything at all, so that there is something to be said."""
-        return isinstance(self.training.method.item, Private)
+    def claims(self) -> PrivacyStatement | None:
+        """What method or defence claim for one round of one image; None where there is nothing to be said."""
+        return said(self.training, self.training.method.item, [1], 1)
 
     def of(self, watch: Watch, rows: Sequence[Row]) -> list[Row]:
         """An attack's rows with `BOUND`, `OF_UPDATE` and `EPSILON` wherever an image could be named."""
-        if not self.claims:
+        if self.claims is None:
             return [*rows]
         named = {row["update"] for row in rows if "identified_among" in row}
         reason = (self.obstacle or self._objection(watch)) if named else ""
@@ -142,7 +157,8 @@ class Ceilings:
     def _with(self, row: Row, reason: str, charged: Mapping[str, list[tuple[tuple[Charge, ...], Charge]]]) -> Row:
         if reason:
             return {**row, BOUND: None, "missing": {**row.get("missing", {}), BOUND: reason}}
-        chance, delta = 1 / row["identified_among"], self._method.delta
+        assert self.claims is not None
+        chance, delta = 1 / row["identified_among"], self.claims.delta
         found = charged[row["update"]]
         return {
             **row,
@@ -150,12 +166,6 @@ class Ceilings:
             OF_UPDATE: max(from_charges(chance, (update,)) for _, update in found),
             EPSILON: max(spent([*before, update], delta) for before, update in found),
         }
-
-    @property
-    def _method(self) -> Private:
-        method = self.training.method.item
-        assert isinstance(method, Private)
-        return method
 
     @cached_property
     def obstacle(self) -> str:
@@ -169,8 +179,7 @@ class Ceilings:
 
     def _objection(self, watch: Watch) -> str:
         """Why no guarantee holds against this attacker."""
-        for method in (self._method, watch.scene.method):
-            statement = method.privacy([1], 1, self.training.defense.item)
+        for statement in (self.claims, said(self.training, watch.scene.method, [1], 1)):
             if statement is None or statement.reason:
                 return statement.reason if statement is not None else "the observed round claims nothing"
             if statement.unit == "client":
@@ -178,12 +187,16 @@ class Ceilings:
         return ""
 
     def _charges(self, watch: Watch, member: Victim, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:
-        """What one client's record is in: the rounds before, and the update or updates that the attacker sees."""
-        taken = rounds[member.client]
+        """What one client's record is in: the rounds before, and the update or updates that the attacker sees.
+
+        Sampling hides nothing from who knows which images are in a step, or how many.
+        """
+        method, scene = self.training.method.item, watch.scene
         size = len(self.training.world.clients[member.client].train)
-        before = every_round(self._method, taken).privacy([size], taken)
-        update = watch.scene.method.privacy([len(member.data)], 1)
+        before = said(self.training, method, [size], rounds[member.client])
+        update = said(self.training, scene.method, [len(member.data)], 1)
         assert before is not None
         assert update is not None
-        seen = Charge(update.noise_multiplier, update.rate, update.steps * (1 + len(watch.past)))
+        rate = 1.0 if scene.threat.knows_schedule or scene.threat.knows_order else update.rate
+        seen = Charge(update.noise_multiplier, rate, update.steps * (1 + len(watch.past)))
         return (Charge(before.noise_multiplier, before.rate, before.steps),), seen

@@ -136,6 +136,25 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
     return Plan(experiment, tuple(trainings), perceptual, maker.device)
 
 
+def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
+    """After how many rounds clients are watched: where nothing else is asked for, before the last update they send.
+
+    Raises:
+        ValueError: a round before which every client has sent its last update.
+    """
+    bound = method.item.takes_part
+    if bound is None or part.federation.rate < 1:
+        return part.rounds
+    if not part.observe.rounds:
+        return (min(bound - 1, *part.rounds),)
+    if late := [number for number in part.rounds if number >= bound]:
+        raise ValueError(
+            f"observe.rounds: expected at most {bound - 1} for {method.label!r}, whose clients send nothing after "
+            f"{bound} rounds (method.rounds), got {late}"
+        )
+    return part.rounds
+
+
 @dataclass(frozen=True)
 class _Maker:
     """Makes the parts of a plan; what several of them share is made once."""
@@ -162,7 +181,7 @@ class _Maker:
             part = grid.part(self.experiment, method, attack)
             scene = self._scene(part, world, method.label, defense.item.group)
             self._check(task, scene.method, defense, f"observe.method {method.label!r}")
-            for number in part.rounds:
+            for number in _watched(part, method):
                 settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
                 watches.append(Watch(attack, number, scene, attack_cell(cell, number, *settings)))
         watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order

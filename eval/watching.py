@@ -39,21 +39,24 @@ class Seen:
     """What the server sees of every victim after a round, and what is true.
 
     Attributes:
-        views: one for each victim.
-        truths: likewise.
+        views: one for each victim, or why nothing is sent.
+        truths: likewise; None where nothing is sent, and so nothing made.
         errors: how far the attacker's own model of training is from what was observed.
         pictures: for each victim, which image of the data set every true image is: its client and number, and which
             copy if a client feeds several of it.
     """
 
-    views: tuple[ServerView, ...]
-    truths: tuple[Truth, ...]
+    views: tuple[ServerView | NotApplicable, ...]
+    truths: tuple[Truth | None, ...]
     errors: tuple[float, ...]
     pictures: tuple[tuple[str, ...], ...]
 
 
 def look(
-    federation: Federation, training: Training, scene: Scene, earlier: Sequence[Sequence[ServerView]] = ()
+    federation: Federation,
+    training: Training,
+    scene: Scene,
+    earlier: Sequence[Sequence[ServerView | NotApplicable]] = (),
 ) -> Seen:
     """Observe every victim at the federation's present round; each draws its own noise.
 
@@ -64,9 +67,16 @@ def look(
         earlier: what the server saw of every victim in rounds before, oldest first.
     """
     client = Client(training.world.task(training.seed), scene.method, training.defense.item)
-    views, truths, errors, pictures = list[ServerView](), list[Truth](), list[float](), list[tuple[str, ...]]()
+    views, truths = list[ServerView | NotApplicable](), list[Truth | None]()
+    errors, pictures = list[float](), list[tuple[str, ...]]()
     for i, victim in enumerate(scene.victims):
-        past = tuple(views[i] for views in earlier)
+        if reason := _silent(federation, victim):
+            views.append(NotApplicable(reason))
+            truths.append(None)
+            errors.append(math.nan)
+            pictures.append(())
+            continue
+        past = tuple(view for views in earlier if isinstance(view := views[i], ServerView))
         each = [_observed(federation, client, training, scene, member, past) for member in victim.group]
         off = [_error(federation, client, one, member) for one, member in zip(each, victim.group, strict=True)]
         view, truth = each[0]
@@ -103,20 +113,24 @@ def attack(
     for start in range(0, len(victims), STACK):
         part = slice(start, start + STACK)
         seeds = [derive(training.seed, "attack", victim.key) for victim in victims[part]]
-        results += watch.attack.item.run(seen.views[part], seeds)
+        results += _attacked(watch.attack.item, seen.views[part], seeds)
         tick(len(seeds))
     reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
     told = zip(victims, seen.truths, results, seen.errors, seen.pictures, strict=True)
     for victim, truth, result, error, pictures in told:
         head = {"round": watch.round, "client": victim.client, "update": victim.key}
         head["forward_error"] = error if math.isfinite(error) else None
+        if isinstance(result, NotApplicable):
+            rows.append({**head, "picture": None, "not_applicable": result.reason})
+            continue
+        assert truth is not None  # what was attacked was sent
         scored = _scored(result, truth, perceptual, reference, derive(training.seed, "floor", victim.key))
-        if isinstance(result, Reconstruction) and result.inputs is not None:
+        if result.inputs is not None:
             seed = derive(training.seed, "identify", victim.key)
             scored = _named(_bounded(scored, watch.attack.item, truth), result.inputs.cpu(), truth, reference, seed)
         names = [pictures[row["image"]] if "image" in row else None for row in scored]
         rows.extend({**head, "picture": name, **row} for name, row in zip(names, scored, strict=True))
-        if isinstance(result, Reconstruction) and result.inputs is not None:
+        if result.inputs is not None:
             pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
     store.replace_rows(folder / IMAGES, rows)
     if pairs:
@@ -148,12 +162,25 @@ def _observed(
     return view, truth
 
 
+def _silent(federation: Federation, victim: Victim) -> str:
+    """Why nothing is sent of a victim any more, or nothing: of a group, that one of it keeps out."""
+    silent = federation.client.method.silent
+    reasons = (silent(federation.server, member.client) for member in victim.group)
+    reason = next((one for one in reasons if one), "")
+    return f"nothing is sent: {reason}; watch it in an earlier round (observe.rounds)" if reason else ""
+
+
+def _attacked(attack: Attack, views: Sequence[ServerView | NotApplicable], seeds: Sequence[int]) -> list[Result]:
+    """What the attack makes of the views; where there is none, why."""
+    pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
+    found = iter(attack.run([view for view, _ in pairs], [seed for _, seed in pairs]) if pairs else ())
+    return [next(found) if isinstance(view, ServerView) else view for view in views]
+
+
 def _scored(
-    result: Result, truth: Truth, perceptual: Perceptual | None, reference: Batch | None, seed: int
+    result: Reconstruction, truth: Truth, perceptual: Perceptual | None, reference: Batch | None, seed: int
 ) -> list[Row]:
-    """The rows of one attacked update; a single one, with the reason, where the attack says nothing about it."""
-    if isinstance(result, NotApplicable):
-        return [{"not_applicable": result.reason}]
+    """The rows of one attacked update."""
     history = [value if math.isfinite(value) else None for value in map(float, result.history)]
     common = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
     pictures = None if reference is None else reference.inputs

@@ -142,6 +142,24 @@ def spent(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv
     return min(_prv(known, delta), by_rdp) if accountant == "prv" else by_rdp
 
 
+def worst(charges: Iterable[Charge], delta: float) -> tuple[Charge, float, float]:
+    """Of several clients' charges, one each, the costliest; its epsilon by PRV, and the largest by RDP.
+
+    Raises:
+        ValueError: no charge, or `delta` out of range.
+    """
+    by_rdp = {charge: spent([charge], delta, "rdp") for charge in charges}
+    if not by_rdp:
+        raise ValueError("expected at least 1 client's charge, got none")
+    ranked = sorted(by_rdp, key=lambda charge: -by_rdp[charge])
+    most, best = ranked[0], -1.0
+    for charge in ranked:
+        if by_rdp[charge] > best:  # PRV never says more than RDP: the others need not be asked
+            found = spent([charge], delta, "prv")
+            best, most = (found, charge) if found > best else (best, most)
+    return most, best, max(by_rdp.values())
+
+
 @lru_cache(maxsize=1024)
 def calibrate(epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = "prv") -> float:
     """The least noise multiplier, to 1 in 2,000, with which `steps` steps cost `epsilon` at most.
@@ -294,7 +312,8 @@ class PrivacyStatement:
 
     Attributes:
         unit: what is protected: one "record", or all of one "client".
-        adjacency: "add-remove" (one unit more or less) or "zero-out" (a unit counts as nothing).
+        adjacency: "add-remove" (one unit more or less) or "zero-out" (a unit counts as nothing). Either moves a noisy
+            sum by the clip at most; to put another unit in one's place moves it by twice that.
         mode: of the method.
         released: what gets the noise.
         trusted: whom it takes for honest.

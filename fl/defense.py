@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,7 +14,8 @@ from fl.tensors import Tensors
 from fl.types import Batch, Task
 
 if TYPE_CHECKING:
-    from fl.client import Gradient
+    from fl.accounting import PrivacyStatement
+    from fl.client import Client, Gradient
     from fl.method import Method
 
 
@@ -113,6 +114,17 @@ class Defense:
     def rescaled(self) -> Defense:
         """What an attacker knows of it where the update's unit is lost, as after an attack that rewrites a view."""
         return self
+
+    def privacy(self, client: Client, sizes: Sequence[int], rounds: int) -> PrivacyStatement | None:
+        """What differential privacy it gives the records of clients; None claims nothing.
+
+        Args:
+            client: the rule of all clients, with this defence.
+            sizes: their numbers of images.
+            rounds: how many a client took part in, at most.
+        """
+        said = (part.privacy(client, sizes, rounds) for part in self.members() if part is not self)
+        return next((one for one in said if one is not None), None)
 
     def weights(self, observed: Tensors) -> dict[str, float]:
         """How much an attacker who knows the defence trusts each tensor: factors on both sides of its objective."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl.accounting import Accountant, Charge, PrivacyStatement, calibrate, spent
+from fl.accounting import Accountant, Charge, PrivacyStatement, calibrate, worst
 from fl.client import Derivative, Gradient, autograd_derivative
 from fl.defense import overrides
 from fl.method import Method, ServerState, Step
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KEY = "noise"
 """Name of the key of a step's noise among its draws."""
 COUNT, SERVER = "participation", "server-noise"
-"""What the server counts, and the key of its noise."""
+"""The rounds that everybody has seen each client take part in, and the key of the server's noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Private(Method):
         noise_multiplier: standard deviation of the noise, in units of `clip`; takes the place of `epsilon`.
         delta: of the guarantee.
         clip: what one record moves the sum of gradients by at most (client-level: one client, the sum of updates).
-        rounds: in which a client takes part at most. The server leaves its later updates out.
+        rounds: in which a client takes part at most. After them it trains no more and sends nothing (`silent`).
         images: public number of images of a client, on which rate and steps are based. None takes each client's own,
             which then is public, and needs `noise_multiplier`.
         rate: largest probability of an image to be in a step, on which the noise is calibrated; None is what the other
@@ -201,6 +201,20 @@ class Private(Method):
                 found.update(super().gradient(part, params, batches, step))
         return {name: found[name] for name in raw.live}
 
+    def unreleased(self) -> Private:
+        """The method behind, as its clients train at client level: neither clipped nor with noise, shuffled batches."""
+        return replace(self, mode="client-level", rate=None, local_steps=None)
+
+    def plain_gradient(self, steps: int | None) -> bool:
+        """At client level, where the server sees updates as they are, if the method behind says nothing else."""
+        return self.mode == "client-level" and getattr(super().gradient, "__func__", None) is Method.gradient
+
+    @property
+    def detour(self) -> str:  # type: ignore[override]
+        """What makes equations of its update useless, and the search that knows of it."""
+        search = "joint" if self.personal else "ig"
+        return f"each image's gradient is clipped and noise is added, which no equation survives; search with {search}"
+
     def noise(self, draws: dict[str, Tensor]) -> Noise | None:
         """That of a step, or None for who does not know its key."""
         return Noise(draws[KEY], 4 if self.profile == "release" else 1) if KEY in draws else None
@@ -223,21 +237,35 @@ class Private(Method):
             own[SERVER] = {"key": drawn_key(generator)}
         return replace(server, own=own)  # type: ignore[arg-type]
 
-    def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """As the method behind, of the clients that have budget left; clipped and with noise at client level."""
+    @property
+    def takes_part(self) -> int:
+        """In the rounds that its budget is spent on."""
+        return self.rounds
+
+    def silent(self, server: ServerState, client: int) -> str:
+        """That the client has taken part in `rounds` rounds, on which its budget is spent."""
+        count = dense(server.own[COUNT]["rounds"])
+        if client >= len(count) or int(count[client]) < self.rounds:
+            return ""
+        return f"client {client} has spent its privacy budget on {self.rounds} rounds and neither trains nor sends more"
+
+    def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
+        """As the method behind, with the round charged to its clients before anything leaves them."""
+        server = super().select(server, clients, task)
         count = dense(server.own[COUNT]["rounds"]).clone()
-        left = [upload for upload in uploads if int(count[upload.client]) < self.rounds]
-        count[[upload.client for upload in left]] += 1
-        if self.mode == "client-level" and left:
-            left = [self._clipped(upload) for upload in left]
-        after = super().aggregate(server, left, task)
-        if self.mode == "client-level" and left:
-            shared = {name: dense(value) for name, value in after.shared.items()}
-            key = dense(server.own[SERVER]["key"]) + torch.tensor([0, server.round])
-            noise = Noise(fresh_key(), 4) if self.profile == "release" else Noise(key)
-            std = self.sigma * self.clip / len(left)
-            after = replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
-        return replace(after, own={**after.own, COUNT: {"rounds": count}})
+        count[list(clients)] += 1
+        return replace(server, own={**server.own, COUNT: {"rounds": count}})
+
+    def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
+        """As the method behind; clipped and with noise at client level."""
+        if self.mode != "client-level" or not uploads:
+            return super().aggregate(server, uploads, task)
+        after = super().aggregate(server, [self._clipped(upload) for upload in uploads], task)
+        shared = {name: dense(value) for name, value in after.shared.items()}
+        key = dense(server.own[SERVER]["key"]) + torch.tensor([0, server.round])
+        noise = Noise(fresh_key(), 4) if self.profile == "release" else Noise(key)
+        std = self.sigma * self.clip / len(uploads)
+        return replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
 
     def _clipped(self, upload: Upload) -> Upload:
         """The update at most `clip` long, and all clients alike; nothing where it is not finite."""
@@ -252,7 +280,7 @@ class Private(Method):
 
         Args:
             sizes: the clients' numbers of images.
-            rounds: how many a client took part in, at most.
+            rounds: how many a client took part in, at most; all are charged.
             defense: the clients' defence, which may break the guarantee.
 
         Raises:
@@ -260,19 +288,11 @@ class Private(Method):
         """
         if not sizes:
             raise ValueError("expected at least 1 client, got none")
-        taken, sigma, clients = min(rounds, self.rounds), self.sigma, self.mode == "client-level"
+        sigma, clients = self.sigma, self.mode == "client-level"
         pairs = {(1.0, 1)} if clients else {self._noisy(n) for n in sizes}
-        charges = [Charge(sigma, rate, steps * taken) for rate, steps in sorted(pairs)]
-        worst, values = charges[-1], (None, None)
+        charges = [Charge(sigma, rate, steps * rounds) for rate, steps in sorted(pairs)]
         reason = self._objection(sigma, defense)
-        if not reason:
-            by_rdp = {charge: spent([charge], self.delta, "rdp") for charge in charges}
-            best = -1.0
-            for charge in sorted(charges, key=lambda one: -by_rdp[one]):
-                if by_rdp[charge] > best:  # PRV never says more than RDP: the others need not be asked
-                    found = spent([charge], self.delta, "prv")
-                    best, worst = (found, charge) if found > best else (best, worst)
-            values = (best, max(by_rdp.values()))  # type: ignore[assignment]
+        most, epsilon, by_rdp = (charges[-1], None, None) if reason else worst(charges, self.delta)
         return PrivacyStatement(
             unit="client" if clients else "record",
             adjacency="add-remove" if self.sampler == "poisson" else "zero-out",
@@ -280,13 +300,13 @@ class Private(Method):
             released="the mean of the clients' updates" if clients else self.released,
             trusted="the server, which sees every update without noise" if clients else "nobody else",
             sampler=self.sampler,
-            rate=worst.rate,
+            rate=most.rate,
             noise_multiplier=sigma,
             clip=self.clip,
-            steps=worst.steps,
+            steps=most.steps,
             delta=self.delta,
-            epsilon=values[0],
-            epsilon_rdp=values[1],
+            epsilon=epsilon,
+            epsilon_rdp=by_rdp,
             reason=reason,
             profile=self.profile,
         )

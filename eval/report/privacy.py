@@ -19,20 +19,26 @@ from eval.score import Row
 CONFIDENCE = 0.95
 """Of everything at once that a table holds against its bounds."""
 TITLE = "Privacy: claims and bounds"
-NOTHING, UNACCOUNTED = "none claimed", " (nobody accounts for the noise of dp-sgd; dp-fedavg does for its own)"
+NOTHING = "none claimed"
 ALARM = "Error: more was found than the differential privacy that is claimed allows"
 AT_FAULT = (
     "If the claim were true this could hardly happen: noise, clipping, sampling or accounting is at fault, or images "
     "can be told apart by something other than updates. Trust no epsilon of these methods until that is found."
 )
 _PRIVATE = {"noise_multiplier", "clip", "delta"}
-"""Settings that a method has which makes claims."""
+"""Settings that a method or a defence has which makes claims."""
 READING = [
     (
         "Epsilon, delta",
         "What is released changes the odds of any statement about one record (or client) by a factor of at most "
         "exp(epsilon), but for a probability of delta. By the PRV accountant, which is exact where every record is in "
         "every step; RDP is looser. A claim is that of the client with least of it, for the rounds it took part in.",
+    ),
+    (
+        "Zero-out, steps",
+        "A record that counts as nothing moves a noisy sum by the clip, as one more or less would; one in another's "
+        "place moves it by twice that. Steps are those that a record can be in, at the rate given: at rate 1, where "
+        "batches go round the images, one in every epoch, and nothing is gained from sampling.",
     ),
     (
         "Named",
@@ -54,9 +60,9 @@ READING = [
     ("Could be shown", "What the lower end of epsilon would be if every image, or every canary, had been told right."),
 ]
 CANARIES = (
-    "The method's own clipping, noise and sampling were run on canaries: records with the longest gradients there may "
-    "be, each in the data or not by the toss of a coin, as many steps as the claim charges. Who reads every step and "
-    "tells which were in shows that epsilon is at least so much (99 % sure for each; Nasr et al., 2023, for "
+    "The clipping, noise and sampling that are claimed were run on canaries: records with the longest gradients there "
+    "may be, each in the data or not by the toss of a coin, as many steps as the claim charges. Who reads every step "
+    "and tells which were in shows that epsilon is at least so much (99 % sure for each; Nasr et al., 2023, for "
     "mechanisms with a Gaussian trade-off)."
 )
 
@@ -142,8 +148,7 @@ def fact(run: Run) -> str:
     """What is claimed, at a glance."""
     claims = [(subject, row) for subject, row in _claims(run).items() if row["epsilon"] is not None]
     if not claims:
-        unaccounted = any(run.setting.kind(group.defense) == "dp-sgd" for group in run.groups)
-        return (NOTHING + UNACCOUNTED * unaccounted) if run.privacy or not _expected(run) else ""
+        return NOTHING if run.privacy or not _expected(run) else ""
     words = [
         f"{_words(subject)}: epsilon {number(row['epsilon'], 2)} at delta {error(row['delta'])} per {row['unit']}"
         for subject, row in claims
@@ -186,8 +191,14 @@ def _without(run: Run) -> list[Block]:
 
 
 def _expected(run: Run) -> bool:
-    """Whether some method's settings are those of one that makes claims."""
-    return any(set(spec) >= _PRIVATE for spec in run.setting.methods.values())
+    """Whether the settings of some method, or of some defence, are those of one that makes claims."""
+    return any(map(_claiming, [*run.setting.methods.values(), *run.setting.defenses.values()]))
+
+
+def _claiming(spec: Mapping[str, Any]) -> bool:
+    parts = spec.get("parts")
+    inner = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+    return set(spec) >= _PRIVATE or any(map(_claiming, inner))
 
 
 def _words(subject: tuple[str, str]) -> str:

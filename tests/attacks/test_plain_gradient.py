@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import assert_same
+from support.private import EVERY, federation_of
 from support.probes import FedSAM
 
 from attacks import NotApplicable, Reconstruction
@@ -97,3 +98,23 @@ def test_only_fedprox_itself_says_so() -> None:
     assert prox.plain_gradient(1)
     assert not prox.plain_gradient(2)
     assert not prox.plain_gradient(None)
+
+
+@pytest.mark.parametrize("name", ["analytic", "cascade", "rgap", "spear", "headless", "surrogate+ig", "peel+ig"])
+@pytest.mark.parametrize("method", ["dp-fedavg", "centaur", "ppsgd", "dp-hyperfl"])
+def test_equations_are_refused_where_noise_is_added_and_a_search_is_named(name: str, method: str) -> None:
+    result = build(name)(federation_of(EVERY[method]).observe(0)[0])
+    assert isinstance(result, NotApplicable)
+    if name == "peel+ig" and method != "dp-hyperfl":
+        assert "nothing to peel" in result.reason
+        return
+    search = "ig" if method == "dp-fedavg" else "joint"
+    assert result.reason.endswith(f"noise is added, which no equation survives; search with {search}")
+
+
+def test_at_client_level_the_server_sees_plain_gradients() -> None:
+    """There only what the server publishes gets noise: it is the attacker who reads updates as they are."""
+    for mode, leaks in (("client-level", True), ("dp-joint", False)):
+        method = worlds.one_step(replace(EVERY["dp-hyperfl"], mode=mode))  # type: ignore[arg-type]
+        result = build("peel")(worlds.federation(method).observe(0)[0])
+        assert (isinstance(result, Reconstruction) and bool(result.verified)) == leaks

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,14 +17,22 @@ from defenses.compose import Chain
 from defenses.dp_sgd import DPSGD
 from defenses.mixup import Mixup
 from defenses.prune import Prune
+from fl import sampling
+from fl.accounting import Charge, gaussian_epsilon, spent
 from fl.client import Client
+from fl.defense import Defense
 from fl.federation import ClientData, Federation
+from fl.method import Method, Step
 from fl.methods.fedavg import FedAvg
+from fl.methods.fedper import FedPer
+from fl.methods.fedprox import FedProx
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.privacy import STABILISER
-from fl.tensors import Tensors, dense, norm
+from fl.seeds import stream
+from fl.simulate import train
+from fl.tensors import Payloads, Tensors, dense, norm
 
 STEP = FedAvg(lr=1.0, steps=1, batch_size=None)
 BATCH = worlds.images(4)
@@ -133,3 +142,111 @@ def test_settings_are_checked(settings: dict[str, Any]) -> None:
 
 def test_in_another_unit_directions_are_compared() -> None:
     assert DPSGD().rescaled() == Unscaled(scope="global")
+
+
+# ---- what may be said ------------------------------------------------------------------------------------------------
+def said(method: Method, sizes: Sequence[int] = (4,), rounds: int = 3, defense: Defense | None = None) -> Any:
+    client = Client(worlds.task(), method, defense or DPSGD(noise_multiplier=2.0, denominator=2.0))
+    return client.defense.privacy(client, sizes, rounds)
+
+
+def test_in_epochs_an_image_is_in_one_step_of_each_and_sampling_gains_nothing() -> None:
+    found = said(FedAvg(epochs=5, batch_size=2), (4, 40))
+    assert (found.rate, found.steps, found.adjacency, found.sampler) == (1.0, 15, "zero-out", "shuffle")
+    assert found.epsilon == found.epsilon_rdp == gaussian_epsilon(15**0.5 / 2.0, 1e-5)
+    both = said(HyperFL.example(), (4,), 3)
+    assert both.steps == 3 * (HyperFL.example().head_epochs + HyperFL.example().epochs)
+    assert both.epsilon == spent([Charge(2.0, 1.0, both.steps)], 1e-5)
+    assert "record-level" in both.sentence()
+    assert "no guarantee for a real release" in both.sentence()
+
+
+def test_under_poisson_sampling_every_step_counts_at_the_smallest_client_s_rate() -> None:
+    found = said(FedAvg(epochs=2, batch_size=2, sampler="poisson"), (20, 8), 3, DPSGD(std=8.0, denominator=2.0))
+    assert (found.rate, found.steps, found.noise_multiplier) == (0.25, 2 * 4 * 3, 2.0)
+    assert found.epsilon == spent([Charge(2.0, 0.25, 24)], 1e-5)
+    assert found.epsilon < said(FedAvg(steps=8, batch_size=None), (8,)).epsilon
+    assert said(FedAvg(epochs=2, batch_size=9, sampler="poisson"), (8,)).rate == 1.0  # all of a small client
+
+
+@pytest.mark.parametrize("sampler", ["shuffle", "sequential"])
+def test_no_image_is_in_more_steps_than_are_charged(sampler: str) -> None:
+    """Against the batches that are drawn, and some image is in as many."""
+    draw, task = stream(0, "schedules", sampler), worlds.task()
+    for _ in range(60):
+        n, size, count = (int(torch.randint(1, 12, (), generator=draw)) for _ in range(3))
+        for length in ({"epochs": count}, {"steps": count}):
+            method = FedAvg(**length, batch_size=size, sampler=sampler)  # type: ignore[arg-type]
+            (steps,) = sampling.plan(method.phases(task, 0), n, draw)
+            met = torch.zeros(n, dtype=torch.int64)
+            for (index,) in steps:
+                met[index] += 1
+            assert (1.0, int(met.max())) == module._met(method.phases(task, 0), n)
+
+
+class Channel:
+    """Between clipping and noise: every release is nothing, so that two runs differ by what they sum alone."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensors] = []
+
+    def __call__(self, sums: dict[str, torch.Tensor], std: float, generator: Any) -> dict[str, torch.Tensor]:
+        assert std > 0
+        assert generator is not None
+        self.sums.append({name: value.clone() for name, value in sums.items()})
+        return {name: torch.zeros_like(value) for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("method", [HyperFL.example(), FedPer.example(), FedAvg.example()], ids=lambda m: m.name)
+def test_an_image_moves_as_many_sums_as_are_charged_by_the_clip_each(method: Any, monkeypatch: Any) -> None:
+    """Private tensors are among what is summed; an image that counts as nothing is left out of its batches."""
+    defense = DPSGD(clip=0.1, noise_multiplier=2.0, denominator=2.0)
+    run = worlds.federation(method, defense, rounds=0)
+    start, found = run.start(0), []
+    for last in (4, 3):
+        channel = Channel()
+        monkeypatch.setattr("fl.privacy._noisy", channel)
+        kept = tuple(tuple(tuple(i[i < last] for i in step) for step in steps) for steps in start.trace.order)
+        train(replace(start, trace=replace(start.trace, order=kept), noise=stream(0, "noise")))
+        found.append(channel.sums)
+    moved = [
+        float(torch.stack([(dense(a[n]) - dense(b[n])).square().sum() for n in a]).sum().sqrt())
+        for a, b in zip(*found, strict=True)
+    ]
+    assert all(size <= 0.1 * (1 + 1e-9) for size in moved)
+    assert sum(size > 0.09 for size in moved) == sum(size > 0 for size in moved)
+    assert sum(size > 0 for size in moved) == run.client.defense.privacy(run.client, [4], 1).steps  # type: ignore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tells(FedAvg):
+    """FedAvg that sends something beside."""
+
+    name: ClassVar[str] = "tells"
+
+    def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
+        return {"beside": {"norm": norm(params)}}, {}
+
+
+@pytest.mark.parametrize(
+    ("method", "defense", "reason"),
+    [
+        (FedAvg(), DPSGD(noise_multiplier=0.0), "no noise is added"),
+        (FedProx(), DPSGD(), "fedprox has a gradient of its own"),
+        (Tells(), DPSGD(), "tells sends or keeps more than its parameters"),
+        (FedAvg(), Chain(parts=(Mixup(), DPSGD())), "the defence mixup mixes images"),
+        (FedAvg(), Chain(parts=(DPSGD(), Prune(ratio=0.5))), ""),
+    ],
+)
+def test_where_no_epsilon_follows_it_says_why(method: Method, defense: Defense, reason: str) -> None:
+    found = said(method, (4,), 1, defense)
+    assert reason in found.reason
+    assert (found.epsilon is None) == bool(reason)
+    assert found.sentence().startswith("no epsilon is claimed" if reason else "record-level")
+
+
+def test_only_this_defence_claims_anything() -> None:
+    assert said(FedAvg(), (4,), 1, Prune()) is None
+    assert said(FedAvg(), (4,), 1, Chain(parts=(Prune(), Mixup()))) is None
+    with pytest.raises(ValueError, match="at least 1 client"):
+        said(FedAvg(), ())

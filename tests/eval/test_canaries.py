@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import worlds
 
 import fl.dp
 import fl.privacy
+from defenses.compose import Chain
+from defenses.dp_sgd import DPSGD
+from defenses.prune import Prune
 from eval import canaries
 from fl.accounting import Charge, spent
+from fl.client import Client
 from fl.dp import Private
 from fl.method import Method
 from fl.methods.centaur import Centaur
@@ -78,8 +83,8 @@ def test_a_right_step_is_never_flagged() -> None:
 
 @pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip, noise_again_after_resuming, no_noise_at_first])
 def test_a_broken_step_is_flagged(broken: Break) -> None:
-    found = [audited(seed, broken) for seed in range(SEEDS)]
-    assert sum(one.refuted for one in found) >= SEEDS - 1
+    found = [audited(seed, broken) for seed in range(2)]
+    assert all(one.refuted for one in found)
     assert "which refutes the 3.64 claimed" in found[0].sentence()
 
 
@@ -107,6 +112,25 @@ def test_every_method_s_own_steps_show_what_they_are_charged_for(name: str) -> N
     assert out.std() == pytest.approx(1.0, abs=0.06)  # noise alone, in units of the clip
     assert inside.mean() == pytest.approx(statement.rate, abs=0.07)  # a canary has the length of the clip where drawn
     assert abs(np.corrcoef(out)[np.triu_indices(6, 1)]).max() < 0.2
+
+
+# ---- the defence ---------------------------------------------------------------------------------------------------
+def defended(sampler: str) -> Client:
+    """Two rounds of one step on all records, or on four in five of them by chance."""
+    method = FedAvg(lr=0.1, steps=1, batch_size=None if sampler == "shuffle" else 800, sampler=sampler)  # type: ignore
+    defense = Chain(parts=(DPSGD(clip=0.5, noise_multiplier=1.5, denominator=800.0), Prune(ratio=0.9)))
+    return Client(worlds.task(), method, defense)
+
+
+@pytest.mark.parametrize(("sampler", "rate"), [("shuffle", 1.0), ("poisson", 0.8)])
+def test_the_defence_s_steps_show_what_they_are_charged_for(sampler: str, rate: float) -> None:
+    client = defended(sampler)
+    found = [canaries.audit_defense(client, [1000], 2, canaries=2000, seed=seed) for seed in range(2)]
+    claimed = spent([Charge(1.5, rate, 2)], 1e-5)
+    assert all(0.3 * claimed < one.lower < one.claimed == claimed < one.ceiling for one in found)
+    with pytest.MonkeyPatch.context() as patch:
+        half_the_noise(patch)
+        assert all(canaries.audit_defense(client, [1000], 2, canaries=2000, seed=seed).refuted for seed in range(2))
 
 
 def test_a_hypernetwork_s_own_gradient_shows_less() -> None:
@@ -147,6 +171,13 @@ def test_noise_used_twice_is_seen_in_differences() -> None:
 def test_what_cannot_be_audited_is_refused(method: Method, rounds: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         canaries.audit(method, [600], rounds)
+
+
+def test_a_defence_that_claims_nothing_is_refused() -> None:
+    silent, noiseless = (Client(worlds.task(), FedAvg(), defense) for defense in (Prune(), DPSGD(noise_multiplier=0)))
+    for client, message in ((silent, "prune claims no differential privacy"), (noiseless, "no noise is added")):
+        with pytest.raises(ValueError, match=message):
+            canaries.audit_defense(client, [600], 1)
 
 
 def test_too_few_canaries_are_refused() -> None:

@@ -21,14 +21,13 @@ from eval.store import read_rows
 from fl.accounting import Charge, spent
 from fl.data.partition import Partition
 from fl.methods.dp_fedavg import DPFedAvg
-from fl.methods.fedavg import FedAvg
 
 SETTINGS = "noise_multiplier: 1.0, images: 12, batch_size: 6, epochs: 1, clip: 1.0"
 METHODS = f"""method=[
   {{name: fedavg, lr: 0.1, batch_size: 6}},
-  {{name: dp-fedavg, rounds: 2, {SETTINGS}}},
-  {{name: centaur, rounds: 2, mode: as-published, {SETTINGS}}},
-  {{name: dp-fedavg, as: clients, rounds: 2, mode: client-level, {SETTINGS}}}]"""
+  {{name: dp-fedavg, rounds: 3, {SETTINGS}}},
+  {{name: centaur, rounds: 3, mode: as-published, {SETTINGS}}},
+  {{name: dp-fedavg, as: clients, rounds: 3, mode: client-level, {SETTINGS}}}]"""
 TRAINED, SEEN = Charge(1.0, 0.5, 4), Charge(1.0, 1.0, 1)
 """Two rounds of two steps at half the images; one step on all that is watched."""
 
@@ -39,7 +38,7 @@ def _guesses():
         yield
 
 
-def private(*words: str, rounds: int = 2) -> Experiment:
+def private(*words: str, rounds: int = 3) -> Experiment:
     """One private method."""
     method = f"method=[{{name: dp-fedavg, rounds: {rounds}, {SETTINGS}}}]"
     return tiny("attack=guess", "observe.method={steps: 1}", method, *words)
@@ -117,7 +116,7 @@ def test_a_run_without_private_methods_has_no_such_file(tmp_path):
 
 def test_clients_are_charged_for_the_rounds_they_took_part_in(tmp_path):
     words = ("federation.rate=0.34", "federation.rounds=4", "federation.everyone_last=false", "observe.rounds=[0, 4]")
-    rows = run(private(*words, rounds=4), tmp_path / "a")
+    rows = run(private(*words, rounds=5), tmp_path / "a")
     rounds = read_rows(tmp_path / "a" / "rounds.jsonl")
     taken = claims.participations(rounds)
     assert 1 <= max(taken.values()) <= 4 == sum(taken.values())
@@ -130,13 +129,48 @@ def test_clients_are_charged_for_the_rounds_they_took_part_in(tmp_path):
     assert all(row[BOUND] == row[OF_UPDATE] for row in rows if row["round"] == 0)
 
 
-def test_rounds_beyond_those_that_the_noise_is_made_for_are_charged_too(tmp_path):
-    run(private("federation.rounds=3", rounds=2), tmp_path / "a")
+def test_clients_without_budget_are_neither_charged_nor_attacked(tmp_path):
+    sampled = "federation.rate=0.99"  # all three; but a run that samples can't tell beforehand who is left
+    rows = run(private(sampled, "federation.rounds=3", "observe.rounds=[1, 3]", rounds=2), tmp_path / "a")
+    rounds = read_rows(tmp_path / "a" / "rounds.jsonl")
+    assert [row["clients"] for row in rounds] == [[], [0, 1, 2], [0, 1, 2], []]
+    assert rounds[-1]["numbers_up"] == 0
     (said,) = read_rows(tmp_path / "a" / "privacy.jsonl")
-    assert (said["rounds"], said["steps"]) == (3, 6)  # the server has these updates, whatever it does with them
-    assert said["epsilon"] == spent([replace(TRAINED, steps=6)], 1e-5)
-    clients = DPFedAvg(mode="client-level", rounds=2)
-    assert claims.every_round(clients, 3) is clients  # there it releases nothing of them
+    assert (said["rounds"], said["steps"], said["epsilon"]) == (2, 4, spent([TRAINED], 1e-5))
+    early, late = ([row for row in rows if row["round"] == number] for number in (1, 3))
+    assert all(row[EPSILON] < spent([TRAINED, SEEN], 1e-5) for row in early)
+    assert len(late) == 2  # one for each update
+    assert all("client 0 has spent its privacy budget on 2 rounds" in row["not_applicable"] for row in late)
+    assert all(BOUND not in row and "psnr" not in row for row in late)
+
+
+DEFENDED = "defense={name: dp-sgd, clip: 1.0, noise_multiplier: 1.0}"
+
+
+def test_the_defence_s_noise_is_accounted_for_too(tmp_path):
+    rows = run(tiny("attack=guess", "observe.method={steps: 1, head_epochs: 0}", DEFENDED), tmp_path / "a")
+    said = {row["method"]: row for row in read_rows(tmp_path / "a" / "privacy.jsonl")}
+    assert {name: (row["steps"], row["rate"]) for name, row in said.items()} == {
+        "fedavg": (2, 1.0),  # two rounds of one epoch
+        "hyperfl": (4, 1.0),  # and of one for the classifier
+    }
+    for row in said.values():
+        assert (row["unit"], row["adjacency"], row["defense"], row["missing"]) == ("record", "zero-out", "dp-sgd", {})
+        assert row["epsilon"] == row["epsilon_rdp"] == spent([Charge(1.0, 1.0, row["steps"])], 1e-5)
+        assert row["audit"]["steps"] == row["steps"]
+        assert row["audit"]["lower"] < row["audit"]["claimed"] == row["epsilon"]
+    (one, *_) = [row for row in rows if row["method"] == "fedavg" and row["attack"] == "guess"]
+    assert one[BOUND] == rero.from_charges(1 / one["identified_among"], (Charge(1.0, 1.0, 3),))
+
+
+def test_who_knows_the_steps_gains_what_sampling_hides_from_others() -> None:
+    words = ("observe={images: 4, batch_size: 4, method: {batch_size: 2, steps: 2}}",)
+    for schedule, charge in ((False, Charge(1.0, 2 / 12, 2)), (True, Charge(1.0, 1.0, 2))):
+        (training,) = harness.prepare(private(*words, f"threat.knows_schedule={schedule}"), device="cpu").trainings
+        (watch,) = training.watches
+        row = {"update": watch.scene.victims[0].key, "identified_among": 5}
+        (found,) = claims.Ceilings(training, []).of(watch, [row])
+        assert found[OF_UPDATE] == rero.from_charges(0.2, (charge,))
 
 
 def test_rounds_seen_before_are_charged_too(tmp_path):
@@ -178,11 +212,6 @@ def test_an_infinite_epsilon_is_none_with_a_reason() -> None:
     row = claims._plain(replace(said, epsilon_rdp=math.inf))
     assert "record-level" in claims.of_row(row).sentence()
     assert "RDP" not in claims.of_row(row).sentence()
-
-
-def test_methods_that_claim_nothing_are_as_they_are() -> None:
-    method = FedAvg(lr=0.1, steps=1)
-    assert claims.every_round(method, 5) is method
 
 
 def test_under_secure_aggregation_the_member_who_is_charged_most_counts() -> None:

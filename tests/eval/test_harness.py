@@ -231,6 +231,15 @@ def test_rounds_are_watched_when_asked(tmp_path):
     assert ("fedavg: guess (round 1)", 2, 2) in seen
 
 
+def test_clients_of_bounded_participation_are_watched_before_their_last_update():
+    spent = "method=[{name: dp-fedavg, rounds: 2, mode: as-published, epochs: 1}]"
+    settings = ("attack=guess", "observe.method={}", spent)
+    (training,) = harness.prepare(tiny(*settings, "federation.rounds=2"), device="cpu").trainings
+    assert [watch.round for watch in training.watches] == [1]
+    with pytest.raises(ValueError, match=r"at most 1 for 'dp-fedavg', whose clients send nothing after 2 rounds"):
+        harness.prepare(tiny(*settings, "federation.rounds=2", "observe.rounds=[0, 2]"), device="cpu")
+
+
 def test_method_without_attack_keeps_its_accuracy(tmp_path):
     experiment = tiny("attack=[{name: guess, against: hyperfl}]")
     rows = run(experiment, tmp_path / "a")

@@ -12,6 +12,7 @@ import pytest
 from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks, grid, reasons
 
+from defenses.dp_sgd import DPSGD
 from eval import report, rero
 from eval.epsilon import from_naming
 from eval.report import html, markdown, privacy
@@ -20,8 +21,11 @@ from eval.report.load import load
 from eval.report.overview import Numbered
 from eval.statistics import at_least
 from fl.accounting import Charge, spent
+from fl.client import Client
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
+from fl.methods.fedavg import FedAvg
+from fl.models import build
 
 SEEN = (Charge(2.0, 1.0, 4),)
 PRIVATE = CONFIG.replace(
@@ -165,10 +169,20 @@ def test_without_private_methods_it_is_said_in_one_place(tmp_path):
     assert "privacy" not in [section.name for section in content.sections]
 
 
-def test_noise_that_nobody_accounts_for_is_named(tmp_path):
-    config = CONFIG.replace("defense: [{name: none}]", "defense: [{name: dp-sgd}]")
-    content = built(FakeRun(config=config).attack("fedavg", "ig", [20.0] * 4, defense="dp-sgd"), tmp_path / "run")
-    assert "nobody accounts for the noise of dp-sgd" in dict(content.facts)["Differential privacy"]
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_claim_of_a_defence_stands_beside_those_of_methods(chained, tmp_path):
+    spec = "{name: dp-sgd, clip: 1.0, noise_multiplier: 2.0, delta: 1e-5}"
+    spec = f"{{name: chain, as: dp-sgd, parts: [{spec}, {{name: prune}}]}}" if chained else spec
+    run = FakeRun(config=CONFIG.replace("defense: [{name: none}]", f"defense: [{spec}]"))
+    run.attack("fedavg", "ig", [20.0] * 4, defense="dp-sgd")
+    client = Client(build("tiny", num_classes=3, seed=0), FedAvg(epochs=2), DPSGD(clip=1.0, noise_multiplier=2.0))
+    row = {**claim(), **asdict(client.defense.privacy(client, [600], 2)), "method": "fedavg", "defense": "dp-sgd"}
+    content = built(run, tmp_path / "run", row)
+    (line,) = grid(content, "What is claimed").rows
+    assert line[:3] == ["fedavg", "dp-sgd", f"{spent([Charge(2.0, 1.0, 4)], 1e-5):.2f}"]
+    assert "fedavg with dp-sgd: epsilon" in dict(content.facts)["Differential privacy"]
+    content = built(run, tmp_path / "older")
+    assert "start the run again in its folder" in reasons(content)
 
 
 def test_an_older_run_says_what_to_do(tmp_path):

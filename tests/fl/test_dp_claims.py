@@ -24,7 +24,7 @@ def test_the_statement_is_the_accountant_s() -> None:
     assert (said.unit, said.adjacency, said.trusted, said.steps) == ("record", "add-remove", "nobody else", 20)
     assert said.epsilon == spent([Charge(1.1, 0.1, 20)], 1e-5)
     assert said.epsilon_rdp == spent([Charge(1.1, 0.1, 20)], 1e-5, "rdp")
-    assert method.privacy([60], rounds=9).steps == 30
+    assert method.privacy([60], rounds=9).steps == 90  # what has left a client is charged, whatever was planned
     assert "record-level" in said.sentence()
     assert "no guarantee for a real release" in said.sentence()
     assert "no guarantee" not in replace(method, profile="release").privacy([60], 1).sentence()

@@ -17,6 +17,7 @@ from torch import Tensor
 import fl.dp
 from fl.client import Client, Gradient, autograd_derivative, gather, local_update
 from fl.dp import Private
+from fl.federation import Federation
 from fl.method import Step, methods
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -187,18 +188,40 @@ def test_release_noise_is_never_the_same() -> None:
 
 
 # ---- budgets and statements ------------------------------------------------------------------------------------------
-def test_a_client_without_budget_is_left_out() -> None:
-    method = replace(DPFedAvg.example(), rounds=2)
+@pytest.mark.parametrize("mode", ["dp-joint", "client-level"])
+def test_a_client_without_budget_neither_trains_nor_sends(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+    one = Federation.train
+    monkeypatch.setattr(Federation, "train", lambda self, number: (trained.append(number), one(self, number))[1])
+    method = replace(DPFedAvg.example(), mode=mode, rounds=2)
     run = federation_of(method)
     for _ in range(2):
         run.run_round([0, 1])
-    before = run.server.shared
-    run.run_round([0])
-    assert_same(run.server.shared, before)
-    run.run_round([0, 2])
-    with_one = run.server.shared
-    assert not torch.equal(dense(with_one["head.bias"]), dense(before["head.bias"]))
+    before, kept = run.server, run.clients[0]
+    assert run.run_round([0]) == []
+    assert_same(run.server.shared, before.shared)  # not even the server's noise
+    assert run.server.round == before.round + 1
+    assert [done.upload.client for done in run.run_round([0, 2])] == [2]
+    assert trained == [0, 1, 0, 1, 2]
+    assert run.clients[0] is kept
     assert dense(run.server.own[fl.dp.COUNT]["rounds"]).tolist() == [2, 2, 1]
+    with pytest.raises(ValueError, match="client 0 has spent its privacy budget on 2 rounds"):
+        run.observe(0)
+    assert run.observe(2)
+    assert run.step(evaluate=False).clients == (2,)
+    assert run.step(evaluate=True).accuracy_local is None
+
+
+def test_a_round_is_charged_before_anything_leaves_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = federation_of(replace(DPFedAvg.example(), rounds=2))
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("the line is cut")
+
+    monkeypatch.setattr(Federation, "train", stop)
+    with pytest.raises(RuntimeError, match="line is cut"):
+        run.run_round([1])
+    assert dense(run.server.own[fl.dp.COUNT]["rounds"]).tolist() == [0, 1, 0]
 
 
 def test_a_copy_with_fewer_steps_keeps_its_noise() -> None:
