@@ -31,7 +31,7 @@ class Stack:
         ]
         self.stacked = [torch.stack(columns[i]) for i in self.varying]
         self._recorded: Evaluation | None = None
-        self._steady = 0
+        self._steady, self._wait = 0, STEADY
 
     def evaluate(self, variables: Variables) -> tuple[Tensor, Variables]:
         """Objectives (T,) and their gradients by variable."""
@@ -40,7 +40,7 @@ class Stack:
     def ahead(self, count: int, variables: Variables) -> None:
         """Be told that as many as `count` evaluations at such variables are to come: makes many of them fast."""
         self._steady += 1
-        if self._steady == STEADY and count >= WORTH:
+        if self._steady == self._wait and count >= WORTH:
             self._recorded = record(self._by_autograd, variables)
 
     def _by_autograd(self, variables: Variables) -> tuple[Tensor, Variables]:
@@ -66,3 +66,4 @@ class Stack:
         self.problems = [self.problems[i] for i in rows.tolist()]
         self.stacked = [s[rows] for s in self.stacked]
         self._recorded, self._steady = None, 0
+        self._wait *= 2  # where one trial ends after the other, recording each time would cost more than it saves

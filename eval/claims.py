@@ -184,6 +184,8 @@ class Ceilings:
                 return statement.reason if statement is not None else "the observed round claims nothing"
             if statement.unit == "client":
                 return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
+        if watch.scene.threat.knows_draws and isinstance(watch.scene.method, Private):
+            return "the attacker knows the noise (threat.knows_draws), which no guarantee survives"
         return ""
 
     def _charges(self, watch: Watch, member: Victim, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:

@@ -215,6 +215,8 @@ class Federation:
     def _round(self, numbers: Iterable[int] | None, evaluate: bool) -> Iterator[Round]:
         """One round, client by client; the federation moves on once the last has been taken."""
         asked = self.sampled(self.server.round) if numbers is None else list(numbers)
+        if len(set(asked)) < len(asked):
+            raise ValueError(f"expected different clients, got {asked}")
         chosen = [number for number in asked if not self.client.method.silent(self.server, number)]
         method, task = self.client.method, self.client.task
         self.server = method.select(self.server, chosen, task)

@@ -87,12 +87,22 @@ def test_what_draws_decides_or_remembers_is_not_recorded() -> None:
     def counting(x: Tensor) -> Tensor:
         return kept.add_(1) + x
 
+    def masking(x: Tensor) -> Tensor:
+        return x[x > 0].mean() + x
+
+    def choosing(x: Tensor) -> Tensor:
+        return x[x.abs().topk(2).indices].sum() + x
+
+    def elsewhere(x: Tensor) -> Tensor:
+        return torch.add(x, 1, out=kept).clone()
+
     def evaluation(function: Callable[[Tensor], Tensor]) -> recorded.Evaluation:
         return lambda given: (function(given["x"]), {"x": given["x"]})
 
     given = {"x": torch.arange(3.0)}
-    assert record(evaluation(plain), given) is not None
-    for function in (drawing, deciding, remembering, counting):
+    for function in (plain, choosing):
+        assert record(evaluation(function), given) is not None, function.__name__
+    for function in (drawing, deciding, remembering, counting, masking, elsewhere):
         assert record(evaluation(function), given) is None, function.__name__
 
 
@@ -110,9 +120,11 @@ def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch
     before = attack.run(given, [0, 1])
     assert not made  # too short to be worth it
     monkeypatch.setattr(stack, "WORTH", 5)
+    monkeypatch.setattr(stack, "STEADY", 2)
     after = attack.run(given, [0, 1])
     assert len(made) > 1  # again after trials had ended
     assert made == sorted(made, reverse=True)
+    assert len(made) <= 3  # each after twice as many evaluations
     for x, y in zip(before, after, strict=True):
         assert isinstance(x, Reconstruction)
         assert isinstance(y, Reconstruction)
@@ -120,6 +132,21 @@ def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch
         assert y.inputs is not None
         assert torch.equal(x.inputs, y.inputs)
         assert x.objective == y.objective
+
+
+def test_a_trial_that_runs_away_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = attacks.build({"name": "ig", "iterations": 40})
+    assert isinstance(attack, Matching)
+    trials, point = problems("one step", 3)
+    start = point(0)
+    start["inputs"][1] = torch.nan
+    monkeypatch.setattr(stack, "WORTH", 1)
+    trials._wait = 1  # recorded before the search drops it
+    trials.ahead(40, start)
+    assert trials._recorded is not None
+    trials._steady = 0
+    rows = attack._search(trials, start, [torch.Generator() for _ in range(3)])
+    assert [row[1] < 1 for row in rows] == [True, False, True]
 
 
 def test_a_refused_record_leaves_the_search_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,15 @@ def test_who_knows_the_steps_gains_what_sampling_hides_from_others() -> None:
         assert found[OF_UPDATE] == rero.from_charges(0.2, (charge,))
 
 
+def test_no_bound_against_who_knows_the_noise() -> None:
+    (training,) = harness.prepare(private("threat.knows_draws=true"), device="cpu").trainings
+    (watch,) = training.watches
+    row = {"update": watch.scene.victims[0].key, "identified_among": 5}
+    (found,) = claims.Ceilings(training, []).of(watch, [row])
+    assert found[BOUND] is None
+    assert "knows the noise" in found["missing"][BOUND]
+
+
 def test_rounds_seen_before_are_charged_too(tmp_path):
     rows = run(private("threat.rounds=1"), tmp_path / "a")
     for row in rows:

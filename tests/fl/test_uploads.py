@@ -16,6 +16,7 @@ from fl.client import Client
 from fl.engines.base import Engine
 from fl.federation import ClientData, Federation
 from fl.method import Method, mean
+from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedgma import FedGMA
 from fl.methods.hyperfl import HyperFL
@@ -78,7 +79,16 @@ def test_one_dense_value_among_structured_ones_makes_one_matrix(monkeypatch: pyt
     assert torch.allclose(dense(whole), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(("room", "method", "kept"), [(0, FedAvg(), 1), (0, FedGMA(), 3), (2**20, FedAvg(), 3)])
+@pytest.mark.parametrize(
+    ("room", "method", "kept"),
+    [
+        (0, FedAvg(), 1),
+        (0, FedGMA(), 3),
+        (2**20, FedAvg(), 3),
+        (0, DPFedAvg.example(), 1),
+        (0, replace(DPFedAvg.example(), mode="client-level", rate=None, local_steps=None), 3),
+    ],
+)
 def test_only_means_are_joined_and_only_for_want_of_room(
     room: int, method: Method, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
