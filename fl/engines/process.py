@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -68,17 +68,20 @@ class Processes(Engine):
             block.share_memory_()  # one copy for all workers
         size = self.inner.chunk
         chunks = [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
+        tasks = deque[Future[list[Any]]]()
         try:
             pool = self._workers(run)
-            tasks = deque(
-                pool.submit(work, server, pack({n: run.clients[n] for n in chunk}), chunk, *settings)
-                for chunk in chunks
-            )
+            for chunk in chunks:
+                states = pack({n: run.clients[n] for n in chunk})
+                tasks.append(pool.submit(work, server, states, chunk, *settings))
             while tasks:
                 yield from tasks.popleft().result()
         except BrokenProcessPool as error:
             self.pool = None
             raise RuntimeError("a worker process died, probably for want of memory: use fewer workers") from error
+        finally:
+            for task in tasks:  # of a round that has ended before its last client
+                task.cancel()
 
     def _workers(self, run: Federation) -> ProcessPoolExecutor:
         if self.pool is None:
