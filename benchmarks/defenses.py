@@ -29,6 +29,19 @@ from fl.simulate import Truth
 from fl.types import Batch, ThreatModel
 
 HEAD = ["defence", "images", "setting of", "knowing", "not knowing", "difference", "originals", "adapted settings"]
+KEPT = (
+    "defense",
+    "images",
+    "known",
+    "update",
+    "place",
+    "psnr",
+    "ssim",
+    "psnr_original",
+    "floor_mean_psnr",
+    "objective",
+)
+"""Of an image's scores, what is published."""
 FIRST = 1000
 """The first of the test images used."""
 
@@ -136,7 +149,8 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
         "",
         *table(HEAD, body),
     ]
-    publish("defenses", {"search": search, "rows": list(scored), "cpu_seconds": seconds}, lines)
+    rows = [{key: row[key] for key in KEPT if key in row} for row in scored]
+    publish("defenses", {"search": search, "rows": rows, "cpu_seconds": seconds}, lines)
 
 
 def _told(found: Interval, form: str = ".1f") -> str:
