@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl.tensors import LowRank, Tensors, norm, scaled, split, squared_distance
+from fl.tensors import LowRank, Tensors, length, norm, scaled, split, squared_distance
 
 
 def direction(observed: Tensors) -> tuple[Tensors, Tensor]:
@@ -29,9 +29,8 @@ def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
         size: the norm it had; unused, as the angle is the same.
     """
     mine = {name: predicted[name] for name in observed}
-    (flat, structured), (target, _) = split(mine), split(observed)
-    if not structured and len(flat) == len(target):
-        distance: Tensor = _Directions.apply(flat, target)[0]
+    if all(isinstance(value, Tensor) for value in (*mine.values(), *observed.values())):
+        distance: Tensor = _Directions.apply(split(mine)[0], split(observed)[0])[0]
         return distance / 2
     return _distance(predicted, observed, 1 / norm(mine)) / 2
 
@@ -68,7 +67,7 @@ class _Directions(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        size = _length(x)
+        size = length(x)
         apart = x / size - y
         return apart.square().sum(), apart, size
 
@@ -82,15 +81,10 @@ class _Directions(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None]:
         x, y, apart, size = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again: by x, not only by what is multiplied here
-            size = _length(x)
+            size = length(x)
             apart = x / size - y
         along = (x * apart).sum() / size**2
         return torch.addcmul(apart, x, -along) * (2 * grad / size), None
-
-
-def _length(x: Tensor) -> Tensor:
-    """Euclidean norm, above 0 by a hair at least."""
-    return torch.linalg.vector_norm(x).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
 
 
 OBJECTIVES = {"cosine": cosine, "l2": squared}

@@ -15,7 +15,7 @@ INTRODUCTION = [
     "client; a column that stays flat is one whose cost is proportional to the work. Memory is the peak of resident "
     "memory of a process that runs one case and nothing else, above what it held after torch was loaded and a tiny "
     "case had run (MiB). Images are noise, since only cost is measured. Searches are too short here to be recorded "
-    "(attacks/recorded.py): those of thousands of iterations are up to twice as fast, see speed.md.",
+    "(attacks/recorded.py): those of thousands of iterations are up to 1.4 times as fast, see speed.md.",
     "",
 ]
 

@@ -61,8 +61,22 @@ def _generator(key: Tensor) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array(key.tolist(), dtype=np.uint64)))
 
 
-class _Normal(torch.autograd.Function):
-    """Drawn outside of all transforms; a stack of keys gives a stack of draws."""
+class Drawing(torch.autograd.Function):
+    """What is drawn outside of all transforms, from four arguments, none of which it depends on smoothly."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing flows back."""
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Nothing for any argument."""
+        return None, None, None, None
+
+
+class _Normal(Drawing):
+    """A stack of keys gives a stack of draws."""
 
     @staticmethod
     def forward(key: Tensor, count: int, terms: int, kind: torch.dtype) -> Tensor:
@@ -71,14 +85,6 @@ class _Normal(torch.autograd.Function):
         for _ in range(terms - 1):
             total += draw.standard_normal(count, dtype=form)
         return torch.from_numpy(total) / terms**0.5
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], key: Tensor, *rest: Any) -> tuple[Tensor, int]:

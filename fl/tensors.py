@@ -287,11 +287,16 @@ def total(x: Mapping[str, Value], y: Mapping[str, Value]) -> Tensor:
     return torch.stack(parts).sum()
 
 
+def length(x: Tensor) -> Tensor:
+    """Euclidean norm of a vector, above 0 by a hair at least; its derivative at zero is zero."""
+    return torch.linalg.vector_norm(x).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
+
+
 def norm(x: Mapping[str, Value]) -> Tensor:
     """Euclidean norm of all entries together, above 0 by a hair at least; its derivative at zero is zero."""
     flat, structured = split(x)
     if not structured:
-        return torch.linalg.vector_norm(flat).clamp_min(torch.finfo(flat.dtype).tiny ** 0.5)
+        return length(flat)
     squares = total(structured, structured)
     if flat.numel():
         squares = squares + flat.square().sum()

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from fl.client import Client, Defended, Gradient, LocalResult
 from fl.engines.base import Engine
 from fl.method import Step
-from fl.noise import Noise
+from fl.noise import Drawing, Noise
 from fl.optim import OptimState, optimise
 from fl.parametrisation import Parametrisation
 from fl.simulate import Round, Start, finish, train
@@ -288,20 +288,12 @@ class _Streams(Noise):
         return {name: value.to(values[name].device) for name, value in drawn.items()}
 
 
-class _Drawn(torch.autograd.Function):
-    """Drawn outside of all transforms; a stack of rows gives a stack of draws."""
+class _Drawn(Drawing):
+    """A stack of rows gives a stack of draws."""
 
     @staticmethod
     def forward(row: Tensor, shape: tuple[int, ...], kind: torch.dtype, streams: Sequence[torch.Generator]) -> Tensor:
         return torch.randn(shape, generator=streams[int(row)], dtype=kind)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], rows: Tensor, *rest: Any) -> tuple[Tensor, int]:
