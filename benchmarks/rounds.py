@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,25 +25,15 @@ import torch
 
 import fl.models
 from benchmarks.common import publish, table
-from fl.client import Client
+from benchmarks.worlds import BATCH, federation, images
 from fl.engines import EngineName
-from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.seeds import stream
-from fl.types import Batch
 
-IMAGES, BATCH, EPOCHS, REPEATS = 600, 50, 5, 3
-NETWORKS = {"hyperfl-colour": (3, 32, 32), "hyperfl-grey": (1, 28, 28)}
+IMAGES, EPOCHS, REPEATS = 600, 5, 3
 FACTORED, AUTHORS = "HyperFL, factored", "HyperFL, the authors' code"
 OFFICIAL = {"hyperfl-colour": "CifarCNN_Hyper", "hyperfl-grey": "CNN_FMNIST_Hyper"}
-
-
-def images(shape: Sequence[int], client: int) -> Batch:
-    """One client's images: noise, since only time is measured."""
-    draw = stream(0, "images", client)
-    return Batch(torch.rand(IMAGES, *shape, generator=draw), torch.randint(0, 10, (IMAGES,), generator=draw))
 
 
 @dataclass(frozen=True)
@@ -62,18 +52,15 @@ class Contender:
 
 def ours(network: str, method: Method, engine: EngineName, clients: int, workers: int = 1) -> Contender:
     """Rounds of a federation of ours, aggregation included."""
-    data = [
-        ClientData(own, own.take(torch.arange(1))) for own in (images(NETWORKS[network], i) for i in range(clients))
-    ]
-    client = Client(fl.models.build(network, num_classes=10, seed=0), method)
-    federation = Federation(client, data, engine=engine, workers=workers)
+    task = fl.models.build(network, num_classes=10, seed=0)
+    run = federation(task, method, clients=clients, each=IMAGES, engine=engine, workers=workers)
 
     def once() -> None:
-        federation.run_round()
+        run.step(evaluate=False)
 
     if workers > 1:
         once()  # starts the processes
-    return Contender(once, clients, federation.close)
+    return Contender(once, clients, run.close)
 
 
 def official(folder: Path, network: str, clients: int) -> Contender:
@@ -85,9 +72,9 @@ def official(folder: Path, network: str, clients: int) -> Contender:
     args: Any = types.SimpleNamespace(
         num_classes=10, device="cpu", lr=0.02, lr_g=0.1, momentum=0.5, embed_dim=64, hidden_dim=128
     )
-    updates = []
+    updates, task = [], fl.models.build(network, num_classes=10, seed=0)
     for i in range(clients):
-        own = images(NETWORKS[network], i)
+        own = images(task, IMAGES, i)
         sets = [torch.utils.data.TensorDataset(b.inputs, b.labels) for b in (own, own.take(torch.arange(1)))]
         loaders = [torch.utils.data.DataLoader(s, BATCH, shuffle=True) for s in sets]
         updates.append(rule.LocalUpdate_HyperFL(i, args, *loaders, getattr(networks, OFFICIAL[network])(args)))
@@ -131,7 +118,7 @@ def main() -> None:
     cores = os.cpu_count() or 1
     hyperfl, fedavg = HyperFL(batch_size=BATCH, epochs=EPOCHS), FedAvg(lr=0.02, batch_size=BATCH, epochs=EPOCHS)
     single, whole = [], []
-    for network in NETWORKS:
+    for network in OFFICIAL:
         contenders = {
             "FedAvg, loop": ours(network, fedavg, "loop", 2),
             "HyperFL, loop": ours(network, hyperfl, "loop", 2),

@@ -23,12 +23,13 @@ def images(task: Task, count: int, *keys: object) -> Batch:
     return Batch(torch.rand(count, *task.input_shape, generator=draw), labels)
 
 
-def federation(task: Task, method: Method, *, clients: int, each: int, engine: EngineName) -> Federation:
+def federation(
+    task: Task, method: Method, *, clients: int, each: int, engine: EngineName, workers: int = 1
+) -> Federation:
     """So many clients of `each` images, with a single one to test on."""
     parts = (images(task, each, number) for number in range(clients))
-    return Federation(
-        Client(task, method), [ClientData(own, own.take(torch.arange(1))) for own in parts], engine=engine
-    )
+    data = [ClientData(own, own.take(torch.arange(1))) for own in parts]
+    return Federation(Client(task, method), data, engine=engine, workers=workers)
 
 
 def victims(network: str, count: int) -> list[ServerView]:
