@@ -120,6 +120,21 @@ class ViewAttack(Attack):
         """The result on the rewritten view as one on the first view."""
         return result
 
+    def lead(self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        """What `then` makes of the rewritten views, attacked in one stack."""
+        single = [self.single(view) for view in views]
+        rewritten = [view if isinstance(view, NotApplicable) else self.rewrite(view) for view in single]
+        open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
+        found = then.run([rewritten[i] for i in open_to], [seeds[i] for i in open_to])  # type: ignore[misc]
+        results: list[Result] = [view if isinstance(view, NotApplicable) else NotApplicable("") for view in rewritten]
+        for i, result in zip(open_to, found, strict=True):
+            easier = rewritten[i]
+            assert isinstance(easier, ServerView)
+            if isinstance(result, Reconstruction):
+                result = self.unwrap(views[i], easier, result)
+            results[i] = result
+        return results
+
 
 @attacks.register("chain")
 @dataclass(frozen=True, kw_only=True)
@@ -148,18 +163,7 @@ class Chain(Attack):
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Rewrite every view, attack those that could be, in one stack."""
         assert isinstance(self.first, ViewAttack)
-        single = [self.first.single(view) for view in views]
-        rewritten = [view if isinstance(view, NotApplicable) else self.first.rewrite(view) for view in single]
-        open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
-        found = self.then.run([rewritten[i] for i in open_to], [seeds[i] for i in open_to])  # type: ignore[misc]
-        results: list[Result] = [view if isinstance(view, NotApplicable) else NotApplicable("") for view in rewritten]
-        for i, result in zip(open_to, found, strict=True):
-            easier = rewritten[i]
-            assert isinstance(easier, ServerView)
-            if isinstance(result, Reconstruction):
-                result = self.first.unwrap(views[i], easier, result)
-            results[i] = result
-        return results
+        return self.first.lead(self.then, views, seeds)
 
 
 def build(spec: str | Mapping[str, Any] | Attack) -> Attack:

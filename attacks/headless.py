@@ -161,7 +161,8 @@ def obstacle(view: ServerView) -> str | None:
         return "the network has no classifier to cut off"
     steps = [step for steps in view.schedule or () for step in steps]
     if len(steps) != 1:
-        return "it takes one local step" if view.schedule is not None else "the number of local steps is unknown"
+        several = "it takes one local step: where several are short, `first-step` works out the first"
+        return several if view.schedule is not None else "the number of local steps is unknown"
     if sum(steps[0]) != 1:
         return "it takes a batch of one: the signals of several images are summed in the bias gradient"
     return None

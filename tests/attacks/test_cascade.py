@@ -2,84 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
-from skimage import data
 from support import chains
-from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d
+from support.pictures import LEAKY, POOLED, STEP, attack, error, network, photograph, victim
+from torch import nn
 
 import fl.models
 from attacks import NotApplicable, Reconstruction
-from attacks.base import build
 from attacks.cascade import Cascade
 from defenses.clip import Clip
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
-from fl.method import Method
-from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
-from fl.models.layers import Normalize
 from fl.seeds import stream
-from fl.types import Batch, ServerView, Task, ThreatModel
+from fl.types import Batch, ThreatModel
 
-STEP = FedAvg(lr=1.0, steps=1)
 GENERATED = HyperFL(
     lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")
 )
-
-
-def photograph(size: int, channels: int = 1) -> Tensor:
-    """Part of a photograph (1, C, size, size) in [0, 1]."""
-    whole = torch.tensor(data.astronaut()).permute(2, 0, 1)[None].double() / 255
-    small = avg_pool2d(whole[..., 40:264, 120:344], 224 // size)
-    return small.mean(1, keepdim=True) if channels == 1 else small
-
-
-def network(*layers: nn.Module, size: int = 14, channels: int = 1, seed: int = 0) -> Task:
-    """A chain of layers on normalised images, a linear layer to 12 features behind it, and a classifier."""
-    shape = (channels, size, size)
-    normalise = Normalize((0.4,) * channels, (0.3,) * channels)
-    body = nn.Sequential(*map(copy.deepcopy, layers), nn.Flatten()).eval()
-    body.append(nn.Linear(body(torch.zeros(1, *shape)).shape[1], 12))
-    body.append(nn.LeakyReLU(0.1))
-    model = nn.Sequential(OrderedDict(normalise=normalise, body=body, head=nn.Linear(12, 3))).double()
-    draw = stream(seed, "weights")
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            fan = value[0].numel() if value.ndim > 1 else 4
-            value.copy_(torch.randn(value.shape, generator=draw, dtype=value.dtype) * fan**-0.5)
-            if "norm" in name:
-                value.abs_().add_(0.5)
-    return Task(model, shape, 3, head="head.", mean=(0.4,) * channels, std=(0.3,) * channels)
-
-
-def victim(task: Task, image: Tensor, method: Method = STEP) -> ServerView:
-    image = image.to(next(iter(task.parameters.values())).dtype)
-    batch = Batch(image, torch.tensor([1]))
-    return Federation(Client(task, method), [ClientData(batch, batch)]).observe(0)[0]
-
-
-def attack(view: ServerView, name: str = "cascade") -> Reconstruction:
-    result = build(name)(view)
-    assert isinstance(result, Reconstruction), result
-    return result
-
-
-def error(result: Reconstruction, image: Tensor) -> float:
-    assert result.inputs is not None
-    return float((result.inputs.double() - image).abs().max())
-
-
-LEAKY = nn.LeakyReLU(0.01)
 CHAINS = {
-    "max pooling": (nn.Conv2d(1, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY),
+    "max pooling": POOLED,
     "activation first": (nn.Conv2d(1, 12, 3, padding=1), LEAKY, nn.MaxPool2d(2)),
     "no pooling": (nn.Conv2d(1, 4, 3, padding=1), LEAKY),
     "strides": (nn.Conv2d(1, 8, 3, padding=1, stride=2), nn.Tanh()),

@@ -1,0 +1,201 @@
+"""Several local steps on the same images as the first of them: what the later ones added is simulated and taken off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewAttack, attacks
+from attacks.problem import fixed_labels
+from attacks.surrogate import APPROXIMATE, Surrogate, mean_gradient, movement, steps
+from fl.defense import Defense
+from fl.group import in_turn
+from fl.methods.fedavg import FedAvg
+from fl.predict import predict
+from fl.tensors import Tensors, combine, detached, norm, scaled, total
+from fl.types import Candidate, ServerView
+
+EXPLAINED = 1e-5
+"""Share of the update left unexplained below which a reconstruction is taken to explain all of it, in float32."""
+FALLING = 0.7
+"""Share of what was left unexplained that a correction has to come below to count as progress."""
+PATIENCE = 2
+"""Corrections without progress after which the search ends."""
+
+
+@attacks.register("first-step")
+@dataclass(frozen=True, kw_only=True)
+class FirstStep(ViewAttack):
+    """Takes all local steps for the first, then corrects that by what the reconstruction says of the others.
+
+    The mean gradient along a round differs from the one at the network sent by what the network's moving adds. That
+    depends on the images; so they are reconstructed from the mean gradient, the round is simulated on them, and what
+    the simulated mean m differs from the simulated first gradient f by is taken off the observed mean:
+
+        g <- c * observed + (f - c * m),  c = <f, m> / <m, m>,
+
+    over and over (defect correction: Stetter, Numerische Mathematik 29, 1978). The error falls each time by
+    about the share by which gradients turn along the round, so attacks that ask for a single step, exact
+    ones too, reach what they reach there: `first-step+cascade`. The reconstruction that explains the update best is
+    returned; `verified` only if nothing but rounding of the update is left.
+
+    Threat model: an honest server that knows the local optimiser, the schedule, and the order of the batches unless
+    every step feeds all images; the classifier is shared, and labels are known or read off its update.
+
+    Attributes:
+        corrections: at most; each is another reconstruction.
+    """
+
+    plain: ClassVar[str] = "works out what several training steps added to the first one, for attacks that need one."
+
+    corrections: int = 12
+
+    def __post_init__(self) -> None:
+        if self.corrections < 0:
+            raise ValueError(f"expected corrections >= 0, got {self.corrections}")
+
+    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+        """What the rewrite reads by itself: no images."""
+        rewritten = self.rewrite(view)
+        if isinstance(rewritten, NotApplicable):
+            return rewritten
+        return self.unwrap(view, rewritten, Reconstruction(inputs=None))
+
+    def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        """The view of one step on all images along the mean gradient, not corrected yet."""
+        easier = Surrogate(along=0.0).rewrite(view)
+        if isinstance(easier, NotApplicable):
+            return easier
+        if steps(view) == 1:
+            return view
+        if easier.private:
+            return NotApplicable("the classifier is private: what it made of later steps can't be simulated")
+        if view.schedule is None:
+            return NotApplicable("the number of local steps is unknown: they can't be simulated")
+        fed = {size for phase in view.schedule for step in phase for size in step if size}
+        if view.order is None and fed != {view.batch_size}:
+            return NotApplicable("batches are smaller than all images and their order is unknown")
+        size = _size(view)
+        method = FedAvg(lr=size, steps=1, batch_size=None, train_mode=view.method.train_mode)
+        return replace(easier, method=method, update=scaled(easier.update, size), history=())
+
+    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+        """The result; of several steps not corrected no check of it can tell more than that the approximation fits."""
+        if steps(view) == 1:
+            return result
+        return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
+
+    def lead(self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        """Reconstruct and correct in turns, those still open in one stack."""
+        searches = [self._opened(view, seed) for view, seed in zip(views, seeds, strict=True)]
+        for _ in range(1 + self.corrections):
+            active = [search for search in searches if isinstance(search, _Search) and search.open]
+            if not active:
+                break
+            found = then.run([search.easier for search in active], [search.seed for search in active])
+            for search, result in zip(active, found, strict=True):
+                search.take(result)
+        return [search.result() if isinstance(search, _Search) else search for search in searches]
+
+    def _opened(self, view: ServerView, seed: int) -> _Search | NotApplicable:
+        single = self.single(view)
+        easier = self.rewrite(single) if isinstance(single, ServerView) else single
+        if isinstance(easier, NotApplicable):
+            return easier
+        assert isinstance(single, ServerView)
+        labels = None if steps(single) == 1 else fixed_labels(single, "auto")
+        if labels is None and steps(single) != 1:
+            return NotApplicable("the labels are unknown and not in the update: later steps can't be simulated")
+        return _Search(single, seed, easier, labels)
+
+
+@dataclass
+class _Search:
+    """One view under attack.
+
+    Attributes:
+        view: as it came in.
+        seed: of the attack on it.
+        easier: the view of one step, as far as it is corrected.
+        labels: of the images (N,); None where there is one step only.
+        best: the result that explains most of the update, or the first one.
+        left: share of the update that it leaves.
+        idle: corrections since there was progress.
+        over: whether there is nothing more to correct, or to correct it by.
+        history: what every reconstruction left.
+    """
+
+    view: ServerView
+    seed: int
+    easier: ServerView
+    labels: Tensor | None
+    best: Result | None = None
+    left: float = math.inf
+    idle: int = 0
+    over: bool = False
+    history: list[float] = field(default_factory=list)
+    sent: Tensors = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sent = self.easier.update
+
+    @property
+    def open(self) -> bool:
+        """Whether another reconstruction may help."""
+        return not self.over and self.idle <= PATIENCE and self.left > 0.1 * EXPLAINED
+
+    def take(self, result: Result) -> None:
+        """Compare a result with the update, and correct the view by it."""
+        self.best = self.best or result
+        if isinstance(result, NotApplicable) or result.inputs is None or self.labels is None:
+            self.over = True
+            return
+        labels = self.labels if result.labels is None else result.labels
+        guess = Candidate(result.inputs, labels, order=self.view.order or in_turn(self.view, len(labels)))
+        first = detached(predict(self.easier, replace(guess, order=None), defended=False))
+        mean = _mean(self.view, detached(predict(self.view, guess, defended=False)))
+        unit = float(total(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
+        left = float(norm(combine(self.sent, mean, -unit)) / norm(self.sent))
+        self.history.append(left)
+        self.idle = 0 if left < FALLING * self.left else self.idle + 1
+        if left < self.left:
+            self.best, self.left = result, left
+        # at equal sizes: that gradients shrink along the round is no error of the image
+        like = float(total(first, mean) / norm(mean) ** 2)
+        corrected = combine(scaled(self.sent, like / unit), combine(first, mean, -like))
+        self.easier = replace(self.easier, update=corrected)
+        self.over = unit <= 0  # it would point back
+
+    def result(self) -> Result:
+        """The best found, and whether it explains the update."""
+        assert self.best is not None
+        if isinstance(self.best, NotApplicable) or self.labels is None:
+            return self.best
+        done = self.left < EXPLAINED
+        return replace(
+            self.best,
+            labels=self.labels if self.best.labels is None else self.best.labels,
+            objective=self.left if self.history else self.best.objective,
+            history=tuple(self.history),
+            knowledge=self.best.knowledge if done else (*self.best.knowledge, APPROXIMATE),
+            verified=self.best.verified if done else False,
+            fixed=self.best.fixed if done else None,
+        )
+
+
+def _size(view: ServerView) -> float:
+    """How far the round's steps move a parameter together: one step of that size hides no rounding of the update."""
+    phases = view.method.phases(view.client.task, view.round)
+    owners = {tuple(phase.assign({name: 0}).get(name) for phase in phases) for name in view.update}
+    return max(movement(phases, view.schedule, mine) for mine in owners)
+
+
+def _mean(view: ServerView, predicted: Tensors) -> Tensors:
+    """The mean gradient of a simulated round, times `_size`; nothing was done to its update."""
+    mean = mean_gradient(replace(view, update=predicted, defense=Defense()))
+    assert not isinstance(mean, NotApplicable)
+    return scaled(mean, _size(view))
