@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.sent_twice import SentTwice, lengthened
 from fl.models.hypernetwork import TRUNK_BIAS, TRUNK_WEIGHT, head_bias, head_weight
-from fl.tensors import LowRank, Tensors, Value, dense, each, inner, matvec, norm, rmatvec
+from fl.tensors import LowRank, Tensors, Value, dense, each, inner, length, matvec, norm, rmatvec
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,16 @@ class HypernetUpdate:
     Several steps add up such terms. All reading goes through products with vectors, and fits leave out what a known
     defence has cut: that is zero in `change`, but not observed.
 
+    A client that sends dW_k sends g_k once for every active unit, and db_k once more. So noise on the update averages
+    out: fits take both, each weighted by the inverse variance of its noise, which is what they leave of each other.
+
     Attributes:
         shared: parameters the server sent.
         change: their update.
         names: the generated tensors.
         bias: whether the heads have biases.
         rounding: relative size of what rounding alone can leave in the update.
+        single: whether one step made it, so that every head's update is one outer product.
         seen: 1 where an entry was sent, 0 where a known defence cut it, by name; None if nothing is cut.
     """
 
@@ -39,6 +44,7 @@ class HypernetUpdate:
     names: tuple[str, ...]
     bias: bool
     rounding: float
+    single: bool = True
     seen: dict[str, Tensor] | None = None
 
     @classmethod
@@ -50,13 +56,14 @@ class HypernetUpdate:
         *,
         bias: bool,
         rounding: float,
+        single: bool = True,
         passed: Callable[[Tensors], Tensors] | None = None,
     ) -> HypernetUpdate:
         """From parameters and update of any floating-point type, and what a known defence lets through."""
         keep = [TRUNK_WEIGHT, TRUNK_BIAS, *map(head_weight, names), *(map(head_bias, names) if bias else ())]
         # the published head weights stay in their own type: they are only multiplied with vectors
         mine, moved = {n: shared[n] for n in keep}, each({n: change[n] for n in keep}, torch.Tensor.double)
-        return cls(mine, moved, names, bias, rounding, None if passed is None else _seen(moved, passed))
+        return cls(mine, moved, names, bias, rounding, single, None if passed is None else _seen(moved, passed))
 
     def complete(self, layer: str) -> bool:
         """Whether the fit of the input of `layer` ("trunk" or "heads") finds each of its numbers in the update."""
@@ -77,7 +84,8 @@ class HypernetUpdate:
     def embedding(self) -> Tensor:
         """The embedding as the least-squares fit of dW0 = db0 v^T (embedding,)."""
         back = dense(self.change[TRUNK_BIAS])
-        return rmatvec(self.change[TRUNK_WEIGHT], back) / self._seen_by_columns(TRUNK_WEIGHT, back)
+        found = rmatvec(self.change[TRUNK_WEIGHT], back) / self._seen_by_columns(TRUNK_WEIGHT, back)
+        return lengthened(found, [self._sent(TRUNK_WEIGHT, TRUNK_BIAS)]) if self.single else found
 
     def trunk_residual(self, embedding: Tensor) -> float:
         """What the fit leaves of dW0, relative to it; 1 if it doesn't reach every number of the embedding."""
@@ -118,8 +126,7 @@ class HypernetUpdate:
 
     def _length_error(self, hidden: Tensor) -> float:
         """Standard error of the length of the activations, from how far head biases and head weights disagree."""
-        gradient = self.gradient(hidden)
-        raised = self._raised(hidden)
+        gradient, raised = self._biases(), self._raised(hidden)
         apart = sum(float((g - raised[n]).square().sum()) for n, g in gradient.items())
         whole = sum(float(g @ g) for g in gradient.values())
         return math.sqrt(apart / whole / sum(g.numel() for g in gradient.values()))
@@ -162,19 +169,24 @@ class HypernetUpdate:
     def gradient(self, hidden: Tensor) -> dict[str, Tensor]:
         """The generated tensors' own gradient times step size and clip factor, by name (n,).
 
-        The heads' biases hold it as it is; without them it is the least-squares fit of dW_k = g_k a^T.
+        The heads' biases hold it as it is, and in one step their weights once for every active unit: the mean of both,
+        weighted by inverse variances. Without biases it is the least-squares fit of dW_k = g_k a^T.
         """
-        if self.bias:
-            return {n: dense(self.change[head_bias(n)]) for n in self.names}
-        return self._raised(hidden)
+        if not self.bias:
+            return self._raised(hidden)
+        if not self.single or not bool(hidden.any()):
+            return self._biases()
+        return {n: self._sent(head_weight(n), head_bias(n)).gradient(hidden) for n in self.names}
 
     def hidden_from_heads(self) -> Tensor:
         """The hidden activations from the heads (hidden,); all zero where no length fits, as several steps may do."""
         if self.bias:
-            gradient = self.gradient(torch.empty(0))
-            size = sum(self._seen_by_columns(head_weight(n), g) for n, g in gradient.items())
-            hidden = self._pull(gradient) / size
-            return torch.clamp(hidden, min=0)  # activations of a ReLU: what is below 0 is rounding
+            own = self._biases()
+            size = sum(self._seen_by_columns(head_weight(n), g) for n, g in own.items())
+            hidden = torch.clamp(self._pull(own) / size, min=0)  # activations of a ReLU: what is below 0 is rounding
+            if not self.single or not bool(hidden.any()):
+                return hidden
+            return lengthened(hidden, [self._sent(head_weight(n), head_bias(n)) for n in self.names])
         direction = self._leading()
         # |a| is what is left: G_k = dW_k a/|a| = |a| g_k, and relu'(z) * sum_k W_k^T g_k must be db0
         raised = self._raised(direction)
@@ -199,7 +211,7 @@ class HypernetUpdate:
         if not self.bias or not bool(hidden.any()):
             return 0.0
         apart, raised = 0.0, self._raised(hidden)
-        for n, gradient in self.gradient(hidden).items():
+        for n, gradient in self._biases().items():
             squares = (gradient - raised[n]).square() * self._seen_by_rows(head_weight(n), hidden)
             apart += float((squares if self.seen is None else squares * self.seen[head_bias(n)]).sum())
         return math.sqrt(apart / sum(float(inner(w, w)) for w in self._head_changes().values()))
@@ -215,6 +227,17 @@ class HypernetUpdate:
         return made
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _biases(self) -> dict[str, Tensor]:
+        return {n: dense(self.change[head_bias(n)]) for n in self.names}
+
+    def _sent(self, weight: str, bias: str) -> SentTwice:
+        floors = [self.rounding**2 * float(length(dense(self.shared[n]))) ** 2 for n in (weight, bias)]
+        counts = [self.change[n].numel() for n in (weight, bias)]
+        tiny = torch.finfo(torch.float64).tiny
+        variances = (floors[0] / counts[0] + tiny, floors[1] / counts[1] + tiny)
+        seen = None if self.seen is None else (self.seen[weight], self.seen[bias])
+        return SentTwice(self.change[weight], dense(self.change[bias]), variances, seen)
+
     def _head_changes(self) -> dict[str, Value]:
         return {n: self.change[head_weight(n)] for n in self.names}
 

@@ -1,6 +1,7 @@
 """The peel: exact where it is exact, and told apart from where it is not."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from support.compare import assert_near
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
-from attacks.peel import FITS, Peel
+from attacks.peel import FITS, Peel, Peeled
+from defenses.noise import Noise
 from defenses.prune import Prune
 from fl.client import Client
 from fl.decay import decay_shares
@@ -19,7 +21,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as network
-from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork
+from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulate import Truth
@@ -173,6 +175,34 @@ def test_what_pruning_has_cut_altogether_is_not_certified() -> None:
     solved = Peel().solve(dead)
     assert not isinstance(solved, NotApplicable)
     assert (solved.route, solved.verified) == ("biases", False)
+
+
+@pytest.mark.parametrize(
+    ("defense", "least", "most"),
+    [(Noise(std=0.1), 0.09, 0.02), (Noise(std=0.3), 0.27, 0.08), (Prune(ratio=0.5), 0.005, 1e-3)],
+    ids=["noise", "much noise", "prune"],
+)
+@pytest.mark.parametrize("init", ["scaled", "published"])
+def test_a_gradient_sent_once_per_unit_is_averaged(
+    defense: Defense, least: float, most: float, init: Literal["scaled", "published"]
+) -> None:
+    method = replace(STEP, parametrisation=Hypernetwork(embedding=32, hidden=64, init=init))
+    plain, peeled = (Peel().solve(victim(worlds.task(), method, defense=d)[0]) for d in (Defense(), defense))
+    assert isinstance(plain, Peeled)
+    assert isinstance(peeled, Peeled)
+    whole = torch.cat([value.flatten() for value in plain.gradient.values()])
+    once = torch.cat([dense(peeled.opened.change[head_bias(name)]) for name in plain.gradient])
+    averaged = torch.cat([value.flatten() for value in peeled.gradient.values()])
+    assert (once - whole).norm() > least * whole.norm()  # what the biases alone say: else this shows nothing
+    assert (averaged - whole).norm() < most * whole.norm()
+
+
+def test_over_several_steps_the_biases_alone_are_believed() -> None:
+    view, _ = victim(worlds.task(), replace(STEP, steps=3, lr=0.1), 4)
+    peeled = Peel().solve(view)
+    assert isinstance(peeled, Peeled)
+    for name, value in peeled.gradient.items():
+        assert torch.equal(value.flatten(), dense(peeled.opened.change[head_bias(name)]))
 
 
 def test_over_a_round_it_is_close_and_the_first_layer_closer() -> None:
