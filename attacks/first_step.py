@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewAttack, attacks
@@ -16,13 +18,15 @@ from fl.defense import Defense
 from fl.group import in_turn
 from fl.methods.fedavg import FedAvg
 from fl.predict import predict
-from fl.tensors import Tensors, combine, detached, norm, scaled, total
+from fl.tensors import Tensors, combine, norm, scaled, total
 from fl.types import Candidate, ServerView
 
 EXPLAINED = 1e-5
-"""Share of the update left unexplained below which a reconstruction is taken to explain all of it, in float32."""
+"""Share of the update left unexplained below which a reconstruction is taken to explain all of it."""
 FALLING = 0.7
 """Share of what was left unexplained that a correction has to come below to count as progress."""
+FEW = 4
+"""Images up to which all arrangements are simulated: attacks return them in an order of their own."""
 PATIENCE = 2
 """Corrections without progress after which the search ends."""
 
@@ -41,7 +45,8 @@ class FirstStep(ViewAttack):
     over and over (defect correction: Stetter, Numerische Mathematik 29, 1978). The error falls each time by
     about the share by which gradients turn along the round, so attacks that ask for a single step, exact
     ones too, reach what they reach there: `first-step+cascade`. The reconstruction that explains the update best is
-    returned; `verified` only if nothing but rounding of the update is left.
+    returned; `verified` only if no more than 1e-5 of the update is left. Of up to four images whose place in the round
+    or whose label an attack leaves open all arrangements are simulated.
 
     Threat model: an honest server that knows the local optimiser, the schedule, and the order of the batches unless
     every step feeds all images; the classifier is shared, and labels are known or read off its update.
@@ -76,8 +81,7 @@ class FirstStep(ViewAttack):
             return NotApplicable("the classifier is private: what it made of later steps can't be simulated")
         if view.schedule is None:
             return NotApplicable("the number of local steps is unknown: they can't be simulated")
-        fed = {size for phase in view.schedule for step in phase for size in step if size}
-        if view.order is None and fed != {view.batch_size}:
+        if view.order is None and _fed(view) != {view.batch_size}:
             return NotApplicable("batches are smaller than all images and their order is unknown")
         size = _size(view)
         method = FedAvg(lr=size, steps=1, batch_size=None, train_mode=view.method.train_mode)
@@ -152,39 +156,82 @@ class _Search:
         """Compare a result with the update, and correct the view by it."""
         self.best = self.best or result
         if isinstance(result, NotApplicable) or result.inputs is None or self.labels is None:
-            self.over = True
+            self.over = True  # nothing to simulate by, or nothing to correct
             return
-        labels = self.labels if result.labels is None else result.labels
-        guess = Candidate(result.inputs, labels, order=self.view.order or in_turn(self.view, len(labels)))
-        first = detached(predict(self.easier, replace(guess, order=None), defended=False))
-        mean = _mean(self.view, detached(predict(self.view, guess, defended=False)))
-        unit = float(total(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
-        left = float(norm(combine(self.sent, mean, -unit)) / norm(self.sent))
+        if len(result.inputs) != len(self.labels):
+            self.over = True  # a round can't be simulated on some of its images
+            return
+        found = [self._simulated(arranged) for arranged in self._arranged(result)]
+        first, mean, unit, left, arranged = min(found, key=lambda one: one[3])
         self.history.append(left)
         self.idle = 0 if left < FALLING * self.left else self.idle + 1
         if left < self.left:
-            self.best, self.left = result, left
-        # at equal sizes: that gradients shrink along the round is no error of the image
-        like = float(total(first, mean) / norm(mean) ** 2)
-        corrected = combine(scaled(self.sent, like / unit), combine(first, mean, -like))
-        self.easier = replace(self.easier, update=corrected)
-        self.over = unit <= 0  # it would point back
+            self.best, self.left = arranged, left
+        self.over = not unit > 0  # it would point back, or nowhere
+        if not self.over:
+            # at equal sizes: that gradients shrink along the round is no error of the image
+            like = float(total(first, mean) / norm(mean) ** 2)
+            corrected = combine(scaled(self.sent, like / unit), combine(first, mean, -like))
+            self.easier = replace(self.easier, update=corrected)
+
+    def _arranged(self, result: Reconstruction) -> list[Reconstruction]:
+        """The result with labels, its images in every arrangement that an attack may leave open, if they are few."""
+        assert result.inputs is not None
+        assert self.labels is not None
+        own = result.labels is not None and self.view.labels is None
+        labels = result.labels if own else self.labels
+        assert labels is not None
+        count = len(labels)
+        open_to = count <= FEW and (self.ordered or not own)
+        made = []
+        for turn in permutations(range(count)) if open_to else [tuple(range(count))]:
+            index = torch.tensor(turn, device=labels.device)
+            fixed = None if result.fixed is None else result.fixed[index]
+            mine = labels[index] if own else labels
+            made.append(replace(result, inputs=result.inputs[index], labels=mine, fixed=fixed))
+        return made
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it matters which image comes first: batches are smaller than all of them."""
+        return _fed(self.view) != {self.view.batch_size}
+
+    def _simulated(self, result: Reconstruction) -> tuple[Tensors, Tensors, float, float, Reconstruction]:
+        """First and mean gradient of a result, the observed mean's length over it, what it leaves, and the result."""
+        assert result.inputs is not None
+        assert result.labels is not None
+        order = self.view.order or in_turn(self.view, len(result.labels))
+        guess = Candidate(result.inputs, result.labels, order=order)
+        with torch.no_grad():
+            first = predict(self.easier, replace(guess, order=None), defended=False)
+            mean = _mean(self.view, predict(self.view, guess, defended=False))
+        unit = float(total(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
+        return first, mean, unit, float(norm(combine(self.sent, mean, -unit)) / norm(self.sent)), result
 
     def result(self) -> Result:
         """The best found, and whether it explains the update."""
         assert self.best is not None
-        if isinstance(self.best, NotApplicable) or self.labels is None:
+        if isinstance(self.best, NotApplicable) or steps(self.view) == 1:
             return self.best
+        used = {"labels": self.view.labels is not None, "order": self.view.order is not None and self.ordered}
+        known = tuple(name for name, was in used.items() if was and self.history and name not in self.best.knowledge)
+        if not self.history:
+            return replace(self.best, knowledge=(*self.best.knowledge, APPROXIMATE), verified=None, fixed=None)
         done = self.left < EXPLAINED
         return replace(
             self.best,
-            labels=self.labels if self.best.labels is None else self.best.labels,
-            objective=self.left if self.history else self.best.objective,
+            objective=self.left,
             history=tuple(self.history),
-            knowledge=self.best.knowledge if done else (*self.best.knowledge, APPROXIMATE),
+            knowledge=(*self.best.knowledge, *known, *(() if done else (APPROXIMATE,))),
             verified=self.best.verified if done else False,
             fixed=self.best.fixed if done else None,
         )
+
+
+def _fed(view: ServerView) -> set[int]:
+    """The sizes of the batches."""
+    assert view.schedule is not None
+    return {size for phase in view.schedule for step in phase for size in step if size}
 
 
 def _size(view: ServerView) -> float:

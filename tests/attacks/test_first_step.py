@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.pictures import LEAKY, POOLED, attack, error, network, photograph, victim
-from torch import nn
+from torch import Tensor, nn
 
-from attacks import NotApplicable, Reconstruction
+from attacks import Attack, NotApplicable, Reconstruction, Result
 from attacks.base import build
 from attacks.first_step import FirstStep
 from attacks.surrogate import APPROXIMATE
@@ -21,6 +22,7 @@ from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.tensors import dense
 from fl.types import Batch, ServerView, ThreatModel
 
 LINEAR = network(nn.Flatten(), nn.Linear(196, 40, bias=False), LEAKY)
@@ -28,9 +30,14 @@ LINEAR = network(nn.Flatten(), nn.Linear(196, 40, bias=False), LEAKY)
 UNCORRECTED = {"name": "chain", "first": {"name": "surrogate", "along": 0.0}, "then": "cascade"}
 
 
+def pictures(count: int) -> Tensor:
+    """A photograph, moved by three columns from one to the next (count, 1, 14, 14)."""
+    return torch.cat([photograph(14).roll(3 * i, -1) for i in range(count)])
+
+
 def seen(method: Method, images: int = 1, defense: Defense | None = None, **threat: Any) -> ServerView:
     """One round on parts of a photograph."""
-    batch = Batch(torch.cat([photograph(14).roll(3 * i, -1) for i in range(images)]), torch.arange(images) % 3)
+    batch = Batch(pictures(images), torch.arange(images) % 3)
     client = Client(LINEAR, method, *([] if defense is None else [defense]))
     return Federation(client, [ClientData(batch, batch)]).observe(0, threat=ThreatModel(**threat))[0]
 
@@ -104,6 +111,50 @@ def test_searches_on_several_images_gain_as_well() -> None:
     assert found.inputs.shape == (2, 1, 14, 14)
     assert len(found.history) == 3
     assert found.objective == min(found.history)
+
+
+class Mixed(Attack):
+    """Returns the true images of a batch turned round, without their labels."""
+
+    def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        return [Reconstruction(inputs=pictures(3).flip(0), verified=True) for _ in views]
+
+
+@pytest.mark.parametrize("threat", [{}, {"knows_labels": True}, {"knows_order": True}], ids=["none", "labels", "order"])
+def test_images_that_come_in_another_order_are_put_in_their_places(threat: dict[str, bool]) -> None:
+    work: dict[str, Any] = (
+        {"batch_size": 1, "epochs": 2} if "knows_order" in threat else {"batch_size": None, "steps": 4}
+    )
+    (found,) = FirstStep().lead(Mixed(), [seen(FedAvg(lr=3e-3, **work), images=3, **threat)], [0])
+    assert isinstance(found, Reconstruction)
+    assert found.objective < 1e-8
+    assert found.labels is not None
+    assert found.inputs is not None
+    true = {int(label): image for label, image in zip(torch.arange(3), pictures(3), strict=True)}
+    for image, label in zip(found.inputs, found.labels, strict=True):
+        assert torch.equal(image, true[int(label)])
+    assert found.knowledge == tuple(name.removeprefix("knows_") for name in threat)
+    assert found.verified
+
+
+def test_a_part_of_the_images_is_handed_on_without_a_claim() -> None:
+    class Half(Attack):
+        def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+            return [Reconstruction(inputs=pictures(1), verified=True) for _ in views]
+
+    view = seen(FedAvg(lr=3e-3, epochs=1, batch_size=1), images=3, knows_order=True)
+    (found,) = FirstStep().lead(Half(), [view], [0])
+    assert isinstance(found, Reconstruction)
+    assert found.verified is None
+    assert APPROXIMATE in found.knowledge
+
+
+def test_a_simulation_that_says_nothing_ends_the_search() -> None:
+    view = seen(FedAvg(lr=3e-3, steps=5, batch_size=None), images=3)
+    sure = {n: dense(w) * 1e6 if n.startswith("head") else w for n, w in view.shared.items()}
+    (found,) = FirstStep().lead(Mixed(), [replace(view, shared=sure)], [0])
+    assert isinstance(found, Reconstruction)
+    assert not found.verified
 
 
 @pytest.mark.parametrize(
