@@ -94,6 +94,9 @@ def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | Non
             return f"the update says nothing of {stage.name}: its weight did not move"
         if not bool(weight.isfinite().all()):
             return f"the update of {stage.name} has numbers that are not finite"
+        bias = gradients.get(f"{stage.name}.bias")
+        if isinstance(stage.layer, nn.Linear) and bias is not None and not bool(bias.any()):
+            return f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
         if below is not None and isinstance(below.layer, nn.Conv2d) and _pooling(below, stage) is None:
             return f"what lies between {below.name} and {stage.name} can't be undone"
     return None

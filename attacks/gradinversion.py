@@ -17,6 +17,7 @@ from attacks.priors import Term
 from attacks.problem import INPUTS, Problem, Variables
 from attacks.stack import Stack
 from fl.client import Client
+from fl.tensors import Tensors
 from fl.types import Candidate, ServerView
 
 Moments = dict[str, tuple[Tensor, Tensor]]
@@ -165,7 +166,7 @@ class Energy:
 class Statistics:
     """How far means and variances before every batch norm are from those the server knows.
 
-    They are taken with the weights the client starts from, over all images at once.
+    They are taken with the weights the client starts from, over all its images at once.
     """
 
     weight: float
@@ -241,7 +242,29 @@ def _batches(view: ServerView, name: str) -> int:
 
 
 def moments(view: ServerView, candidate: Candidate, client: Client, names: Mapping[str, object]) -> Moments:
-    """Means and (as running ones are) unbiased variances of what the layers `names` are given; differentiable."""
+    """Means and (as running ones are) unbiased variances of what the layers `names` are given; differentiable.
+
+    Of a group of clients, the weighted mean of theirs: so the server averages buffers.
+    """
+    if not view.parts:
+        return _moments(view, candidate.inputs, candidate.private, client, names)
+    fed = sum(part.weight for part in view.parts if part.batch_size)
+    images = candidate.inputs.split([part.batch_size or 0 for part in view.parts], dim=-4)
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for i, (part, mine) in enumerate(zip(view.parts, images, strict=True)):
+        if not part.batch_size:  # Poisson sampling may have drawn no image
+            continue
+        prefix = f"part/{i}/"
+        private = {n.removeprefix(prefix): v for n, v in candidate.private.items() if n.startswith(prefix)}
+        for name, pair in _moments(view, mine, private, client, names).items():
+            found[name].append(part.weight / fed * torch.stack(pair))
+    return {name: tuple(torch.stack(each).sum(0)) for name, each in found.items()}
+
+
+def _moments(
+    view: ServerView, images: Tensor, private: Tensors, client: Client, names: Mapping[str, object]
+) -> Moments:
+    """Those of one client's images (N, C, H, W), given its private tensors."""
     found: Moments = {}
 
     def keep(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -250,12 +273,12 @@ def moments(view: ServerView, candidate: Candidate, client: Client, names: Mappi
         found[name] = (given[0].mean(rest), given[0].var(rest, correction=min(1, count - 1)))
 
     own = client.task.buffers
-    params = {k: v for k, v in candidate.private.items() if "/" not in k and k not in own}
-    buffers = {**own, **view.buffers, **{k: v for k, v in candidate.private.items() if k in own}}
+    params = {k: v for k, v in private.items() if "/" not in k and k not in own}
+    buffers = {**own, **view.buffers, **{k: v for k, v in private.items() if k in own}}
     start = client.method.parametrisation.lift({**view.shared, **params})
     handles = [client.predictor.get_submodule(n).register_forward_pre_hook(partial(keep, n)) for n in names]
     try:
-        client.network(start, buffers)(candidate.inputs)  # type: ignore[arg-type]
+        client.network(start, buffers)(images)  # type: ignore[arg-type]
     finally:
         for handle in handles:
             handle.remove()

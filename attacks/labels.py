@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     After several steps the sum of their gradients is seen, weighted by momentum; P is the mean over networks on the
     line from the one sent to the one returned (after Dimitrov et al. 2022), where class features drift as those of
     noise do, and images count as used equally often. Where clipping hides the size of the gradient, its direction is
-    fitted.
+    fitted. A group of clients is left alone if an image of one counts for more in their mean than an image of another.
 
     Threat model: an honest server with the classifier, its update and the number of images; without a bias the whole
     network.
@@ -130,7 +130,7 @@ class _Head:
         if name is None or not plain or name not in view.shared:
             return None
         spread = _spread(view, name)
-        if spread is None:
+        if spread is None or not _even(view, name, float(spread[1].sum())):
             return None
         lr, shares, clipped = spread
         whole = float(shares.sum()) * lr
@@ -265,6 +265,16 @@ def _spread(view: ServerView, name: str) -> tuple[float, Tensor, bool] | None:
         shares = 1 + phase.momentum * shares
     points = [part.sum() for part in shares.tensor_split(min(len(shares), POINTS))]
     return group.lr, torch.stack(points), group.max_norm is not None
+
+
+def _even(view: ServerView, name: str, whole: float) -> bool:
+    """Whether images of all clients of a group count alike; `whole` is the sum of all weights in the group's spread."""
+    for part in view.parts:
+        own = _spread(replace(view, parts=(), schedule=part.schedule), name)
+        counted = 0.0 if own is None else part.weight * float(own[1].sum()) / whole
+        if abs(counted - (part.batch_size or 0) / (view.batch_size or 1)) > 1e-6:
+            return False
+    return True
 
 
 def _features(view: ServerView, layer: str, marks: list[float]) -> Tensor | None:

@@ -15,7 +15,7 @@ from attacks.memory import GIB, cached, per_trial
 from attacks.movers import Adam, Quasi
 from attacks.order import ranked
 from attacks.priors import Term
-from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, private_key, repeated
+from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, opaque, private_key, repeated, told_apart
 from attacks.stack import Stack
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors
@@ -54,7 +54,8 @@ class Matching(Attack):
         boxed: keep pixels in [0, 1] during the search.
         start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
         labels: "auto" takes labels as known, else as read off the classifier, else searches from random ones; "joint"
-            searches from those read off, dealt out at random, unless they are known; "random" reads none off.
+            searches from those read off, dealt out at random, unless they are known, and so does "auto" where the
+            server knows which image was in which batch; "random" reads none off.
         label_lr: step size for label logits (adam only; these are never signed).
         private_lr: step size for private tensors (adam only; these are never signed).
         history: pairs kept by L-BFGS.
@@ -183,6 +184,8 @@ class Matching(Attack):
                 "the local schedule is unknown, so no update can be predicted: take all steps for one by surrogate+ "
                 "before the attack"
             )
+        if (reason := opaque(view)) is not None:
+            return NotApplicable(reason)
         if not all(value.isfinite().all() for value in _parts(view.update)):
             return NotApplicable("the update has numbers that are not finite")
         if not any(value.any() for value in _parts(Problem(view, None, self.objective).observed)):
@@ -192,12 +195,16 @@ class Matching(Attack):
     # ---- what a subclass may change ----------------------------------------------------------------------------------
     def _problem(self, view: ServerView) -> Problem:
         """What is searched for, and compared with what."""
-        labels = fixed_labels(view, self.labels)
+        labels = fixed_labels(view, self._rule(view))
         space, terms = self._space(view), self._terms(view)
         now = Problem(view, labels, self.objective, self.tv, self.landmarks, self.tv_units, space, terms)
         told = [earlier for earlier in repeated(view) if self.refuse(earlier) is None]
         past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in told]
         return replace(now, earlier=tuple(ranked(problem, self.orders, 1)[0] for problem in past))
+
+    def _rule(self, view: ServerView) -> str:
+        """`labels`, but that those read off are dealt out where it matters which image has which."""
+        return "joint" if self.labels == "auto" and told_apart(view) else self.labels
 
     def _space(self, view: ServerView) -> Space:
         """What images are made from."""
@@ -240,7 +247,7 @@ class Matching(Attack):
     def _logits(self, problem: Problem, draw: torch.Generator) -> Tensor:
         """Where the search for labels begins (N, K)."""
         count, classes = problem.view.batch_size or 1, problem.view.task.num_classes
-        counted = problem.counted if self.labels == "joint" else None
+        counted = problem.counted if self._rule(problem.view) == "joint" else None
         if counted is None:
             return torch.randn(count, classes, generator=draw)
         dealt = counted.cpu()[torch.randperm(count, generator=draw)]

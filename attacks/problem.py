@@ -7,9 +7,10 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from attacks.inverter import digest
 from attacks.labels import recovered
 from attacks.latent import IMAGES, Space
 from attacks.objectives import OBJECTIVES, direction, squared
@@ -20,7 +21,7 @@ from fl.defense import overrides
 from fl.group import in_turn
 from fl.predict import predict
 from fl.tensors import Tensors, scaled, times, total
-from fl.types import Candidate, Order, Part, ServerView
+from fl.types import Candidate, Order, Part, ServerView, frozen
 
 Variables = dict[str, Tensor]
 INPUTS, LABELS = "inputs", "labels"
@@ -178,10 +179,13 @@ class Problem:
             view.parts,
         )
         shapes = tuple(view.private.items())
+        task = view.client.task
+        held = {name: value for name, value in task.buffers.items() if name not in view.buffers}
         return (
             repr(settings),
             shapes,
-            str(view.client.task.model),
+            str(task.model),
+            digest(frozen(task.model), held),  # the stack has one network, so what is no constant of a row must agree
             str(tree),
             kinds,
             self.objective,
@@ -271,8 +275,28 @@ def repeated(view: ServerView) -> tuple[ServerView, ...]:
     )
 
 
+def opaque(view: ServerView) -> str | None:
+    """Why something private can't be searched for, or None."""
+    model = view.client.task.model
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
+    for private in (view.private, *(part.private for part in view.parts)):
+        for name in private:
+            owner, _, statistic = name.rpartition(".")
+            if owner in norms and statistic in {"running_mean", "running_var"}:
+                return f"{name!r} is private, and torch takes no derivative by what batch norm at rest normalises with"
+    return None
+
+
+def told_apart(view: ServerView) -> bool:
+    """Whether the known order says which image is in which batch, so that labels read off in a row fit few of them."""
+    batches = [batch for steps in view.order or () for step in steps for batch in step]
+    return any(set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)
+
+
 def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
     """The labels a search takes as given: known ones, else read off the classifier's update, else None.
+
+    Those read off are in ascending order: they are not those of the images one by one where these are `told_apart`.
 
     Args:
         view: the server's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -25,6 +26,8 @@ AT_A_TIME = 256
 """New directions looked at per draw, the sparsest first, and choices scored together."""
 REPLACEMENTS = 300
 """Directions, the sparsest first, that are tried in place of a chosen one."""
+SHARP = 5e-3
+"""Error that noise may put on an input, root mean square and relative to it, if it is to count as recovered."""
 
 
 @attacks.register("spear")
@@ -41,7 +44,8 @@ class Spear(Attack):
     right. Rounding of the weights can hide small signals and keep the score below 1; then it knows where the network,
     given X and some labels, sends back D. Only that counts where the defence is unknown, which may have shortened
     weight and bias apart. The draws needed double with every image. What counts as zero follows from the noise in the
-    gradient, estimated from its singular values beyond the batch size.
+    gradient, estimated from its singular values beyond the batch size. It also says how far the inputs can be off:
+    where that is more than half a percent of one, or images have drowned in it, the result is not `verified`.
 
     Where the layer is given the image, X are the images, with the labels for which the network sends back D, where the
     server has all of it; else they are handed out under `features`, one row per image. One image is left to `analytic`.
@@ -110,12 +114,14 @@ class Found:
         score: share of neurons and images with a signal exactly where the neuron is active.
         inputs: of the layer (b, n).
         signals: flowing back (b, m).
+        error: largest root mean square error that the gradient's noise puts on an input, relative to the input's own.
         labels: for which the network sends back just these (b,), or None.
     """
 
     score: float
     inputs: Tensor
     signals: Tensor
+    error: float
     labels: Tensor | None = None
 
     @property
@@ -280,7 +286,22 @@ class Pool:
         f = self.factors
         scales = torch.linalg.solve(directions.mT, f.bias)
         inputs = torch.linalg.solve(directions.mT, f.right) / scales[:, None]
-        return Found(score, inputs, scales[:, None] * (directions @ f.left.mT))
+        error = self._error(directions, scales, inputs)
+        return Found(score, inputs, scales[:, None] * (directions @ f.left.mT), error)
+
+    def _error(self, directions: Tensor, scales: Tensor, inputs: Tensor) -> float:
+        """`Found.error`, to first order: what noise does to X^T = Q^-1 R by way of R, the scales and the directions."""
+        f = self.factors
+        back = torch.linalg.inv(directions.mT) / scales[:, None]  # Q^-1
+        size = inputs.square().mean(1).sqrt()
+        variance = (f.noise * back.norm(dim=1)).square() * (1 + size.square())
+        for q, zeros, part in zip(directions, f.zeros(directions, TIGHT), scales.abs() * size, strict=True):
+            _, singular, v = torch.linalg.svd(f.left[zeros & f.heard], full_matrices=False)
+            fixed = slice(f.rank - 1)  # the last one is q itself
+            turned = (back @ v[fixed].mT / singular[fixed]).norm(dim=1)  # by noise of size 1 in the rows
+            variance = variance + (turned * f.noise * (q * f.inverse).norm() * part).square()
+        error = float((variance.sqrt() / size).max())
+        return error if math.isfinite(error) else math.inf
 
 
 def _key(zeros: Tensor) -> bytes:
@@ -299,11 +320,12 @@ def _independent(rows: Tensor) -> Iterator[int]:
 
 
 def _result(layer: LinearLayer, found: Found) -> Reconstruction:
+    complete = layer.view.batch_size in {None, len(found.inputs)}  # noise may have drowned an image
     features = {} if layer.images else {"features": found.inputs.to(layer.view.dtype)}
     return Reconstruction(
         inputs=layer.pixels(found.inputs) if layer.images else None,
         labels=found.labels,
         objective=1 - found.score,
         private=features,  # type: ignore[arg-type]
-        verified=found.sure and layer.sized(found.inputs, found.signals),
+        verified=found.sure and found.error <= SHARP and complete and layer.sized(found.inputs, found.signals),
     )

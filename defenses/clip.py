@@ -87,6 +87,9 @@ class Unscaled(Defense):
         scope: of the clipping.
     """
 
+    name: ClassVar[str] = "clip"
+    """It is still the clipping, to whoever reads why an attack does not apply."""
+
     scope: Scope
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:

@@ -132,3 +132,17 @@ def test_lengths_clipped_apart_are_never_verified(deep: bool, known: bool) -> No
             assert isinstance(result, Reconstruction)
             assert result.inputs is not None
             assert torch.allclose(result.inputs, truth.inputs, atol=1e-6)
+
+
+def test_a_bias_whose_update_is_lost_to_rounding_is_no_signal() -> None:
+    task = network(nn.Flatten(), nn.Linear(196, 20, bias=False), LEAKY).to(dtype=torch.float32)
+    with torch.no_grad():
+        task.model.get_parameter("body.4.bias").fill_(100.0)
+        head = task.model.get_parameter("head.weight")
+        head.sub_(head.mean(1, keepdim=True))  # so that the large features alone decide nothing
+    view = victim(task, photograph(14), replace(STEP, lr=1e-6))
+    assert not bool(view.update["body.4.bias"].any())  # type: ignore[union-attr]
+    assert bool(view.update["body.4.weight"].any())  # type: ignore[union-attr]
+    result = Cascade()(view)
+    assert isinstance(result, NotApplicable)
+    assert "bias of body.4 did not move" in result.reason

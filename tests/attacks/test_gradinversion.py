@@ -13,9 +13,12 @@ from attacks.base import Reconstruction
 from attacks.gradinversion import Energy, GradInversion, Statistics, consensus, known, moments
 from attacks.problem import INPUTS, LABELS
 from attacks.stack import Stack
+from defenses.secagg import SecAgg
 from fl.client import Client
-from fl.method import Download
+from fl.federation import ClientData, Federation
+from fl.method import Download, Method
 from fl.methods.fedavg import FedAvg
+from fl.methods.fedper import FedPer
 from fl.seeds import stream
 from fl.simulate import ClientState, Truth, observe
 from fl.types import Batch, ServerView, ThreatModel
@@ -238,3 +241,17 @@ def test_a_batch_of_one_may_be_attacked() -> None:
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
     assert found.inputs.shape == (1, 1, 8, 8)
+
+
+@pytest.mark.parametrize("method", [FedAvg(lr=0.1, steps=1), FedPer(lr=0.1, steps=1)], ids=lambda m: m.name)
+def test_a_groups_statistics_are_the_mean_of_its_clients(method: Method) -> None:
+    data = [worlds.images(n, "group", n) for n in (2, 5)]
+    client = Client(worlds.task(batch_norm=True), method, SecAgg(clients=2))
+    view, truth = Federation(client, [ClientData(d, d) for d in data]).observe(0)
+    term = Statistics(weight=1.0, first=1.0)
+    target = term.constants(view)
+    assert term(view, truth.candidate(), view.client, target) < 1e-9
+    assert term(view, replace(truth.candidate(), inputs=truth.inputs.flip(0)), view.client, target) > 1e-5
+    found = attack(iterations=2)(view)
+    assert isinstance(found, Reconstruction)
+    assert found.knowledge == ("batch-norm statistics (batch)",)

@@ -11,9 +11,12 @@ from support import worlds
 from attacks.labels import _Head, idlg, recovered
 from attacks.problem import Problem, fixed_labels
 from defenses.prune import Prune
+from defenses.secagg import SecAgg
 from eval.score import score
 from fl.capture import from_batch
+from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -203,3 +206,16 @@ def test_recovered_labels_are_scored_as_a_bag_and_image_by_image() -> None:
     rows = score(result, truth)  # type: ignore[arg-type]
     assert all(row["label_overlap"] == 1 for row in rows)
     assert all(isinstance(row["label_correct"], bool) for row in rows)
+
+
+@pytest.mark.parametrize("fed", [{"steps": 1}, {"steps": 1, "batch_size": 2}, {"epochs": 1, "batch_size": 1}])
+def test_a_group_is_counted_only_where_every_image_weighs_the_same(fed: dict) -> None:
+    """Six images and two: two of each fed, or as many steps as images, weigh apart in the mean."""
+    given = worlds.task()
+    data = [worlds.images(n, "group", n) for n in (6, 2)]
+    run = Federation(Client(given, FedAvg(lr=0.01, **fed), SecAgg(clients=2)), [ClientData(d, d) for d in data])
+    view, truth = run.observe(0)
+    alike = fed == {"steps": 1}
+    assert named(view) == (truth.labels.sort().values.tolist() if alike else None)
+    even = replace(view, parts=tuple(replace(part, weight=0.5) for part in view.parts))
+    assert (named(even) is not None) == ("batch_size" in fed and "steps" in fed)

@@ -1,5 +1,6 @@
 """The search: stacks equal single trials, success where it must be, and choices made without the truth."""
 
+import copy
 import re
 from dataclasses import replace
 
@@ -8,15 +9,17 @@ import torch
 from support import worlds
 
 import attacks
-from attacks.base import Reconstruction
+from attacks.base import NotApplicable, Reconstruction
 from attacks.matching import SURE, Matching, _Watch
 from attacks.movers import Adam
 from attacks.problem import INPUTS, LABELS, Problem, Variables
 from attacks.stack import Stack
+from defenses.secagg import SecAgg
 from eval.metrics import psnr
 from fl.client import Client
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
+from fl.methods.fedbn import FedBN
 from fl.models import build as build_model
 from fl.seeds import stream
 from fl.simulate import ClientState, Truth, observe
@@ -267,3 +270,57 @@ def test_a_guess_that_points_away_is_told_where_to_turn(objective: str) -> None:
     value, grads = Stack([problem]).evaluate({INPUTS: guess})
     assert value.item() > 1
     assert grads[INPUTS].abs().max() > 1e-6
+
+
+def pinned(frozen: float, constant: float) -> ServerView:
+    """One image's update of a network that differs from others of its kind in what nobody trains or sends."""
+    given = worlds.task(normalize=True)
+    model = copy.deepcopy(given.model)
+    first = model.get_submodule("body.conv1")
+    first.weight.requires_grad_(False).mul_(frozen)  # type: ignore[operator]
+    model.get_buffer("normalise.mean").mul_(constant)
+    return shared_by(replace(given, model=model), one_step(), worlds.images(1, "pinned"))[0]
+
+
+def test_networks_with_other_constants_share_no_stack() -> None:
+    views = [pinned(1.0, 1.0), pinned(-1.0, 1.0), pinned(1.0, 0.5), pinned(1.0, 1.0)]
+    keys = [Problem(view, torch.tensor([0]), "cosine").key for view in views]
+    assert keys[0] == keys[3]
+    assert len(set(keys)) == 3
+    attack = attacks.build({"name": "ig", "iterations": 3})
+    together, alone = attack.run(views[:2], [1, 1])[1], attack(views[1], seed=1)
+    assert isinstance(together, Reconstruction)
+    assert isinstance(alone, Reconstruction)
+    assert together.objective == alone.objective
+
+
+@pytest.mark.parametrize("batch_size", [1, None])
+def test_labels_read_off_are_dealt_out_where_the_order_is_known(batch_size: int | None) -> None:
+    """In ascending order they would be given to the wrong images, and the truth would be no solution."""
+    images = Batch(worlds.images(3, "order").inputs, torch.tensor([2, 0, 1]))
+    method = FedAvg(lr=0.05, epochs=2, batch_size=batch_size)
+    view, _ = shared_by(worlds.task(), method, images, ThreatModel(knows_order=True))
+    attack = attacks.build("ig")
+    assert isinstance(attack, Matching)
+    problem = attack._problem(view)
+    if batch_size is None:
+        assert problem.labels is not None
+        assert problem.labels.tolist() == [0, 1, 2]
+        return
+    assert problem.labels is None
+    dealt = [attack._start(problem, 0, restart)[LABELS] for restart in range(20)]
+    assert all(logits.sum() == 3 * SURE for logits in dealt)
+    assert [2, 0, 1] in [logits.argmax(1).tolist() for logits in dealt]
+    assert attack._problem(replace(view, labels=images.labels)).labels is images.labels
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_private_running_statistics_are_refused(clients: int) -> None:
+    task, method = worlds.task(batch_norm=True), FedBN(lr=0.1, steps=1, train_mode=False)
+    view, _ = worlds.federation(method, SecAgg(clients=2) if clients == 2 else None, task, rounds=0).observe(0)
+    for name in ("ig", "gradinversion", "rog"):
+        found = attacks.build({"name": name, "iterations": 2})(view)
+        assert isinstance(found, NotApplicable)
+        assert "running_mean' is private" in found.reason
+    view, _ = worlds.federation(replace(method, train_mode=True), None, task, rounds=0).observe(0)
+    assert isinstance(attacks.build({"name": "ig", "iterations": 2})(view), Reconstruction)

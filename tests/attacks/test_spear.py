@@ -12,7 +12,7 @@ from support import worlds
 
 from attacks import NotApplicable, Reconstruction
 from attacks.linear import LinearLayer, first_linear
-from attacks.spear import Factors, Spear
+from attacks.spear import Factors, Spear, _result
 from defenses.noise import Noise
 from defenses.prune import Prune
 from fl.capture import from_batch
@@ -129,6 +129,32 @@ def test_other_views_are_refused(settings: dict[str, object], reason: str) -> No
 def test_a_defended_update_is_never_taken_for_an_exact_one(defense: Defense) -> None:
     result = Spear(samples=20_000)(victim(4, defense=defense)[0])
     assert isinstance(result, NotApplicable) or not result.verified
+
+
+@pytest.mark.parametrize("std", [1e-3, 2e-2])
+def test_images_that_noise_blurs_are_not_verified(std: float) -> None:
+    """Every zero is explained, yet with more noise the images are off by more than a level of 8 bits."""
+    view, truth = victim(2, defense=Noise(std=std))
+    layer = first_linear(view)
+    assert isinstance(layer, LinearLayer)
+    found = Spear(samples=5000)._search(factors(view, 2), stream(0, "spear"))
+    assert found is not None
+    assert found.sure
+    mean, std_of = view.task.normalisation(truth.inputs)
+    true = ((truth.inputs - mean) / std_of).flatten(1)
+    apart = (true[:, None] - found.inputs).square().mean(2).min(1).values.sqrt() / true.square().mean(1).sqrt()
+    assert 0.5 < found.error / float(apart.max()) < 2
+    assert _result(layer, found).verified is (std == 1e-3)
+    assert (apart.max() < 5e-3) == (std == 1e-3)
+
+
+def test_some_images_of_a_batch_are_not_all() -> None:
+    view, _ = victim(2)
+    layer, found = first_linear(view), Spear()._search(factors(view, 2), stream(0, "spear"))
+    assert isinstance(layer, LinearLayer)
+    assert found is not None
+    for count, verified in ((2, True), (None, True), (3, False)):  # of three, noise has drowned one
+        assert _result(replace(layer, view=replace(view, batch_size=count)), found).verified is verified
 
 
 @pytest.mark.parametrize(("size", "known", "verified"), [(1.0, False, True), (0.95, False, False), (0.95, True, True)])

@@ -97,6 +97,11 @@ def test_lengths_clipped_apart_are_not_solved_for() -> None:
     method = worlds.one_step(HyperFL.example())
     view, _ = worlds.federation(method, Clip(max_norm=1e-3, scope="tensor")).observe(1)
     assert isinstance(build("peel")(view), NotApplicable)
+    view, _ = worlds.federation(worlds.one_step(FedAvg.example()), Clip(max_norm=1e-3, scope="tensor")).observe(1)
+    for name in ("spear", "surrogate+spear"):  # a rewritten view has a stand-in for the defence
+        result = build(name)(view)
+        assert isinstance(result, NotApplicable)
+        assert "the defence clip leaves no ratio" in result.reason
 
 
 @pytest.mark.parametrize("bias", [True, False])
