@@ -16,7 +16,8 @@ from torch import Tensor
 from attacks.base import Attack, NotApplicable, Reconstruction
 from eval import checks
 from eval.audit import MARGIN
-from eval.report.summary import RECOVERED
+from eval.report.summary import RECOVERED, secrets
+from eval.report.words import join
 from eval.results import draw
 from eval.score import Row, score
 from eval.subjects import Subject
@@ -70,6 +71,19 @@ class Audit:
     def best(self, figure: str) -> float | None:
         """The highest value of a figure over all attacks and images, or None."""
         return max((best for found in self.findings if (best := found.best(figure)) is not None), default=None)
+
+    def above(self, figure: str, limit: float) -> str:
+        """In words, of how many images a figure is above a limit, and of how many that of the best guess is, too."""
+        rows = [row for found in self.findings for row in found.rows if row.get(figure) is not None]
+        over = {_image(row): row for row in rows if row[figure] > limit}
+        guessed = [floor(row, figure) for row in over.values() if floor(row, figure) > limit]
+        words = f"{figure.upper()} {self.best(figure):.4g} > {limit:g}"
+        if not guessed:
+            return words
+        return (
+            f"{words}; of the {len(over)} image(s) above it, the best guess without the update exceeds it for "
+            f"{len(guessed)}, too (by up to {max(guessed):.4g}): for these the limit says nothing of the update"
+        )
 
     def plain(self) -> dict[str, Any]:
         """The audit in plain data."""
@@ -173,48 +187,47 @@ def verdict(rows: Sequence[Row]) -> str:
             f"update; at best {shown['psnr']:.1f} dB against {floor(shown):.1f} dB, on average "
             f"{fmean(gain for gain, _ in judged):+.1f} dB"
         )
+    private = secrets(rows)
+    if not judged and not private:
+        said.append(_bare(rows))
     labels = [row["label_correct"] for row in rows if row.get("label_correct") is not None]
+    labels = labels or [row["label_overlap"] for row in rows if row.get("label_overlap") is not None]
     if labels:
-        said.append(f"{sum(labels)} of {len(labels)} label(s) recovered")
-    for what, errors in _secrets(rows).items():
-        hits = _recovered(errors)
-        word = "leaked: " if hits else ""
-        best = min((error for error in errors if error is not None), default=None)
-        closest = "" if best is None else f", at best {best:.0e}"
+        said.append(f"{round(sum(labels))} of {len(labels)} label(s) recovered")
+    for what, secret in private.items():
+        word = "leaked: " if secret.hits else ""
+        closest = "" if secret.best is None else f", at best {secret.best:.0e}"
         said.append(
-            f"private {what} {word}recovered for {hits} of {len(errors)} update(s) "
+            f"private {what} {word}recovered for {secret.hits} of {len(secret.errors)} update(s) "
             f"(relative error below {RECOVERED:g}{closest})"
         )
-    return "; ".join(said) or "the attack recovers nothing that can be scored"
+    return "; ".join(said)
 
 
-def floor(row: Row) -> float:
-    """PSNR of the best guess of an image that knows nothing of the update."""
-    found = [row[key] for key in row if key.startswith("floor_") and key.endswith("_psnr") and row[key] is not None]
-    return max(found, default=-math.inf)
+def _bare(rows: Sequence[Row]) -> str:
+    """What an attack came to that recovered neither images nor private tensors."""
+    names = list(dict.fromkeys(name for row in rows for name in row.get("unscored", ())))
+    if not names:
+        return "the attack recovered no images, nor any private tensor"
+    meant = " (the input of a layer behind the first)" if names == ["features"] else ""
+    return f"the attack recovered no images, only {join(names)}{meant}, of which there is no true value to compare with"
 
 
-def _secrets(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """For what is private and was recovered for any update, the relative error for each; None where it is missing."""
-    updates = {(row.get("seed"), row.get("update")): row for row in rows}  # the rows of an update repeat them
-    found: list[dict[str, float | None]] = []
-    for row in updates.values():
-        errors = {name: e for name, e in row.get("private_errors", {}).items() if not name.startswith("extractor/")}
-        if row.get("extractor_error") is not None or "extractor_error" in row.get("missing", {}):
-            errors["extractor"] = row["extractor_error"]
-        found.append(errors)
-    names = dict.fromkeys(name for errors in found for name in errors)
-    return {name: [errors.get(name) for errors in found] for name in names}
+def floor(row: Row, figure: str = "psnr") -> float:
+    """What the best guess of an image scores that knows nothing of the update."""
+    keys = [key for key in row if key.startswith("floor_") and key.endswith(f"_{figure}")]
+    return max((row[key] for key in keys if row[key] is not None), default=-math.inf)
 
 
-def _recovered(errors: Sequence[float | None]) -> int:
-    """For how many updates a private value was recovered."""
-    return sum(error is not None and error < RECOVERED for error in errors)
+def _image(row: Row) -> tuple[Any, ...]:
+    """What tells an image from others of an audit, whatever the attack."""
+    return row.get("seed"), row["picture"]
 
 
 def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     """For each private value, for how many updates it was recovered, in plain data."""
-    return {what: {"recovered": _recovered(errors), "updates": len(errors)} for what, errors in _secrets(rows).items()}
+    found = secrets(rows)
+    return {what: {"recovered": secret.hits, "updates": len(secret.errors)} for what, secret in found.items()}
 
 
 def _mismatch(subject: Subject) -> str:

@@ -209,6 +209,8 @@ class Experiment:
                     raise UnknownNameError(f"method in `against` of attack {attack.label!r}:", label, labels, note)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: expected one or more different numbers, got {list(self.seeds)}")
+        if large := [seed for seed in self.seeds if not -(2**63) <= seed < 2**64]:
+            raise ValueError(f"seeds: expected numbers in [-2^63, 2^64), got {large[0]}")
         last = self.federation.rounds
         if late := [number for number in self.observe.rounds if number > last]:
             raise ValueError(f"observe.rounds: expected at most {last} (federation.rounds), got {late}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -17,15 +18,28 @@ from eval.plan import Plan
 from eval.rundir import RunDir
 from eval.subjects import Subject
 from eval.worlds import device_of
-from fl.data import datasets
+from fl.dp import Private
 from fl.method import methods
 from fl.types import Batch
 
 OWN, METHODS = ("ig",), ("ig", "peel+ig")
 """Attacks tried by default: on a model of the user's, on a method of the registry."""
 COUNT = 4
-"""Images taken of a data set or a file where no number is given."""
+"""Images taken of a data set or a file where no number is given, or as many of these as batches divide."""
 UNTOLD = "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
+OPTIONS = {
+    r"observe\.images: expected at most the (\d+) of client \d+": (
+        r"expected --count of at most \1, the training images of the watched client"
+    ),
+    r"observe\.images: expected a multiple of batch_size": "expected --count as a multiple of --batch-size",
+    r"observe\.images": "--count",
+    r"observe\.batch_size": "--batch-size",
+    r"federation\.rounds": "--rounds",
+    r"task\.dataset": "--dataset",
+    r"task\.model": "--model",
+    r"^seeds": "--seed",
+}
+"""How errors about a config are put for the command, whose options stand for these keys."""
 NETWORKS = {(1, 28, 28): "hyperfl-grey", (3, 32, 32): "hyperfl-colour"}
 """Networks taken for images of a shape where none is named."""
 
@@ -75,10 +89,10 @@ class Request:
         """What is audited."""
         if self.update is not None:
             return f"{self.update.name} of {self.model or self.target}"
-        method, size = dict_of(self.method or "fedavg").get("name"), f"{self.batch_size} image(s) per update"
+        method, size = yamlfile.named(self.method or "fedavg").get("name"), f"{self.batch_size} image(s) per update"
         if self.target:
             return f"{self.target} under {method}, {size}"
-        return f"{method} on {dict_of(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
+        return f"{method} on {yamlfile.named(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
 
     @property
     def attacks(self) -> dict[str, Attack]:
@@ -86,7 +100,7 @@ class Request:
         own = self.target is not None or self.update is not None
         found: dict[str, Attack] = {}
         for text in self.attack or (OWN if own else METHODS):
-            attack = attacks.build(dict_of(text))
+            attack = attacks.build(yamlfile.named(text))
             name = label = attacks.label(attack)
             number = 1
             while label in found:
@@ -107,26 +121,32 @@ class Request:
         if own := [key for key in ("update", "images", "input_shape", "mean", "std") if getattr(self, key)]:
             option = own[0].replace("_", "-")
             raise ValueError(f"--{option} goes with your own model; a method takes its images from --dataset")
-        given = dict_of(self.method)
-        settings = methods.spec(methods.build(given))
+        given = yamlfile.named(self.method)
+        method = methods.build(given)
+        settings = methods.spec(method)
         # one step on all images of an update, unless the method is given with a length of its own
         observed = {"steps": 1, "head_epochs": 0, "batch_size": None}
+        if isinstance(method, Private):
+            del observed["batch_size"]  # noise is calibrated on it; of few images a step takes all anyway
         observed = {} if {"steps", "epochs"} & set(given) else {k: v for k, v in observed.items() if k not in given}
         data: dict[str, Any] = {
             "title": f"Audit of {self.name}",
-            "task": {"dataset": dict_of(self.dataset), "model": self._network()},
+            "task": {"dataset": yamlfile.named(self.dataset), "model": self._network()},
             "federation": {"partition": {"name": "iid", "clients": 4}, "rounds": self.rounds},
             "method": given,
-            "defense": dict_of(self.defense),
+            "defense": yamlfile.named(self.defense),
             "attack": [{**plain.attack_spec(attack), "as": label} for label, attack in self.attacks.items()],
             "observe": {
-                "images": self.count or COUNT,
+                "images": self._count,
                 "batch_size": self.batch_size,
                 "method": {key: value for key, value in observed.items() if key in settings},
             },
             "seeds": [self.seed],
         }
-        return harness.prepare(plain.build(data), device=self.device)
+        try:
+            return harness.prepare(plain.build(data), device=self.device)
+        except ValueError as error:
+            raise ValueError(_in_options(str(error))) from error
 
     def subjects(self) -> tuple[list[Subject], tuple[str, ...]]:
         """The updates of a model of the user's own, and what to know of them.
@@ -139,6 +159,8 @@ class Request:
             raise ValueError(f"--{'dataset' if self.dataset else 'rounds'} goes with --method alone; give --images")
         if self.target and self.model:
             raise ValueError(f"expected one model, got {self.target} and --model {self.model}")
+        if self.count and self.update is not None:
+            raise ValueError("--count does not go with --update: it is made of --batch-size images")
         if self.input_shape and self.update is None:
             raise ValueError("--input-shape goes with --update alone: a model's images have a shape")
         where = device_of(self.device)
@@ -149,8 +171,8 @@ class Request:
         model = built.model.to(where)
         data = built.data if self.images is None else self._images()
         rule: dict[str, Any] = {
-            "method": methods.build(dict_of(self.method)) if self.method else None,
-            "defense": defenses.build(dict_of(self.defense)),
+            "method": methods.build(yamlfile.named(self.method)) if self.method else None,
+            "defense": defenses.build(yamlfile.named(self.defense)),
             "mean": _numbers(self.mean, "mean"),
             "std": _numbers(self.std, "std"),
         }
@@ -170,39 +192,69 @@ class Request:
         subject = subjects.of_update(model, update, **rule)
         return [subject], (UNTOLD,) if truth is not None and subject.error is None else ()
 
+    @property
+    def _count(self) -> int:
+        """How many images are taken of a data set or a file: as asked for, else whole batches of about `COUNT`."""
+        return self.count or max(self.batch_size, COUNT - COUNT % self.batch_size)
+
     def _images(self) -> Batch:
         assert self.images is not None
-        return subjects.images(self.images, (self.count or COUNT) if self.update is None else self.batch_size)
+        if self.update is None:
+            return subjects.images(self.images, self._count)
+        return subjects.images(self.images, self.batch_size, "--batch-size")
 
     def _network(self) -> dict[str, Any]:
         assert self.dataset is not None
-        shape = datasets.build(dict_of(self.dataset)).load().input_shape
+        shape = subjects.data_set(self.dataset).load().input_shape
         if self.model is None and shape not in NETWORKS:
             sizes = "x".join(map(str, shape))
             raise ValueError(
                 f"expected --model for images of {sizes}: '{{name: lenet-zhu, input_shape: {list(shape)}}}'"
             )
-        return dict_of(self.model or NETWORKS[shape])
+        return yamlfile.named(self.model or NETWORKS[shape])
 
 
-def dict_of(text: str) -> dict[str, Any]:
-    """Settings given by name or as YAML: `ig`, `{name: ig, tv: 1e-2}`."""
-    value = yamlfile.parse(text)
-    return value if isinstance(value, dict) else {"name": text}
+def _in_options(words: str) -> str:
+    """An error about a config in the words of the command line."""
+    for key, option in OPTIONS.items():
+        words = re.sub(key, option, words)
+    return words
 
 
-def carry_out(plan: Plan, folder: RunDir, name: str, told: harness.Progress) -> Audit:
+def check_folder(folder: RunDir, plan: Plan) -> None:
+    """Whether an audit may be written to a folder: a new one, or one of the same audit, which then goes on.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    folder.check()
+    before = folder.about_run()
+    if (before or (folder.path / results.CONFIG).exists()) and before.get("title") != plan.experiment.title:
+        name = before.get("title") or before.get("name") or "no title"
+        raise ValueError(f"{folder.path} holds another run ({name}), not this audit; choose another --out")
+
+
+def carry_out(plan: Plan, folder: RunDir, name: str, told: harness.Progress, *, kept: bool) -> Audit:
     """The audit of a method: run its plan and read what came out.
+
+    Args:
+        plan: of the audit.
+        folder: to run it in.
+        name: of the audit.
+        told: how far it is.
+        kept: whether the folder stays, so that table and report are of use.
 
     Raises:
         ValueError: a part of it failed; says which and why.
     """
     with folder.locked(), folder.logged():
         failures = harness.run(plan, folder, harness.Options(name=name), told)
+        rows = results.assemble(plan, folder)
+        if kept and rows:
+            results.publish(rows, failures, plan, folder)
         if failures:
             raise ValueError("; ".join(f"{failure.name}: {failure.reason}" for failure in failures))
         defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
-        rows = results.assemble(plan, folder)
         return auditing.of_rows(name, rows, threat=plan.experiment.threat, defended=defended)
 
 

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,16 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from eval import claims, config, store
+from eval import claims, config, report, store, tables
 from eval.harness import Failure
 from eval.plan import Plan, Training
 from eval.report import privacy
-from eval.report.load import PRIVACY, load, read_pictures
+from eval.report.load import PRIVACY, load, picture_names, read_pictures
 from eval.report.overview import Numbered, other_code
 from eval.report.summary import NOT_ATTACKED
 from eval.rundir import RunDir
 from eval.score import Row
+from eval.tables import Table
 from eval.training import ROUNDS
 from eval.watching import IMAGES, PICTURES
 from fl.protocol import FURTHER
@@ -55,6 +57,22 @@ def assemble(plan: Plan, folder: RunDir) -> list[Row]:
     _write_claims([(training, rounds[training]) for training in done], folder)
     _write_pictures(done, folder)
     return images
+
+
+def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder: RunDir) -> Table:
+    """Write table and report beside what `assemble` wrote; returns the table.
+
+    Args:
+        rows: of `images.jsonl`, at least one.
+        failures: cells that could not be finished.
+        plan: of the run.
+        folder: likewise.
+    """
+    found = tables.table(rows, plan.experiment)
+    found = replace(found, legend=[*notes(failures, plan, folder), *found.legend])
+    store.write_text(folder.path / TABLE, tables.markdown(found))
+    report.write(folder.path)
+    return found
 
 
 def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
@@ -157,19 +175,23 @@ def _write_pictures(trainings: Sequence[Training], folder: RunDir) -> None:
     new, old = folder.path / ".images.new", folder.path / "images"
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
-    for training in trainings:
-        for watch in training.watches:
-            source = folder.file(watch.cell, PICTURES)
-            if folder.finished(watch.cell) and source.is_file():
-                try:
-                    both = [torch.from_numpy(images) for images in read_pictures(source)]
-                except ValueError as error:
-                    log.warning("%s; they are left out; remove cells/%s to make them again", error, watch.cell.id)
-                    continue
-                words = (training.method.label, training.defense.label, watch.attack.label)
-                name = f"{'-'.join(words)}-round{watch.round}-seed{training.seed}"
-                shutil.copyfile(source, new / f"{name}.npz")
-                draw(torch.cat(both), new / f"{name}.png", columns=len(both[0]))
+    finished = {
+        (training.method.label, training.defense.label, watch.attack.label, watch.round, training.seed): watch.cell
+        for training in trainings
+        for watch in training.watches
+        if folder.finished(watch.cell)
+    }
+    for key, name in picture_names(finished).items():
+        source = folder.file(finished[key], PICTURES)
+        if not source.is_file():
+            continue
+        try:
+            both = [torch.from_numpy(images) for images in read_pictures(source)]
+        except ValueError as error:
+            log.warning("%s; they are left out; remove cells/%s to make them again", error, finished[key].id)
+            continue
+        shutil.copyfile(source, new / f"{name}.npz")
+        draw(torch.cat(both), new / f"{name}.png", columns=len(both[0]))
     shutil.rmtree(old, ignore_errors=True)
     os.replace(new, old)
 

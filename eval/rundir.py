@@ -117,20 +117,22 @@ class RunDir:
 
     @contextmanager
     def logged(self) -> Iterator[None]:
-        """Append what this package logs to the folder's log."""
+        """Append what this package logs to the folder's log, and nowhere else: a dependency may log all to stderr."""
         handler = logging.FileHandler(self.path / LOG, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         loggers = [logging.getLogger(name) for name in PACKAGES]
-        levels = [logger.level for logger in loggers]
+        before = [(logger.level, logger.propagate) for logger in loggers]
         for logger in loggers:
             logger.addHandler(handler)
             logger.setLevel(logging.INFO)
+            logger.propagate = False
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
+            for logger, (level, propagate) in zip(loggers, before, strict=True):
                 logger.removeHandler(handler)
                 logger.setLevel(level)
+                logger.propagate = propagate
             handler.close()
 
     def finished(self, cell: Cell) -> bool:

@@ -106,6 +106,7 @@ def score(
         objective: of the attack, for the whole batch.
         private_errors: relative error of every recovered private tensor.
         extractor_error: of the generated parameters together (None if they were not all recovered).
+        unscored: where no images were recovered, the names of what else was and has no true value; absent if nothing.
         floor_<guess>_<metric>: for every guess of `eval.floors`.
         missing: why a figure could not be taken, by column.
 
@@ -259,7 +260,8 @@ def _batch(reconstruction: Reconstructed, truth: TrueValues) -> Row:
     complete = bool(whole) and len(whole) == len(extractor)
     row: Row = {"objective": float(reconstruction.objective), "private_errors": errors}
     row["extractor_error"] = relative_error(whole, truth.extractor) if complete else None
-    return row
+    unscored = sorted(set(reconstruction.private) - set(known))
+    return {**row, "unscored": unscored} if unscored and reconstruction.inputs is None else row
 
 
 def _json_ready(row: Row, reasons: Mapping[str, str]) -> Row:

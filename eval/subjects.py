@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from defenses import Defense
+from eval import yamlfile
 from eval.audit import MISMATCH, prediction_error
+from eval.report.load import DAMAGED
 from fl.capture import from_batch, from_update
-from fl.data import datasets
+from fl.data import Source, datasets
 from fl.data.stored import read
 from fl.method import Method
-from fl.registry import close
+from fl.registry import UnknownNameError, close
 from fl.simulate import Truth
 from fl.types import Batch, ServerView, Trace
 
@@ -77,7 +78,8 @@ def call(target: str) -> Built:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module = importlib.import_module(name)
+        with _named(name):
+            module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0] and error.name != name:
             raise ValueError(f"{name} needs {error.name}, which is not installed") from error
@@ -87,7 +89,8 @@ def call(target: str) -> Built:
         likely = close(function, [word for word in vars(module) if callable(getattr(module, word))])
         hint = f"; did you mean {likely!r}?" if likely else ""
         raise ValueError(f"expected a function {function!r} in {name}, found none{hint}")
-    made = found()
+    with _named(target):
+        made = found()
     if isinstance(made, nn.Module):
         return Built(made, None)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
@@ -98,6 +101,15 @@ def call(target: str) -> Built:
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
 
 
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say of a user's own errors, which the command prints without a traceback, where they come from."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
 def _check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
     if inputs.ndim != 4 or not len(inputs):
         raise ValueError(f"expected {target} to give at least one image, as (N, C, H, W), got {tuple(inputs.shape)}")
@@ -106,13 +118,18 @@ def _check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
         raise ValueError(f"expected {target} to give one label per image, int64 ({len(inputs)},), got {got}")
 
 
-def images(source: str, count: int) -> Batch:
-    """The first images of a data set by its name, or of an `.npz` file.
+def images(source: str, count: int, option: str = "--count") -> Batch:
+    """The first images of a data set, by its name or as settings, or of an `.npz` file.
+
+    Args:
+        source: of the images.
+        count: how many.
+        option: by which fewer can be asked for.
 
     Raises:
         UnknownNameError: there is no such data set.
-        FileNotFoundError: there is no such file.
-        ValueError: a damaged file, or fewer images than asked for.
+        FileNotFoundError: there is no such file or folder.
+        ValueError: a damaged file, a setting that is missing or does not fit, or fewer images than asked for.
     """
     if source.endswith(".npz"):
         path = Path(source)
@@ -120,8 +137,26 @@ def images(source: str, count: int) -> Batch:
             raise FileNotFoundError(f"no file {path}; expected images, labels and class_names in it (fl.data.stored)")
         found, _ = read(path)
     else:
-        found = datasets.build(source).load().train
-    return first(found, count, source)
+        found = data_set(source).load().train
+    return first(found, count, source, option)
+
+
+def data_set(text: str) -> Source:
+    """A data set by its name or as settings: `faces`, `{name: folder, path: pictures}`.
+
+    Raises:
+        UnknownNameError: there is no such data set or setting.
+        ValueError: a setting that is missing or does not fit.
+    """
+    settings = yamlfile.named(text)
+    try:
+        return datasets.build(settings)
+    except UnknownNameError:
+        raise
+    except ValueError as error:
+        if len(settings) > 1:
+            raise
+        raise ValueError(f"{error}; give it as settings: '{{name: {text}, ...}}'") from error
 
 
 def first(data: Batch, count: int, source: str, option: str = "--count") -> Batch:
@@ -144,16 +179,20 @@ def update_file(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}; expected the update as .npz or .pt, tensors by parameter name")
+    wanted = f"expected tensors by parameter name in {path}"
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
                 return {name: torch.from_numpy(file[name]) for name in file.files}
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (ValueError, TypeError, EOFError, RuntimeError, KeyError, zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"expected tensors by parameter name in {path}: {error}") from error
+    except PermissionError as error:
+        raise ValueError(f"{wanted}, got a file that must not be read") from error
+    except (*DAMAGED, TypeError, AttributeError) as error:  # what they say is of their own workings, and of pickle
+        kind = ".npz" if path.suffix == ".npz" else ".pt"
+        raise ValueError(f"{wanted}, got a file that can't be read as {kind}, or other objects in it") from error
     except Exception as error:
         if type(error).__name__ == "UnpicklingError":  # torch's word for objects that loading could run
-            raise ValueError(f"expected tensors by parameter name in {path}, got other objects") from error
+            raise ValueError(f"{wanted}, got other objects") from error
         raise
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ValueError(f"expected a dictionary of tensors in {path}, got {type(found).__name__}")
@@ -247,16 +286,23 @@ def _tolerance(view: ServerView, batch_size: int) -> float:
 
 @contextmanager
 def _said_for_the_command(model: nn.Module, method: Method | None) -> Iterator[None]:
-    """Add to errors about training mode what helps on the command line."""
+    """Add to errors about training mode, and about what the server sent, what helps on the command line."""
     try:
         yield
     except ValueError as error:
-        if "train mode" not in str(error) or not (model.training if method is None else method.train_mode):
-            raise
-        remedy = "--method '{name: fedavg, train_mode: false}', or let your function return model.eval()"
-        if method is not None:
-            remedy = f"--method '{{name: {method.name}, ..., train_mode: false}}'"
-        raise ValueError(f"{error}. On the command line: {remedy}") from error
+        if remedy := _remedy(str(error), model, method):
+            raise ValueError(f"{error}. On the command line: {remedy}") from error
+        raise
+
+
+def _remedy(words: str, model: nn.Module, method: Method | None) -> str:
+    if "what the server sent as `shared`" in words:
+        return "no option takes it; call fl.capture.from_update(..., shared=...) in a script"
+    if "train mode" not in words or not (model.training if method is None else method.train_mode):
+        return ""
+    if method is not None:
+        return f"--method '{{name: {method.name}, ..., train_mode: false}}'"
+    return "--method '{name: fedavg, train_mode: false}', or let your function return model.eval()"
 
 
 def _classes(model: nn.Module, input_shape: tuple[int, int, int]) -> int:

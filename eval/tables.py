@@ -184,12 +184,14 @@ def _pictures(group: Group) -> list[str]:
 
 
 def _secrets(group: Group) -> list[str]:
-    """How far off the recovered embedding and generated extractor are."""
+    """For how many updates the embedding and the generated extractor were recovered."""
     lines = []
     for what in ("embedding", "extractor"):
-        if (error := group.secrets.get(what)) is not None:
-            word = "recovered with" if error < RECOVERED else "not recovered:"
-            lines.append(f"the private {what} was {word} a relative error of {error:.0e} (median)")
+        if (secret := group.secrets.get(what)) is not None:
+            best = "" if secret.best is None else f", at best {secret.best:.0e}"
+            lines.append(
+                f"the private {what} was recovered for {secret.share} (relative error below {RECOVERED:g}{best})"
+            )
     return lines
 
 

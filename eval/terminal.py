@@ -121,8 +121,9 @@ def show_table(screen: Console, found: Table) -> None:
     for row in found.floors:
         grid.add_row(*row[:-1], style="dim")
     screen.print(grid)
+    told = [columns.index(name) for name in ("method", "defence", "attack") if name in columns]
     for row in found.rows:
         if row[-1] != "-":
-            screen.print(f"{row[0]}, {row[columns.index('attack')]}: {row[-1]}", highlight=False, markup=False)
+            screen.print(f"{', '.join(row[i] for i in told)}: {row[-1]}", highlight=False, markup=False)
     for sentence in found.legend:
         screen.print(f"• {sentence}", highlight=False, markup=False)

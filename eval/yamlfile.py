@@ -65,6 +65,16 @@ def parse(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+def named(text: str) -> dict[str, Any]:
+    """Settings given by name or as YAML: `ig`, `{name: ig, tv: 1e-2}`.
+
+    Raises:
+        ValueError: as `parse`.
+    """
+    value = parse(text)
+    return value if isinstance(value, dict) else {"name": text}
+
+
 def dump(data: Any) -> str:
     """`data` as YAML that `parse` reads back to an equal value; keys keep their order."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

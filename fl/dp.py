@@ -93,13 +93,14 @@ class Private(Method):
         self._check()
         if self.images is not None:
             rate, steps = self._noisy(self.images)
-            for key, needed in (("rate", rate), ("local_steps", steps)):
+            for key, needed, asked in (("rate", rate, "batch_size"), ("local_steps", steps, "epochs or steps")):
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, needed)
                 elif self.epsilon is not None and needed > getattr(self, key):
                     raise ValueError(
-                        f"expected {key} of at most {getattr(self, key)}, on which the noise for epsilon "
-                        f"{self.epsilon:g} is calibrated, got {needed} from the other settings; set {key} to null"
+                        f"expected {key} of at most {getattr(self, key):g}, on which the noise for epsilon "
+                        f"{self.epsilon:g} is calibrated, got {needed:g} from {asked}; lower {asked}, or leave {key} "
+                        f"out to calibrate anew; an observed round can't take more than training"
                     )
         if (above := getattr(super(), "__post_init__", None)) is not None:
             above()

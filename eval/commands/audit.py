@@ -32,13 +32,18 @@ Update = Annotated[
     Path | None, typer.Option(help="A captured update, weights before - after, by parameter name (.npz or .pt).")
 ]
 Images = Annotated[
-    str | None, typer.Option(help="True images for MODULE:FUNCTION or --update: an .npz file or a data set's name.")
+    str | None,
+    typer.Option(help="True images for MODULE:FUNCTION or --update: an .npz file, or a data set by name or settings."),
 ]
 Attacks = Annotated[list[str] | None, typer.Option(help="An attack, by name or as settings; may be repeated.")]
 Defense = Annotated[str, typer.Option(help="The client's defence, likewise.")]
 Count = Annotated[
     int | None,
-    typer.Option(min=1, help="How many images to attack; 4 of --dataset or --images, all that MODULE:FUNCTION gives."),
+    typer.Option(
+        min=1,
+        help="How many images to attack, in whole batches; about 4 of --dataset or --images, all that MODULE:FUNCTION "
+        "gives. Not with --update.",
+    ),
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Images in one update.")]
 Rounds = Annotated[int, typer.Option(min=0, help="Rounds of training before the attack, with --method.")]
@@ -49,7 +54,9 @@ MaxPsnr = Annotated[float | None, typer.Option(help="Exit with 3 if an image com
 MaxSsim = Annotated[float | None, typer.Option(help="Exit with 3 if an image is more similar, from -1 to 1.")]
 Seed = Annotated[int, typer.Option(help="Of all randomness.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Out = Annotated[Path | None, typer.Option(help="Folder to keep pictures in (with --method, the whole run).")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder to keep pictures in (with --method, the whole run, with table and report).")
+]
 
 
 def audit(
@@ -117,7 +124,7 @@ def _report(request: Request, out: Path | None, limits: dict[str, float], *, jso
     else:
         _print(screen, found)
     for figure in above:
-        say(f"above the limit: {figure.upper()} {best[figure]:.4g} > {limits[figure]:g}")
+        say(f"above the limit: {found.above(figure, limits[figure])}")
     for figure in unknown:
         say(f"error: no {figure.upper()} could be taken, so nothing can be said about the limit {limits[figure]:g}")
     if found.mismatch:
@@ -142,17 +149,17 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
 
 
 def _of_method(request: Request, out: Path | None, screen: Console) -> Audit:
-    from eval.request import carry_out, make_folder
+    from eval.request import carry_out, check_folder, make_folder
     from eval.rundir import RunDir
 
     with ExitStack() as stack:
         folder = RunDir(out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
         with errors(USAGE):
             plan = request.plan()
-            folder.check()
+            check_folder(folder, plan)
             make_folder(folder.path)
         with errors(FAILURE), warnings_on(screen), progress(screen) as told:
-            return carry_out(plan, folder, request.name, told)
+            return carry_out(plan, folder, request.name, told, kept=out is not None)
 
 
 def _print(screen: Console, found: Audit) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eval.terminal import FAILURE, USAGE, Json, emit, errors
+from eval.terminal import USAGE, Json, emit, errors
 
 
 def report(
@@ -21,9 +21,8 @@ def report(
     with errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
-    from eval import report as reports
+        from eval import report as reports
 
-    with errors(FAILURE):
         paths = reports.write(folder, show=not hide_pictures)
     if json:
         emit([str(path) for path in paths])

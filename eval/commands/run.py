@@ -161,18 +161,10 @@ def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> l
 
 def _write(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> Table | None:
     """The files for readers; the table, unless nothing was finished."""
-    from dataclasses import replace
-
-    from eval import report, results, store, tables
+    from eval import results
 
     rows = results.assemble(plan, folder)
-    if not rows:
-        return None
-    found = tables.table(rows, plan.experiment)
-    found = replace(found, legend=[*results.notes(failures, plan, folder), *found.legend])
-    store.write_text(folder.path / results.TABLE, tables.markdown(found))
-    report.write(folder.path)
-    return found
+    return results.publish(rows, failures, plan, folder) if rows else None
 
 
 def _summary(plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None) -> dict[str, Any]:

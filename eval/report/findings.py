@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from eval.report.blocks import Finding
-from eval.report.summary import CLEAR, FEWEST, FLOORS, NEAR_EXACT, RECOGNISED, RECOVERED, Group, shown
+from eval.report.summary import CLEAR, FEWEST, FLOORS, NEAR_EXACT, RECOGNISED, Group, Secret, shown
 from eval.report.words import count, error, interval, join, number, percent, percent_interval
 from eval.statistics import Interval
 
@@ -126,20 +126,30 @@ def _labels(groups: Sequence[Group], given: bool) -> tuple[list[str], bool]:
 
 
 def _secrets(groups: Sequence[Group]) -> tuple[list[str], bool]:
-    """What is said of private tensors, and whether any was recovered."""
-    best: dict[str, tuple[float, str]] = {}
+    """What is said of private tensors, and whether any was recovered, if only for one update."""
+    best: dict[str, tuple[Secret, str]] = {}
     for group in groups:
-        for name, value in group.secrets.items():
-            best[name] = min(best.get(name, (value, group.attack)), (value, group.attack))
-    recovered = {name: found for name, found in best.items() if found[0] < RECOVERED}
+        for name, secret in group.secrets.items():
+            if name not in best or _rank(secret) > _rank(best[name][0]):
+                best[name] = secret, group.attack
+    recovered = {name: found for name, found in best.items() if found[0].hits}
     lines = []
-    for attack in dict.fromkeys(found[1] for found in recovered.values()):
-        own = [f"{name} ({error(found[0])})" for name, found in recovered.items() if found[1] == attack]
-        lines.append(f"Private values: {attack} recovered the {join(own)}; in brackets the median relative error.")
+    for attack in dict.fromkeys(attack for _, attack in recovered.values()):
+        own = [
+            f"{name} for {secret.share} (relative error {error(secret.best)} at best)"
+            for name, (secret, by) in recovered.items()
+            if by == attack
+        ]
+        lines.append(f"Private values: {attack} recovered the {join(own)}.")
     if rest := [name for name in best if name not in recovered]:
-        errors = join([f"{name} ({error(best[name][0])})" for name in rest])
-        lines.append(f"Private values not recovered: {errors}, with the smallest median relative error of any attack.")
+        errors = join([f"{name} ({error(best[name][0].best)})" for name in rest])
+        lines.append(f"Private values not recovered: {errors}; in brackets the smallest relative error of any attack.")
     return lines, bool(recovered)
+
+
+def _rank(secret: Secret) -> tuple[float, float]:
+    """More updates first, then the smaller error."""
+    return secret.hits / len(secret.errors), -(math.inf if secret.best is None else secret.best)
 
 
 def lead(found: Sequence[Finding]) -> str:

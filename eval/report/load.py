@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,8 @@ CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.
 PRIVACY = "privacy.jsonl"
 KEYS = ("method", "defense", "attack", "round", "seed")
 Pixels = NDArray[np.float32]
+Pictured = tuple[str, str, str, int, int]
+"""What an attack's pictures go by: the values of `KEYS`."""
 DAMAGED = (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged `.npz` may raise; RuntimeError where flags say it is encrypted or packed in another way."""
 
@@ -56,6 +59,11 @@ class Run:
         """The rows by setting."""
         return groups(self.rows)
 
+    @cached_property
+    def _names(self) -> dict[Pictured, str]:
+        """Of the files with pictures."""
+        return picture_names(tuple(row[key] for key in KEYS) for row in self.rows)
+
     @property
     def attacked(self) -> bool:
         """Whether any attack was asked for."""
@@ -72,11 +80,26 @@ class Run:
         Raises:
             ValueError: there is no such file, or it is none of ours; says which.
         """
-        name = f"{group.method}-{group.defense}-{group.attack}-round{group.round}-seed{seed}.npz"
+        name = f"{self._names[(group.method, group.defense, group.attack, group.round, seed)]}.npz"
         path = self.folder / "images" / name
         if not path.is_file():
             raise ValueError(f"there is no images/{name}")
         return read_pictures(path)
+
+
+def picture_names(attacks: Iterable[Pictured]) -> dict[Pictured, str]:
+    """Names of the files with an attack's pictures, without ending; of equal ones all but the first get a number.
+
+    Args:
+        attacks: in the order of `images.jsonl`, each as often as may be.
+    """
+    names, met = dict[Pictured, str](), Counter[str]()
+    for key in dict.fromkeys(attacks):
+        method, defense, attack, number, seed = key
+        name = f"{method}-{defense}-{attack}-round{number}-seed{seed}"  # labels may hold "-"
+        met[name] += 1
+        names[key] = name if met[name] == 1 else f"{name}-{met[name]}"
+    return names
 
 
 def read_pictures(path: Path) -> tuple[Pixels, Pixels]:

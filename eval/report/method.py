@@ -41,7 +41,8 @@ MEASURES = [
     ),
     (
         "Private values",
-        f"Relative error of what a method keeps from the server; below {RECOVERED:g} it counts as recovered.",
+        f"Relative error of what a method keeps from the server; below {RECOVERED:g} it counts as recovered. An "
+        "update that the attack applies to and of which nothing comes back counts as one that is not.",
     ),
     ACCURACY,
 ]

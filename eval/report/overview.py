@@ -126,9 +126,9 @@ def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:
                 "“Shown to leak” means: over the attacked images, the strongest attack comes closer to the true "
                 f"picture than the best guess made without the update ({join(guesses, 'or')}), and the 95 % interval "
                 f"of that difference, image by image, lies above zero, over at least {FEWEST} images; or single "
-                "images come back nearly exact. Labels and private values are judged likewise. The attack is picked "
-                "after the fact as the one that leaks most, and intervals are not widened for that. “Not shown” is "
-                "never “safe”: another attack may do better."
+                "images come back nearly exact. Labels are judged likewise; a private value leaked if it was recovered "
+                "for any update. The attack is picked after the fact as the one that leaks most, and intervals are not "
+                "widened for that. “Not shown” is never “safe”: another attack may do better."
             )
         )
     return Section("leaked", "What leaked", blocks), found
@@ -244,7 +244,7 @@ def knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> tuple[list
             continue
         if key == "rounds":
             if value:
-                known.append(f"{count(int(value), 'earlier round')} of the same client")
+                known.append(f"up to {count(int(value), 'earlier round')} of the same client, as many as there are")
             continue
         (known if value else unknown).append(KNOWLEDGE.get(key, key.replace("_", " ")))
     return known, unknown

@@ -13,6 +13,7 @@ from typing import Any
 
 from eval import checks, statistics
 from eval.report.setting import Setting
+from eval.report.words import count
 from eval.score import NO_RECONSTRUCTION, Row
 from eval.statistics import Interval
 
@@ -30,6 +31,37 @@ NOT_ATTACKED = "-"
 """Stands for the attack in rows of a training that none was asked for on."""
 RECOVERED = 0.1
 """Relative error below which a private tensor counts as recovered."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """How far an attack came with one private value.
+
+    Attributes:
+        errors: relative error for every update that the attack applied to, infinite where nothing of it came back.
+    """
+
+    errors: tuple[float, ...]
+
+    @property
+    def hits(self) -> int:
+        """For how many updates it was recovered."""
+        return sum(error < RECOVERED for error in self.errors)
+
+    @property
+    def share(self) -> str:
+        """`1 of 2 updates`."""
+        return f"{self.hits} of {count(len(self.errors), 'update')}"
+
+    @property
+    def best(self) -> float | None:
+        """The smallest error; None where nothing came back."""
+        return _finite(min(self.errors))
+
+    @property
+    def median(self) -> float | None:
+        """The median error; None where nothing came back for half of the updates."""
+        return _finite(middle(self.errors))
 
 
 @dataclass(frozen=True)
@@ -154,15 +186,9 @@ class Group:
         return Counter(known).most_common(1)[0][1] / len(known) if known else None
 
     @cached_property
-    def secrets(self) -> dict[str, float]:
-        """Median relative error of what else was private, by name; "extractor" is the generated part."""
-        errors: dict[str, list[float]] = {}
-        for row in self.scored:
-            extractor = row.get("extractor_error")
-            for name, error in {**row.get("private_errors", {}), "extractor": extractor}.items():
-                if error is not None and not name.startswith("extractor/"):  # "extractor" has them together
-                    errors.setdefault(name, []).append(error)
-        return {name: middle(values) for name, values in errors.items()}
+    def secrets(self) -> dict[str, Secret]:
+        """What came back of what else was private, by name; "extractor" is the generated part."""
+        return secrets(self.scored)
 
     def interval(self, column: str) -> Interval | None:
         """Mean of a column with its interval; None where no row has it."""
@@ -188,6 +214,19 @@ class Group:
             image=IMAGE,
         )
         return [name for name in found if name != "lpips-missing" or setting.lpips_asked]
+
+
+def secrets(rows: Sequence[Row]) -> dict[str, Secret]:
+    """What is private and came back for any update, by name, with one error for every update."""
+    updates = {(row.get("seed"), row.get("update")): row for row in rows}  # the rows of an update repeat them
+    found: list[dict[str, float]] = []
+    for row in updates.values():
+        errors = {name: e for name, e in row.get("private_errors", {}).items() if not name.startswith("extractor/")}
+        if row.get("extractor_error") is not None or "extractor_error" in row.get("missing", {}):
+            errors["extractor"] = row["extractor_error"]  # all of them together
+        found.append({name: math.inf if error is None else error for name, error in errors.items()})
+    names = dict.fromkeys(name for errors in found for name in errors)
+    return {name: Secret(tuple(errors.get(name, math.inf) for errors in found)) for name in names}
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
@@ -268,6 +307,10 @@ def failed(row: Row) -> bool:
 def _mean(rows: Sequence[Row], column: str) -> Interval | None:
     known = [row for row in rows if row.get(column) is not None]
     return statistics.mean_interval(known, column, image=IMAGE) if known else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _floor(guess: str) -> str:

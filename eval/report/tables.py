@@ -10,7 +10,7 @@ from eval.report import published
 from eval.report.blocks import Absent, Block, Grid, Items, Section
 from eval.report.overview import Numbered
 from eval.report.rounds import accuracy, costs
-from eval.report.summary import FLOORS, RECOVERED, Group, floors, lpips, pictures, reaching
+from eval.report.summary import FLOORS, Group, floors, lpips, pictures, reaching
 from eval.report.words import NONE, SCORES, error, interval, join, number, percent, percent_interval, sentence
 from eval.score import Row
 from fl.protocol import NOTHING_SENT
@@ -161,13 +161,14 @@ def _unscored(numbered: Numbered) -> list[Block]:
 def _secrets(numbered: Numbered) -> list[Block]:
     """Private tensors that attacks recovered, or tried to."""
     lines = [
-        [*numbered.row(key, group), name, error(value), "yes" if value < RECOVERED else "no", _verified(group)]
+        [*numbered.row(key, group), name, secret.share, error(secret.best), error(secret.median), _verified(group)]
         for key, group in numbered.numbers.items()
-        for name, value in group.secrets.items()
+        for name, secret in group.secrets.items()
     ]
     if not lines:
         return []
-    columns = [*numbered.columns(), "private value", ">median relative error", "recovered", "attack's own check"]
+    figures = ["recovered for", ">least relative error", ">median", "attack's own check"]
+    columns = [*numbered.columns(), "private value", *figures]
     return [Grid("What else was private", columns, lines)]
 
 

@@ -39,10 +39,17 @@ def empty():
 def unlabelled():
     return build(), torch.rand(4, 1, 8, 8), torch.tensor([0, 1])
 
+def refusing():
+    raise ValueError("mine")
+
 def dropping():
     hidden = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 3))
     return torch.nn.Sequential(torch.nn.Flatten(), hidden), torch.rand(1, 1, 8, 8), torch.tensor([0])
 """
+
+
+METHOD = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--attack", "guess")
+CAPTURED = ("--update", "UPDATE", "--model", "MINE:build", "--input-shape", "1,8,8")
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +127,8 @@ def test_a_model_with_images_from_a_file(mine, tmp_path):
     )
     assert batch.exit_code == 0, batch.output
     assert "at least 7 images" in audit(*words, "--count", 7).output
-    assert "that 3 (--batch-size) divides" in audit(*words, "--batch-size", 3).output
+    assert "that 3 (--batch-size) divides" in audit(*words, "--count", 4, "--batch-size", 3).output
+    assert len(json.loads(audit(*words, "--batch-size", 3, "--json").stdout)["findings"][0]["images"]) == 3
 
 
 def captured(mine, tmp_path, suffix):
@@ -197,14 +205,25 @@ def test_a_captured_update(mine, tmp_path, suffix):
         (["MINE:whole", "--attack", "crash", "--out", "text.pt/below"], "expected --out as a folder to write to"),
         (["--update", "UPDATE", "--model", "MINE:whole", "--batch-size", "5"], "give a smaller --batch-size"),
         (["--update", "UPDATE", "--model", "MINE:whole", "--input-shape", "1,4,16"], "true images of --input-shape"),
-        (["--update", "OBJECT", "--model", "MINE:build", "--input-shape", "1,8,8"], "got other objects"),
+        (["--update", "OBJECT", "--model", "MINE:build", "--input-shape", "1,8,8"], "got other objects\n"),
+        (["--update", "TEXT", "--model", "MINE:build", "--input-shape", "1,8,8"], "as .pt, or other objects in it\n"),
+        (["--update", "JUNK", "--model", "MINE:build", "--input-shape", "1,8,8"], "as .npz, or other objects in it\n"),
+        (["--update", "UPDATE", "--model", "MINE:build", "--count", "3"], "--count does not go with --update"),
+        ([*CAPTURED, "--images", "true.npz", "--batch-size", "9"], "give a smaller --batch-size\n"),
+        ([*CAPTURED, "--method", "hyperfl"], "no option takes it; call fl.capture.from_update(..., shared=...)"),
+        (["MINE:build", "--images", "folder"], "path, got none; give it as settings: '{name: folder, ...}'"),
+        (["MINE:refusing"], ":refusing raised ValueError: mine"),
+        ([*METHOD, "--count", "3", "--batch-size", "2"], "expected --count as a multiple of --batch-size 2, got 3"),
+        ([*METHOD, "--count", "9999"], "training images of the watched client, got 9999"),
+        ([*METHOD, "--seed", "9" * 23], "--seed: expected numbers in [-2^63, 2^64), got 99999"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_said_in_one_line(mine, tmp_path, words, said):
     captured(mine, tmp_path, "npz")
     (tmp_path / "text.pt").write_text("hello")
     torch.save(torch.nn.Linear(1, 1), tmp_path / "object.pt")
-    places = {"MINE": mine, "UPDATE": "update.npz", "TEXT": "text.pt", "OBJECT": "object.pt"}
+    (tmp_path / "junk.npz").write_text("hello")
+    places = {"MINE": mine, "UPDATE": "update.npz", "TEXT": "text.pt", "OBJECT": "object.pt", "JUNK": "junk.npz"}
     for name, place in places.items():
         words = [word.replace(name, place) for word in words]
     result = audit(*words)

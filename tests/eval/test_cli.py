@@ -1,9 +1,11 @@
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.tiny import CONFIG, Registered
 from typer.testing import CliRunner
 
@@ -11,7 +13,7 @@ from eval import cli, terminal
 from eval.commands import run as running
 from eval.rundir import BusyError, RunDir
 from eval.store import read_rows
-from eval.tables import summary
+from eval.tables import Table, summary
 from fl.method import methods
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +59,14 @@ def test_run_prints_the_table_and_writes_the_results(path):
     assert names >= expected | {"table.md", "report.html", "report.md"}
     assert "expected device" in run(path, "--device", "tpu").output
     assert "expected lr >= 0, got -1.0" in run(path, "--set", "method.lr=-1").output
+
+
+def test_flags_say_which_defence_they_are_raised_under():
+    rows = [("fedavg", defence, "ig", "below-floor") for defence in ("none", "prune")]
+    screen = Console(file=io.StringIO(), width=80)
+    terminal.show_table(screen, Table("x", ("method", "defence", "attack", "flags"), rows, [], []))
+    for defence in ("none", "prune"):
+        assert f"\nfedavg, {defence}, ig: below-floor\n" in screen.file.getvalue()
 
 
 def test_run_goes_on_in_its_folder(path):
@@ -122,6 +132,11 @@ def test_no_figure_is_cut_off_on_80_columns(path, monkeypatch):
         (["--set", "observe.method={steps: 0}"], "observe.method 'fedavg': expected steps >= 1, got 0"),
         (["--set", "method=local", "--set", "attack=guess"], "`against` is a setting of 'refuse' in the config"),
         (["--set", "nothing"], "expected key=value"),
+        (["--set", "seeds=[99999999999999999999999]"], "seeds: expected numbers in [-2^63, 2^64), got 99999999999"),
+        (
+            ["--set", "attack=guess", "--set", "observe.method={batch_size: null}", "--set", "method=dp-fedavg"],
+            "got 1 from batch_size; lower batch_size, or leave rate out to calibrate anew; an observed round can't",
+        ),
         (["--set", "threat.knows_labels=[true, false]"], "hyperleak compare"),
     ],
 )
@@ -212,7 +227,8 @@ def test_report(path):
     assert result.exit_code == 0, result.output
     assert (path.parent / "out" / "report.html").is_file()
     assert json.loads(call("report", path.parent / "out", "--json").stdout)[1].endswith("report.md")
-    assert call("report", path.parent / "nowhere").exit_code == terminal.USAGE
+    for folder in (path.parent / "nowhere", path.parent):  # none there, and one without a run
+        assert call("report", folder).exit_code == call("compare", folder, folder / "b").exit_code == terminal.USAGE
 
 
 def test_list():

@@ -12,6 +12,7 @@ from support.reports import blocks, grid, reasons
 
 from eval import report, statistics
 from eval.report.blocks import Figure, Finding, Gallery, Grid, Items, Note
+from eval.report.overview import knowledge
 from eval.report.words import error, interval
 
 VOID = {"meta", "img", "br"}
@@ -132,7 +133,7 @@ def test_verdicts(folder):
     assert found["hyperfl"].what == ["pictures", "private values"]
     lines = " ".join(found["hyperfl"].lines)
     assert "2 of 6 reconstructions to 30 dB or more" in lines  # a mean near the floor hides them
-    assert f"peel+ig recovered the extractor ({error(2e-7)})" in lines
+    assert f"peel+ig recovered the extractor for 6 of 6 updates (relative error {error(2e-7)} at best)" in lines
     assert content.lead == "Shown to leak: fedavg (pictures and labels) and hyperfl (pictures and private values)."
 
 
@@ -240,6 +241,11 @@ def test_tables_are_even(folder):
     for table in found:
         assert all(len(row) == len(table.columns) for row in (*table.rows, *table.lesser)), table.caption
         assert len(table.marks) in (0, len(table.rows))
+
+
+def test_an_attacker_knows_no_more_rounds_than_there_are():
+    known, _ = knowledge({"rounds": 3})
+    assert known == ["up to 3 earlier rounds of the same client, as many as there are"]
 
 
 def test_seeds_batches_and_failures(tmp_path):

@@ -1,15 +1,19 @@
 """Run directories: nothing is computed twice, nothing is lost, and no one else's folder is touched."""
 
+import io
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.runs import run, tiny
 from support.tiny import Registered
 
 from eval import config, harness, results, rundir, store, training
+from eval.report.load import load
 from eval.rundir import BusyError, Checkpoints, RunDir
 from eval.store import read_rows
 from fl.federation import Federation
@@ -234,6 +238,32 @@ def test_damaged_pictures_are_left_out(tmp_path, caplog):
     assert {path.stem for path in (tmp_path / "a" / "images").iterdir()} == {"hyperfl-none-guess-round2-seed0"}
     assert {row["method"] for row in rows if "psnr" in row} == {"fedavg", "hyperfl"}
     assert "pictures.npz can't be read; they are left out" in caplog.text
+
+
+def test_labels_with_dashes_keep_pictures_of_their_own(tmp_path):
+    """`a-b` under `c` and `a` under `b-c` would share a name."""
+    method = "method=[{name: fedavg, lr: 0.1, as: a-b}, {name: fedavg, lr: 0.5, as: a}]"
+    settings = ("attack=guess", "observe.method={steps: 1}", "federation.rounds=0", method)
+    rows = run(tiny(*settings, "defense=[{name: none, as: c}, {name: prune, as: b-c}]"), tmp_path / "a")
+    assert len(list((tmp_path / "a" / "images").glob("*.npz"))) == 4
+    for group in load(tmp_path / "a").groups:
+        original, found = load(tmp_path / "a").pictures(group, 0)
+        own = [row["mse"] for row in rows if (row["method"], row["defense"]) == group.subject]
+        assert np.square(original - found).mean((1, 2, 3)).tolist() == pytest.approx(own, rel=1e-5)
+
+
+def test_the_log_of_a_run_goes_to_its_folder_alone(tmp_path):
+    """Some dependencies have the root logger print to stderr once they are imported."""
+    handler = logging.StreamHandler(elsewhere := io.StringIO())
+    logging.getLogger().addHandler(handler)
+    try:
+        with RunDir(tmp_path / "a").locked(), RunDir(tmp_path / "a").logged():
+            logging.getLogger("eval.harness").info("fedavg: 1.1 s")
+        logging.getLogger("eval.harness").warning("afterwards")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert elsewhere.getvalue() == "afterwards\n"
+    assert "fedavg: 1.1 s" in (tmp_path / "a" / "log.txt").read_text()
 
 
 def test_rows_are_never_away_while_a_training_goes_on(tmp_path, monkeypatch):

@@ -1,7 +1,11 @@
 import pytest
 from support.fakerun import CONFIG, FakeRun
+from support.reports import blocks, grid
 
-from eval import config, tables, yamlfile
+from eval import config, report, tables, yamlfile
+from eval.auditing import verdict
+from eval.report.blocks import Finding
+from eval.report.words import NONE, error
 
 
 def experiment(text: str = CONFIG):
@@ -58,8 +62,22 @@ def test_it_says_what_leaked(psnr, words):
 def test_it_says_what_else_leaked():
     made = FakeRun().attack("hyperfl", "peel+ig", [4.0] * 3, extractor_error=2e-7, private_errors={"embedding": 0.9})
     words = legend(made)
-    assert "private embedding was not recovered: a relative error of 9e-01" in words
-    assert "private extractor was recovered with a relative error of 2e-07" in words
+    assert "private embedding was recovered for 0 of 3 updates (relative error below 0.1, at best 9e-01)" in words
+    assert "private extractor was recovered for 3 of 3 updates (relative error below 0.1, at best 2e-07)" in words
+
+
+def test_an_update_that_gave_nothing_back_counts(tmp_path):
+    """One of three updates gave its embedding away, the others no figure: the table, the report and an audit agree."""
+    made = FakeRun().attack("hyperfl", "peel+ig", [4.0] * 3, label_correct=None)
+    made.rows[0]["private_errors"] = {"embedding": 1e-7}
+    made.rows[2]["private_errors"] = {"embedding": None}
+    assert "embedding was recovered for 1 of 3 updates (relative error below 0.1, at best 1e-07)" in legend(made)
+    content = report.build(made.write(tmp_path / "out"))
+    (found,) = blocks(content, Finding)
+    assert f"recovered the embedding for 1 of 3 updates (relative error {error(1e-7)} at best)." in found.lines[-1]
+    assert found.what == ["private values"]
+    assert grid(content, "What else was private").rows[0][3:7] == ["embedding", "1 of 3 updates", error(1e-7), NONE]
+    assert verdict(made.rows).endswith("recovered for 1 of 3 update(s) (relative error below 0.1, at best 1e-07)")
 
 
 def test_several_rounds_are_told_apart():
