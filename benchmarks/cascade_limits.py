@@ -1,16 +1,19 @@
 """Where exact inversion ends: `HYPERLEAK_DATA=... python -m benchmarks.cascade_limits [--images N] [--rounds N...]`.
 
-Fashion-MNIST on HyperFL's grey network, FedAvg, one step on one image, no label given: `cascade` beside `ig` when the
-update is rounded, noisy or pruned (untrained network), and on networks trained by FedAvg and by HyperFL (through
-`peel`) for some rounds. Image i meets the network of seed i where it is untrained. Both attacks know the defence.
+Fashion-MNIST on HyperFL's grey network, FedAvg and HyperFL (through `peel`), one step on one image, no label given:
+`cascade` beside `ig` when the update is rounded, noisy or pruned (untrained network), and on networks trained for some
+rounds. Image i meets the network of seed i where it is untrained. Both attacks know the defence. Rows measured before
+on the same images stay where they are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ import fl.data
 import fl.models
 from attacks import Reconstruction
 from attacks.base import build
-from benchmarks.common import publish, table
+from benchmarks.common import RESULTS, publish, table
 from defenses import defenses
 from eval import metrics
 from fl.client import Client
@@ -53,11 +56,11 @@ SUBJECTS: dict[str, tuple[Method, Method, str]] = {
 """How a method trains, how its client trains in the observed round, and what comes before an attack on it."""
 
 
-def untrained(images: Sequence[Batch], first: int, defense: dict[str, Any]) -> Iterator[ServerView]:
+def untrained(images: Sequence[Batch], first: int, subject: str, defense: dict[str, Any]) -> Iterator[ServerView]:
     """What the server sees of every image, each of a network of its own."""
     for number, image in enumerate(images, first):
         task = fl.models.build(NETWORK, num_classes=10, seed=number)
-        client = Client(task, FedAvg(lr=0.02, steps=1), defenses.build(defense))
+        client = Client(task, replace(SUBJECTS[subject][1], lr=0.02), defenses.build(defense))  # type: ignore[call-arg]
         yield Federation(client, [ClientData(image, image)], seed=number).observe(0)[0]
 
 
@@ -138,24 +141,48 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=600, help="number of the first test image")
     parser.add_argument("--rounds", type=int, nargs="*", default=[1, 10, 50], help="of training; none leaves that out")
     parser.add_argument("--iterations", type=int, default=1000, help="of the search")
+    parser.add_argument("--updates", nargs="*", choices=UPDATES, default=list(UPDATES), help="of untrained networks")
+    parser.add_argument("--methods", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     data = fl.data.load(SET)
     images = [data.test.take(torch.tensor([chosen.first + i])) for i in range(chosen.images)]
-    found: list[dict[str, Any]] = []
-    body: list[list[str]] = []
+    settings = {"first": chosen.first, "images": chosen.images, "iterations": chosen.iterations}
+    found = _measured(settings)
 
     def add(update: str, subject: str, after: int, views: Sequence[ServerView]) -> None:
         rows = attacked(views, images, SUBJECTS[subject][2], chosen.iterations)
-        found.extend({"update": update, "method": subject, "rounds": after, **row} for row in rows)
-        body.append([update, subject, f"{after}", *line(rows)])
-        publish("cascade_limits", {"rows": found}, document(body, chosen.first, chosen.iterations))
+        found[update, subject, after] = [{"update": update, "method": subject, "rounds": after, **row} for row in rows]
+        known = {key: found[key] for key in sorted(found, key=_place)}
+        body = [[key[0], key[1], f"{key[2]}", *line(rows)] for key, rows in known.items()]
+        every = [row for rows in known.values() for row in rows]
+        publish("cascade_limits", {**settings, "rows": every}, document(body, chosen.first, chosen.iterations))
 
-    for label, defense in UPDATES.items():
-        add(label, "FedAvg", 0, list(untrained(images, chosen.first, defense)))
-    for subject in SUBJECTS if chosen.rounds else ():
+    for label in chosen.updates:
+        for subject in chosen.methods:
+            add(label, subject, 0, list(untrained(images, chosen.first, subject, UPDATES[label])))
+    for subject in chosen.methods if chosen.rounds else ():
         for after, views in trained(data, subject, images, chosen.rounds):
             add("float32", subject, after, views)
+
+
+Key = tuple[str, str, int]
+"""Update, method, and rounds of training before it."""
+
+
+def _measured(settings: dict[str, int]) -> dict[Key, list[dict[str, Any]]]:
+    """The committed rows, if they are of the same images and as long a search."""
+    path, found = RESULTS / "cascade_limits.json", dict[Key, list[dict[str, Any]]]()
+    before = json.loads(path.read_text()) if path.exists() else {}
+    for row in before.get("rows", ()) if settings.items() <= before.items() else ():
+        found.setdefault((row["update"], row["method"], row["rounds"]), []).append(row)
+    return found
+
+
+def _place(key: Key) -> tuple[int, int, int]:
+    """Untrained networks first, by update, then methods by rounds."""
+    update, subject, after = key
+    return (1 if after else 0) * (1 + list(SUBJECTS).index(subject)), after, list(UPDATES).index(update)
 
 
 def document(body: Sequence[Sequence[str]], first: int, iterations: int) -> list[str]:
@@ -166,7 +193,8 @@ def document(body: Sequence[Sequence[str]], first: int, iterations: int) -> list
         "# Where exact inversion ends",
         "",
         "`cascade` (FedAvg) and `peel+cascade` (HyperFL, scaled heads) on Fashion-MNIST and HyperFL's grey network: "
-        "one step on one image, no label, no classifier. Noise in units of each tensor's root mean square; prune: "
+        "one step on one image, no label, no classifier. `peel` averages the gradient over all that a hypernetwork's "
+        "update says of it. Noise in units of each tensor's root mean square; prune: "
         f"share removed. Test images from number {first} on. Wrongly verified: a pixel is off by more than 3/255. CPU "
         f"seconds of `cascade`, one thread. `ig` knows the same and searches for {iterations} iterations.",
         "",
