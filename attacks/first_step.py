@@ -162,7 +162,7 @@ class _Search:
             self.over = True  # a round can't be simulated on some of its images
             return
         found = [self._simulated(arranged) for arranged in self._arranged(result)]
-        first, mean, unit, left, arranged = min(found, key=lambda one: one[3])
+        first, mean, unit, left, arranged = min(found, key=lambda one: (not one[2] > 0, one[3]))
         self.history.append(left)
         self.idle = 0 if left < FALLING * self.left else self.idle + 1
         if left < self.left:

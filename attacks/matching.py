@@ -54,8 +54,9 @@ class Matching(Attack):
         boxed: keep pixels in [0, 1] during the search.
         start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
         labels: "auto" takes labels as known, else as read off the classifier, else searches from random ones; "joint"
-            searches from those read off, dealt out at random, unless they are known, and so does "auto" where the
-            server knows which image was in which batch; "random" reads none off.
+            searches from those read off, dealt out at random, unless they are known, and so does "auto" where it
+            matters which image has which (known order of small batches, groups of several steps); "random" reads none
+            off.
         label_lr: step size for label logits (adam only; these are never signed).
         private_lr: step size for private tensors (adam only; these are never signed).
         history: pairs kept by L-BFGS.

@@ -288,7 +288,13 @@ def opaque(view: ServerView) -> str | None:
 
 
 def told_apart(view: ServerView) -> bool:
-    """Whether the known order says which image is in which batch, so that labels read off in a row fit few of them."""
+    """Whether it matters which image has which of the labels read off, which come in a row.
+
+    So it is where the known order says which image is in which small batch, and where clients of a group take several
+    steps, on their own images each.
+    """
+    if view.parts and sum(map(len, view.schedule or ())) > 1:
+        return True
     batches = [batch for steps in view.order or () for step in steps for batch in step]
     return any(set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)
 

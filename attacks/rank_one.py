@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attacks.sent_twice import SentTwice, lengthened
 from fl.models.hypernetwork import TRUNK_BIAS, TRUNK_WEIGHT, head_bias, head_weight
-from fl.tensors import LowRank, Tensors, Value, dense, each, inner, length, matvec, norm, rmatvec
+from fl.tensors import LowRank, Tensors, Value, dense, each, inner, matvec, norm, rmatvec
 
 
 @dataclass(frozen=True)
@@ -231,12 +231,9 @@ class HypernetUpdate:
         return {n: dense(self.change[head_bias(n)]) for n in self.names}
 
     def _sent(self, weight: str, bias: str) -> SentTwice:
-        floors = [self.rounding**2 * float(length(dense(self.shared[n]))) ** 2 for n in (weight, bias)]
-        counts = [self.change[n].numel() for n in (weight, bias)]
-        tiny = torch.finfo(torch.float64).tiny
-        variances = (floors[0] / counts[0] + tiny, floors[1] / counts[1] + tiny)
+        start = [dense(self.shared[n]).double().square().mean() for n in (weight, bias)]
         seen = None if self.seen is None else (self.seen[weight], self.seen[bias])
-        return SentTwice(self.change[weight], dense(self.change[bias]), variances, seen)
+        return SentTwice(self.change[weight], dense(self.change[bias]), (float(start[0]), float(start[1])), seen)
 
     def _head_changes(self) -> dict[str, Value]:
         return {n: self.change[head_weight(n)] for n in self.names}

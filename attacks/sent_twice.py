@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl.tensors import Value, inner, matvec
+from fl.tensors import LowRank, Value, inner, matvec
 
 
 @dataclass(frozen=True)
@@ -21,25 +21,26 @@ class SentTwice:
     Attributes:
         weight: dW (n, m).
         bias: db (n,).
-        rounding: variance that rounding alone leaves on an entry of either; exact outer products count as rounded, too,
-            since no update is exact that is sent as numbers.
+        start: mean square of an entry of the layer's weight and of its bias, which rounding is relative to. An exact
+            outer product counts as rounded like the bias, since no update is exact that is sent as numbers.
         seen: 1 where an entry was sent, 0 where a known defence cut it: of the weight (n, m), of the bias (n,); None if
             nothing is cut.
     """
 
     weight: Value
     bias: Tensor
-    rounding: tuple[float, float]
+    start: tuple[float, float]
     seen: tuple[Tensor, Tensor] | None = None
 
     def gradient(self, x: Tensor) -> Tensor:
         """The gradient g (n,): the mean of both, weighted by inverse variances; zero where neither was sent."""
         raised = self._raised(x)
         of_raised, of_bias = self._noise(x, raised)
-        floor, other = self.rounding
-        ours = 1 / (of_raised + floor / self._rows(x) + self._lost(x))
-        mine = self._told / max(of_bias, other)
-        return (self.bias * mine + raised * ours) / (mine + ours).clamp_min(torch.finfo(raised.dtype).tiny)
+        weight, bias = self.start
+        if isinstance(self.weight, LowRank) and bias > 0:
+            of_raised = of_raised.maximum(of_bias * weight / bias / self._rows(x))
+        ours, mine = 1 / (of_raised + self._lost(x)), self._told / of_bias
+        return torch.where(mine + ours > 0, (self.bias * mine + raised * ours) / (mine + ours), 0.0)
 
     def lengths(self, x: Tensor) -> tuple[float, float]:
         """Squared length of g by the weight where x had this length, its noise left out, and its product with db.
@@ -48,7 +49,7 @@ class SentTwice:
         """
         raised = self._raised(x)
         of_raised, of_bias = self._noise(x, raised)
-        both = self._told * of_raised.isfinite() / max(of_bias, self.rounding[1])
+        both = self._told * of_raised.isfinite() / of_bias
         own = (raised.square() - of_raised.nan_to_num(posinf=0.0)) * both
         return float(own.sum()), float((raised * self.bias * both).sum())
 
@@ -57,14 +58,16 @@ class SentTwice:
         return matvec(self.weight, x) / self._rows(x).clamp_min(torch.finfo(x.dtype).tiny)
 
     def _noise(self, x: Tensor, raised: Tensor) -> tuple[Tensor, float]:
-        """Variances of `raised` (n,), infinite where nothing was sent, and of the bias, as far as they are seen."""
+        """Variances as they are seen, never zero: of `raised` (n,), infinite where nothing was sent, and of the bias."""
         rows = self._rows(x)
         known = self.weight.numel() if self.seen is None else float(self.seen[0].sum())
         left = float(inner(self.weight, self.weight)) - float((raised.square() * rows).sum())
-        of_raised = max(left, 0.0) / max(known - raised.numel(), 1.0) / rows
+        noise = max(left, 0.0) / max(known - raised.numel(), 1.0) + _least(inner(self.weight, self.weight), known)
+        of_raised = torch.where(rows > 0, noise / rows, math.inf).expand_as(raised)
         both = (self._told * (rows > 0)).expand_as(raised)
         apart = torch.where(both > 0, (self.bias - raised).square() - of_raised - self._lost(x), 0.0)
-        return of_raised, float(apart.sum() / both.sum().clamp_min(1.0))
+        least = _least(self.bias @ self.bias, self.bias.numel())
+        return of_raised, max(float(apart.sum() / both.sum().clamp_min(1.0)), least)
 
     def _lost(self, x: Tensor) -> Tensor:
         """The variance that no averaging takes off `raised` (n,): of rows too small to be sent.
@@ -86,6 +89,11 @@ class SentTwice:
     def _told(self) -> Tensor:
         """1 where the bias was sent, (n,) or one for all."""
         return self.bias.new_ones(()) if self.seen is None else self.seen[1]
+
+
+def _least(squares: Tensor, count: float) -> float:
+    """The variance that double precision leaves on numbers of which there are `count`; in their own unit."""
+    return torch.finfo(torch.float64).eps ** 2 * float(squares) / max(count, 1.0) + torch.finfo(torch.float64).tiny
 
 
 def lengthened(x: Tensor, layers: Sequence[SentTwice]) -> Tensor:

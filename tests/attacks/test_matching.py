@@ -17,6 +17,7 @@ from attacks.stack import Stack
 from defenses.secagg import SecAgg
 from eval.metrics import psnr
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbn import FedBN
@@ -312,6 +313,19 @@ def test_labels_read_off_are_dealt_out_where_the_order_is_known(batch_size: int 
     assert all(logits.sum() == 3 * SURE for logits in dealt)
     assert [2, 0, 1] in [logits.argmax(1).tolist() for logits in dealt]
     assert attack._problem(replace(view, labels=images.labels)).labels is images.labels
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_labels_read_off_a_group_are_dealt_out_where_clients_take_several_steps(steps: int) -> None:
+    """Each client's later steps follow its own images: in one step alone it is all the same which client has which."""
+    data = [Batch(worlds.images(2, i).inputs, torch.tensor([0, 2])) for i in range(2)]
+    client = Client(worlds.task(), FedAvg(lr=0.1, steps=steps, batch_size=None), SecAgg(clients=2))
+    view, _ = Federation(client, [ClientData(part, part) for part in data]).observe(0)
+    attack = attacks.build("ig")
+    assert isinstance(attack, Matching)
+    labels = attack._problem(view).labels
+    assert (labels is None) == (steps > 1)
+    assert labels is None or labels.tolist() == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("clients", [1, 2])

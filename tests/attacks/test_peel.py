@@ -197,6 +197,13 @@ def test_a_gradient_sent_once_per_unit_is_averaged(
     assert (averaged - whole).norm() < most * whole.norm()
 
 
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
+def test_rows_that_pruning_cut_whole_are_zero_and_no_others(ratio: float) -> None:
+    peeled = Peel().solve(victim(worlds.task(), STEP, 4, defense=Prune(ratio=ratio))[0])
+    assert isinstance(peeled, Peeled)
+    assert all(bool(value.isfinite().all()) for value in peeled.gradient.values())
+
+
 def test_over_several_steps_the_biases_alone_are_believed() -> None:
     view, _ = victim(worlds.task(), replace(STEP, steps=3, lr=0.1), 4)
     peeled = Peel().solve(view)
