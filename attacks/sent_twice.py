@@ -58,7 +58,7 @@ class SentTwice:
         return matvec(self.weight, x) / self._rows(x).clamp_min(torch.finfo(x.dtype).tiny)
 
     def _noise(self, x: Tensor, raised: Tensor) -> tuple[Tensor, float]:
-        """Variances as they are seen, never zero: of `raised` (n,), infinite where nothing was sent, and of the bias."""
+        """Variances as they are seen, not zero: of `raised` (n,), infinite where nothing was sent, and of the bias."""
         rows = self._rows(x)
         known = self.weight.numel() if self.seen is None else float(self.seen[0].sum())
         left = float(inner(self.weight, self.weight)) - float((raised.square() * rows).sum())
