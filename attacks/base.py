@@ -116,6 +116,13 @@ class ViewAttack(Attack):
         """The easier view, or why there is none."""
         raise TypeError(f"{type(self).__name__} does not define rewrite()")
 
+    def one(self, view: ServerView, seed: int) -> Result:
+        """What the rewrite reads by itself: no images."""
+        rewritten = self.rewrite(view)
+        if isinstance(rewritten, NotApplicable):
+            return rewritten
+        return self.unwrap(view, rewritten, Reconstruction(inputs=None))
+
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result on the rewritten view as one on the first view."""
         return result

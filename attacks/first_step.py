@@ -63,13 +63,6 @@ class FirstStep(ViewAttack):
         if self.corrections < 0:
             raise ValueError(f"expected corrections >= 0, got {self.corrections}")
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """What the rewrite reads by itself: no images."""
-        rewritten = self.rewrite(view)
-        if isinstance(rewritten, NotApplicable):
-            return rewritten
-        return self.unwrap(view, rewritten, Reconstruction(inputs=None))
-
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         """The view of one step on all images along the mean gradient, not corrected yet."""
         easier = Surrogate(along=0.0).rewrite(view)

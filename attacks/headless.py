@@ -105,13 +105,6 @@ class Headless(ViewAttack):
 
     layer: str | None = None
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """The layer's input, without an image."""
-        rewritten = self.rewrite(view)
-        if isinstance(rewritten, NotApplicable):
-            return rewritten
-        return self.unwrap(view, rewritten, Reconstruction(inputs=None))
-
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         """The view of the network up to the layer, without labels."""
         reason = obstacle(view)

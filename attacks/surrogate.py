@@ -56,13 +56,6 @@ class Surrogate(ViewAttack):
         if self.images is not None and self.images < 1:
             raise ValueError(f"expected images >= 1 or None, got {self.images}")
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """What the rewrite reads by itself: no images."""
-        rewritten = self.rewrite(view)
-        if isinstance(rewritten, NotApplicable):
-            return rewritten
-        return self.unwrap(view, rewritten, Reconstruction(inputs=None))
-
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         """The view of one step of size 1 on all images."""
         images = self.images or view.batch_size
