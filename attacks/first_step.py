@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewAttack, attacks
-from attacks.problem import fixed_labels
+from attacks.problem import fixed_labels, told_apart
 from attacks.surrogate import APPROXIMATE, Surrogate, mean_gradient, movement, steps
 from fl.defense import Defense
 from fl.group import in_turn
@@ -74,7 +74,8 @@ class FirstStep(ViewAttack):
             return NotApplicable("the classifier is private: what it made of later steps can't be simulated")
         if view.schedule is None:
             return NotApplicable("the number of local steps is unknown: they can't be simulated")
-        if view.order is None and _fed(view) != {view.batch_size}:
+        fed = {size for phase in view.schedule for step in phase for size in step if size}
+        if view.order is None and fed != {view.batch_size}:
             return NotApplicable("batches are smaller than all images and their order is unknown")
         size = _size(view)
         method = FedAvg(lr=size, steps=1, batch_size=None, train_mode=view.method.train_mode)
@@ -154,14 +155,16 @@ class _Search:
         if len(result.inputs) != len(self.labels):
             self.over = True  # a round can't be simulated on some of its images
             return
-        found = [self._simulated(arranged) for arranged in self._arranged(result)]
-        first, mean, unit, left, arranged = min(found, key=lambda one: (not one[2] > 0, one[3]))
+        found = [(arranged, *self._simulated(arranged)) for arranged in self._arranged(result)]
+        arranged, mean, unit, left, guess = min(found, key=lambda one: (not one[2] > 0, one[3]))
         self.history.append(left)
         self.idle = 0 if left < FALLING * self.left else self.idle + 1
         if left < self.left:
             self.best, self.left = arranged, left
         self.over = not unit > 0  # it would point back, or nowhere
         if not self.over:
+            with torch.no_grad():
+                first = predict(self.easier, replace(guess, order=None), defended=False)
             # at equal sizes: that gradients shrink along the round is no error of the image
             like = float(total(first, mean) / norm(mean) ** 2)
             corrected = combine(scaled(self.sent, like / unit), combine(first, mean, -like))
@@ -175,7 +178,7 @@ class _Search:
         labels = result.labels if own else self.labels
         assert labels is not None
         count = len(labels)
-        open_to = count <= FEW and (self.ordered or not own)
+        open_to = count <= FEW and (told_apart(self.view) or not own)
         made = []
         for turn in permutations(range(count)) if open_to else [tuple(range(count))]:
             index = torch.tensor(turn, device=labels.device)
@@ -184,29 +187,23 @@ class _Search:
             made.append(replace(result, inputs=result.inputs[index], labels=mine, fixed=fixed))
         return made
 
-    @property
-    def ordered(self) -> bool:
-        """Whether it matters which image comes first: batches are smaller than all of them."""
-        return _fed(self.view) != {self.view.batch_size}
-
-    def _simulated(self, result: Reconstruction) -> tuple[Tensors, Tensors, float, float, Reconstruction]:
-        """First and mean gradient of a result, the observed mean's length over it, what it leaves, and the result."""
+    def _simulated(self, result: Reconstruction) -> tuple[Tensors, float, float, Candidate]:
+        """A result's mean gradient, the observed one's length over it, what it leaves, and the guess it stands for."""
         assert result.inputs is not None
         assert result.labels is not None
         order = self.view.order or in_turn(self.view, len(result.labels))
         guess = Candidate(result.inputs, result.labels, order=order)
         with torch.no_grad():
-            first = predict(self.easier, replace(guess, order=None), defended=False)
             mean = _mean(self.view, predict(self.view, guess, defended=False))
         unit = float(total(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
-        return first, mean, unit, float(norm(combine(self.sent, mean, -unit)) / norm(self.sent)), result
+        return mean, unit, float(norm(combine(self.sent, mean, -unit)) / norm(self.sent)), guess
 
     def result(self) -> Result:
         """The best found, and whether it explains the update."""
         assert self.best is not None
         if isinstance(self.best, NotApplicable) or steps(self.view) == 1:
             return self.best
-        used = {"labels": self.view.labels is not None, "order": self.view.order is not None and self.ordered}
+        used = {"labels": self.view.labels is not None, "order": told_apart(self.view)}
         known = tuple(name for name, was in used.items() if was and self.history and name not in self.best.knowledge)
         if not self.history:
             return replace(self.best, knowledge=(*self.best.knowledge, APPROXIMATE), verified=None, fixed=None)
@@ -219,12 +216,6 @@ class _Search:
             verified=self.best.verified if done else False,
             fixed=self.best.fixed if done else None,
         )
-
-
-def _fed(view: ServerView) -> set[int]:
-    """The sizes of the batches."""
-    assert view.schedule is not None
-    return {size for phase in view.schedule for step in phase for size in step if size}
 
 
 def _size(view: ServerView) -> float:

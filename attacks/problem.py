@@ -296,7 +296,7 @@ def told_apart(view: ServerView) -> bool:
     if view.parts and sum(map(len, view.schedule or ())) > 1:
         return True
     batches = [batch for steps in view.order or () for step in steps for batch in step]
-    return any(set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)
+    return any(len(batch) and set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)
 
 
 def fixed_labels(view: ServerView, rule: str) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,8 +62,9 @@ class SentTwice:
         """Variances as they are seen, not zero: of `raised` (n,), infinite where nothing was sent, and of the bias."""
         rows = self._rows(x)
         known = self.weight.numel() if self.seen is None else float(self.seen[0].sum())
-        left = float(inner(self.weight, self.weight)) - float((raised.square() * rows).sum())
-        noise = max(left, 0.0) / max(known - raised.numel(), 1.0) + _least(inner(self.weight, self.weight), known)
+        squares = inner(self.weight, self.weight)
+        left = float(squares) - float((raised.square() * rows).sum())
+        noise = max(left, 0.0) / max(known - raised.numel(), 1.0) + _least(squares, known)
         of_raised = torch.where(rows > 0, noise / rows, math.inf).expand_as(raised)
         both = (self._told * (rows > 0)).expand_as(raised)
         apart = torch.where(both > 0, (self.bias - raised).square() - of_raised - self._lost(x), 0.0)
@@ -75,11 +77,15 @@ class SentTwice:
         Where numbers are sent in coarse steps, a row whose entries are all below one is sent as zeros: no noise is seen
         in it, and all of it is lost.
         """
-        if self.seen is not None or not isinstance(self.weight, Tensor):
-            return torch.zeros_like(self.bias)
-        step = torch.where(self.weight == 0, math.inf, self.weight.abs()).min()
-        lost = step.square() / 12 * (x.abs().sum() / (x @ x)) ** 2
-        return torch.where(self.bias.abs() * x.abs().max() < 2 * step, lost, 0.0)
+        lost = self._step**2 / 12 * (x.abs().sum() / (x @ x)) ** 2
+        return torch.where(self.bias.abs() * x.abs().max() < 2 * self._step, lost, 0.0)
+
+    @cached_property
+    def _step(self) -> float:
+        """The smallest number sent of the weight, 0 where it is none of coarse steps."""
+        if self.seen is not None or not isinstance(self.weight, Tensor) or not bool(self.weight.any()):
+            return 0.0
+        return float(torch.where(self.weight == 0, math.inf, self.weight.abs()).min())
 
     def _rows(self, x: Tensor) -> Tensor:
         """The sum of squares of x over the entries sent of each row, (n,) or one for all."""
