@@ -8,13 +8,15 @@ gradient of them is an outer product g h^T. SGD is linear in gradients and weigh
 and the coefficients a follow from SGD itself, run on a vector: the gradient of step i is a multiple of the i-th unit
 vector, and momentum and decay act on a as they do on W. A step then needs h W0^T and g W0, for all clients in one
 matrix product each, and thin products with the factors; no client holds a matrix, a momentum or a gradient of P x H.
+The heads' biases are one more column of W, of a hidden unit that is always 1. Columns of units that are silent in all
+clients take part in neither product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +28,13 @@ from fl.method import Method, Step
 from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias, head_weight
 from fl.optim import OptimState, clipped, optimise
 from fl.simulate import Round, Start, finish, train
-from fl.tensors import LowRank, Tensors, Term, combine, dense
-from fl.types import Batch, Group, Phase, Task
+from fl.tensors import LowRank, Tensors, Term, Value, combine, dense
+from fl.types import Batch, Group, Phase
 
 if TYPE_CHECKING:
     from fl.federation import Federation
 
-MATRIX, COEFFICIENTS, BIAS = "hypernet.heads", "hypernet.heads.coefficients", "hypernet.heads.bias"
+MATRIX, COEFFICIENTS = "hypernet.heads", "hypernet.heads.coefficients"
 
 
 def obstacle(client: Client) -> str | None:
@@ -66,7 +68,7 @@ class Factored(Engine):
 
 
 def _by_factors(client: Client, starts: Sequence[Start]) -> list[Round]:
-    heads = _Heads.of(client, starts[0].download.shared)
+    heads = _Heads(client, starts[0].download.shared)
     trainees = [_Trainee(start, heads) for start in starts]
     with torch.no_grad():
         for p, phase in enumerate(starts[0].phases):
@@ -79,7 +81,7 @@ def _fits(client: Client, starts: Sequence[Start]) -> bool:
     first = starts[0].download.shared
     if any(s.download.received or any(s.download.shared[k] is not v for k, v in first.items()) for s in starts):
         return False
-    names = [name for name in first if name.startswith("hypernet.")] + [COEFFICIENTS, BIAS]
+    names = [name for name in first if name.startswith("hypernet.")] + [COEFFICIENTS]
     counts = [0] * len(starts)
     for p, phase in enumerate(starts[0].phases):
         moving = phase.assign(dict.fromkeys(names))
@@ -94,43 +96,57 @@ def _fits(client: Client, starts: Sequence[Start]) -> bool:
     return max(counts) <= 2 * dense(first[TRUNK_BIAS]).numel()
 
 
-@dataclass(frozen=True)
 class _Heads:
     """The server's heads on top of each other.
 
     Attributes:
         made: the parametrisation.
         task: the client's.
-        weight: (P, H).
-        bias: (P,) or None.
+        columns: (H, P), or (1 + H, P) with the biases first.
         slices: where each generated tensor lies.
     """
 
-    made: Hypernetwork
-    task: Task
-    weight: Tensor
-    bias: Tensor | None
-    slices: dict[str, slice]
-
-    @classmethod
-    def of(cls, client: Client, shared: Tensors) -> _Heads:
+    def __init__(self, client: Client, shared: Tensors) -> None:
         made, task = client.method.parametrisation, client.task
         assert isinstance(made, Hypernetwork)
-        slices, end = {}, 0
+        self.made, self.task, self.slices, end = made, task, {}, 0
         for name in made.generates(task):
-            slices[name] = slice(end, end + task.parameters[name].numel())
-            end = slices[name].stop
-        weight = torch.cat([dense(shared[head_weight(name)]) for name in slices])
-        bias = torch.cat([dense(shared[head_bias(name)]) for name in slices]) if made.bias else None
-        return cls(made, task, weight, bias, slices)
+            self.slices[name] = slice(end, end + task.parameters[name].numel())
+            end = self.slices[name].stop
+        hidden = dense(shared[TRUNK_BIAS])
+        self.columns = hidden.new_empty(made.bias + len(hidden), end)
+        for name, part in self.slices.items():
+            self.columns[int(made.bias) :, part] = dense(shared[head_weight(name)]).mT
+            if made.bias:
+                self.columns[0, part] = dense(shared[head_bias(name)])
+        self._all = self._chosen = torch.arange(len(self.columns), device=hidden.device)
+        self._part = self.columns
+
+    def attend(self, activations: Tensor) -> None:
+        """From here on, only columns are used whose units speak in some of `activations` (N, H or 1 + H)."""
+        live = (activations != 0).any(0).nonzero().squeeze(1)
+        enough = bool(torch.isin(live, self._chosen, assume_unique=True).all())
+        if not enough or 2 * len(live) < len(self._chosen):  # a copy costs as much as the two products
+            self._chosen = live
+            self._part = self.columns if len(live) == len(self.columns) else self.columns[live]
+
+    def forward(self, activations: Tensor) -> Tensor:
+        """All generated numbers (N, P) of `activations` (N, H or 1 + H) of units attended to."""
+        return activations[:, self._chosen] @ self._part
+
+    def backward(self, grads: Tensor) -> Tensor:
+        """(N, H or 1 + H) from gradients (N, P); 0 for units that are not attended to."""
+        found = grads.new_zeros(len(grads), len(self.columns))
+        found[:, self._chosen] = grads @ self._part.mT
+        return found
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Generated tensors by name from all their numbers (P,)."""
         return {name: flat[part].view(self.task.parameters[name].shape) for name, part in self.slices.items()}
 
-    def join(self, tensors: dict[str, Tensor]) -> Tensor:
-        """All numbers (P,) of the generated tensors."""
-        return torch.cat([tensors[name].reshape(-1) for name in self.slices])
+    def join(self, tensors: dict[str, Tensor], out: Tensor) -> None:
+        """Write all numbers of the generated tensors into `out` (P,)."""
+        torch.cat([tensors[name].reshape(-1) for name in self.slices], out=out)
 
 
 @dataclass
@@ -142,7 +158,7 @@ class _Trainee:
         heads: the server's.
         params: all that moves and stays, the heads' matrices as coefficients (1 + J,).
         left: g of every step (J, P).
-        right: h of every step (J, H).
+        right: h of every step (J, H), or (J, 1 + H) with the 1 that the biases belong to.
         count: steps of the heads so far.
     """
 
@@ -159,14 +175,13 @@ class _Trainee:
         self.images = Batch(trace.inputs, trace.labels)
         self.buffers = {k: v.clone() for k, v in start.buffers.items()}
         steps = sum(len(phase) for phase in trace.order)
-        self.left, self.right = (heads.weight.new_empty(0, n) for n in heads.weight.shape)
-        coefficients = torch.zeros(1 + steps, dtype=torch.float64, device=heads.weight.device)
+        units, size = heads.columns.shape
+        self.left, self.right = heads.columns.new_empty(0, size), heads.columns.new_empty(0, units)
+        coefficients = torch.zeros(1 + steps, dtype=torch.float64, device=heads.columns.device)
         coefficients[0] = 1.0
         given = {**start.download.shared, **start.state.private}
         self.params = {k: v for k, v in given.items() if not k.startswith("hypernet.heads.")}
         self.params[COEFFICIENTS] = coefficients
-        if heads.bias is not None:
-            self.params[BIAS] = heads.bias
         task, method = start.client.task, start.client.method
         lifted = method.parametrisation.lift(given)
         self.step = Step(task, lifted, start.download.received, start.state.memory, {}, start.round)
@@ -182,18 +197,20 @@ class _Trainee:
             room = sum(len(steps) for phase, steps in pairs if COEFFICIENTS in phase.assign(self.params))
             self.left, self.right = (x.new_empty(room, x.shape[1]) for x in (self.left, self.right))
 
-    def hidden(self) -> tuple[Tensor, Tensor]:
-        """Pre-activations and activations of the hidden layer (H,)."""
+    def hidden(self) -> _Hidden:
+        """The hidden layer."""
         z = self.heads.made.preactivation(self.params)
-        return z, torch.relu(z)
+        h = torch.relu(z)
+        return _Hidden(z, torch.cat([h.new_ones(1), h]) if self.heads.made.bias else h)
 
-    def weights(self, product: Tensor, h: Tensor) -> dict[str, Tensor]:
-        """The network's weights, from `W0 h` (P,)."""
-        a = self._coefficients(product)
-        flat = product * a[0] + (a[1:] * (self.right[: self.count] @ h)) @ self.left[: self.count]
-        if BIAS in self.params:
-            flat = flat + dense(self.params[BIAS])
-        made = self.heads.split(flat)
+    def kept(self) -> Tensor:
+        """How much is left of the server's heads, a scalar."""
+        return self._coefficients(self.right)[0]
+
+    def weights(self, base: Tensor, h: Tensor) -> dict[str, Tensor]:
+        """The network's weights, from what the server's heads make of `h` (P,), as far as they are left."""
+        past = self._coefficients(h)[1:] * (self.right[: self.count] @ h)
+        made = self.heads.split(torch.addmv(base, self.left[: self.count].mT, past))
         own = {name: dense(self.params[name]) for name in self.heads.task.parameters if name not in made}
         return {**made, **own}
 
@@ -222,35 +239,46 @@ class _Trainee:
             grads[COEFFICIENTS] = unit
         self.params, self.optim = optimise(self.phase, self.unclipped, self.params, grads, self.optim)
 
-    def pulled(self, grads: dict[str, Tensor], g: Tensor, product: Tensor, z: Tensor, h: Tensor) -> Tensors:
-        """Gradients of what moves, from those of the weights, all generated ones `g` (P,) and `W0^T g` (H,)."""
-        a = self._coefficients(product)
-        back = product * a[0] + ((self.left[: self.count] @ g) * a[1:]) @ self.right[: self.count]
-        back = back * (z > 0)
+    def overlaps(self, g: Tensor) -> Tensor:
+        """Inner products of `g` (P,) with the gradients of all steps so far (J,)."""
+        return self.left[: self.count] @ g
+
+    def pulled(self, grads: dict[str, Tensor], g: Tensor, overlaps: Tensor, base: Tensor, hidden: _Hidden) -> Tensors:
+        """Gradients of what moves.
+
+        Args:
+            grads: those of the network's weights.
+            g: all generated ones of them (P,).
+            overlaps: as of `overlaps(g)`.
+            base: `W0^T g` (H,), or (1 + H,) with the biases' first.
+            hidden: the hidden layer.
+        """
+        a = self._coefficients(base)
+        back = base * a[0] + (overlaps * a[1:]) @ self.right[: self.count]
+        back = back[-len(hidden.z) :] * (hidden.z > 0)
         found: Tensors = {
             TRUNK_WEIGHT: back[:, None] * dense(self.params[EMBEDDING]),
             TRUNK_BIAS: back,
             EMBEDDING: dense(self.params[TRUNK_WEIGHT]).mT @ back,
-            BIAS: g,
         }
         result = {name: found[name] if name in found else grads[name] for name in self.groups if name != COEFFICIENTS}
         if COEFFICIENTS in self.groups:
-            result[MATRIX] = LowRank.outer(g, h)
+            result[MATRIX] = LowRank.outer(g, hidden.h)
         return result
 
     def result(self) -> LocalResult:
         """Differences and private tensors, as `local_update` returns them."""
         shared, private = self.start.download.shared, self.start.state.private
-        a = dense(self.params[COEFFICIENTS])
+        a, update = dense(self.params[COEFFICIENTS]), dict[str, Value]()
         scale, right = 1.0 - float(a[0]), self.right[: self.count] * -self._coefficients(self.right)[1:, None]
-        update: Tensors = {}
+        kept = scale if abs(scale) > 1e-13 else 0.0
+        biased = int(self.heads.made.bias)
         for name, part in self.heads.slices.items():
-            base, terms = dense(shared[head_weight(name)]), (Term(1.0, self.left[: self.count, part], right),)
-            kept = scale if abs(scale) > 1e-13 else 0.0
-            size = (base.shape[0], base.shape[1])
+            base, left = dense(shared[head_weight(name)]), self.left[: self.count, part]
+            terms, size = (Term(1.0, left, right[:, biased:]),), (base.shape[0], base.shape[1])
             update[head_weight(name)] = LowRank(base if kept else None, kept, terms, size)
-            if BIAS in self.params:
-                update[head_bias(name)] = dense(shared[head_bias(name)]) - dense(self.params[BIAS])[part]
+            if biased:
+                update[head_bias(name)] = kept * dense(shared[head_bias(name)]) + left.mT @ right[:, 0]
         rest = {name: value for name, value in shared.items() if name not in update}
         update.update(combine(rest, self.params, -1.0))
         return LocalResult(
@@ -270,35 +298,39 @@ def _run_phase(heads: _Heads, trainees: Sequence[_Trainee], p: int, phase: Phase
     for trainee in trainees:
         trainee.begin(phase)
     if all(name in heads.task.parameters for name in trainees[0].groups):  # generated weights rest: make them once
-        for trainee, made in zip(trainees, _generate(heads, trainees), strict=True):
+        for trainee, (hidden, base) in zip(trainees, _generate(heads, trainees), strict=True):
+            made = trainee.weights(base, hidden.h)
             for s in range(len(trainee.start.trace.order[p])):
                 own = {name: dense(trainee.params[name]) for name in trainee.groups}
-                trainee.move(dict(trainee.gradient(p, s, {**made.weights, **own})))
+                trainee.move(dict(trainee.gradient(p, s, {**made, **own})))
         return
     for s in range(max(len(trainee.start.trace.order[p]) for trainee in trainees)):
-        active = [trainee for trainee in trainees if s < len(trainee.start.trace.order[p])]
-        all_made = _generate(heads, active)
-        grads = [trainee.gradient(p, s, made.weights) for trainee, made in zip(active, all_made, strict=True)]
-        joined = torch.stack([heads.join(grad) for grad in grads])
-        products = joined @ heads.weight
-        for trainee, made, grad, g, product in zip(active, all_made, grads, joined, products, strict=True):
-            trainee.move(trainee.pulled(grad, g, product, made.z, made.h))
+        _step(heads, [trainee for trainee in trainees if s < len(trainee.start.trace.order[p])], p, s)
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A client's hidden layer and the weights that follow from it."""
+def _step(heads: _Heads, trainees: Sequence[_Trainee], p: int, s: int) -> None:
+    made = _generate(heads, trainees)
+    joined = heads.columns.new_empty(len(trainees), heads.columns.shape[1])
+    found = []
+    for trainee, (hidden, base), g in zip(trainees, made, joined, strict=True):
+        grads = trainee.gradient(p, s, trainee.weights(base, hidden.h))
+        heads.join(grads, g)
+        found.append((grads, g, trainee.overlaps(g)))  # at once, while the factors are in the cache
+    products = heads.backward(joined)
+    for trainee, (hidden, _), (grads, g, overlaps), product in zip(trainees, made, found, products, strict=True):
+        trainee.move(trainee.pulled(grads, g, overlaps, product, hidden))
+
+
+class _Hidden(NamedTuple):
+    """A client's hidden layer: pre-activations (H,), and activations (H,), or (1 + H,) with the biases' 1 first."""
 
     z: Tensor
     h: Tensor
-    weights: dict[str, Tensor]
 
 
-def _generate(heads: _Heads, trainees: Sequence[_Trainee]) -> list[_Made]:
-    """Every client's weights, with the product with the common matrix taken once for all."""
+def _generate(heads: _Heads, trainees: Sequence[_Trainee]) -> list[tuple[_Hidden, Tensor]]:
+    """Every client's hidden layer, and what is left of the server's heads makes of it: a product for all at once."""
     hidden = [trainee.hidden() for trainee in trainees]
-    products = torch.stack([h for _, h in hidden]) @ heads.weight.mT
-    return [
-        _Made(z, h, trainee.weights(product, h))
-        for trainee, product, (z, h) in zip(trainees, products, hidden, strict=True)
-    ]
+    activations = torch.stack([trainee.kept() * own.h for trainee, own in zip(trainees, hidden, strict=True)])
+    heads.attend(activations)
+    return list(zip(hidden, heads.forward(activations), strict=True))
