@@ -13,8 +13,8 @@ from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.objectives import direction, squared
 from attacks.peel import Opened, Peeled, open_view
 from attacks.priors import total_variation
-from fl.client import Network
 from fl.models.hypernetwork import EMBEDDING, TRUNK_WEIGHT, Hypernetwork
+from fl.network import Network
 from fl.seeds import stream
 from fl.tensors import Tensors, compress, dense
 from fl.types import ServerView

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from fl.client import Network
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.method import Method, Step
+from fl.network import Network
 from fl.parametrisation import Parametrisation
 from fl.tensors import LowRank, Tensors, Value, dense
 from fl.types import Batch, Group, Phase, Scope, ServerView, Task

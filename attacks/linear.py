@@ -14,10 +14,10 @@ from torch.func import functional_call
 
 from attacks.base import NotApplicable
 from attacks.headless import astray, signs_only
-from fl.client import Network
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.method import Step
+from fl.network import Network
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, ServerView, frozen

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from defenses import defenses
-from fl.client import Gradient, Network
+from fl.client import Gradient
 from fl.defense import Defense
 from fl.method import Method, Step
 from fl.models.initialise import initialise
 from fl.models.layers import Classifier
+from fl.network import Network
 from fl.seeds import stream
 from fl.tensors import Tensors
 from fl.types import Batch, Task

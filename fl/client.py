@@ -9,15 +9,16 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 from torch.func import grad as func_grad
+from torch.func import vmap
 from torch.nn import functional
 
 from fl.defense import DRAWN, Defense, for_buffers
 from fl.method import Method, Step
+from fl.network import Network
 from fl.optim import OptimState, optimise
 from fl.tensors import Payloads, Tensors, combine, dense, flatten, minus, zeros
-from fl.types import Batch, Draws, Order, Phase, Scope, Task, frozen
+from fl.types import Batch, Draws, Order, Phase, Scope, Task
 
 Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
 Batches = Sequence[Iterable[Sequence[Batch]]]
@@ -112,20 +113,6 @@ def _normalise_apart(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> T
     normalised = functional.batch_norm(inputs, None, None, training=True, eps=norm.eps)
     shape = (-1, *[1] * (inputs.ndim - 2))
     return normalised * norm.weight.view(shape) + norm.bias.view(shape)
-
-
-@dataclass(frozen=True)
-class Network:
-    """A module with explicit weights, all but the frozen ones: `network(inputs)` returns its logits."""
-
-    model: nn.Module
-    weights: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """Logits (B, K), or whatever the module returns."""
-        given = {**frozen(self.model), **self.weights, **self.buffers}
-        return functional_call(self.model, given, inputs, strict=True)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from fl.types import Batch, Phase, Scope, Task, Upload
 
 if TYPE_CHECKING:
     from fl.accounting import PrivacyStatement
-    from fl.client import Gradient, Network
+    from fl.client import Gradient
     from fl.defense import Defense
+    from fl.network import Network
 
 methods: Registry[Method] = Registry("method", "fl.methods")
 

@@ -20,7 +20,7 @@ from fl.tensors import Tensors, dense, minus
 from fl.types import Batch, Group, Phase, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.client import Network
+    from fl.network import Network
 
 PREFIX, LATENT = "autoencoder.", "latent"
 """Of the autoencoder's parameters, and the name of what a client's mean latent vector is sent as."""

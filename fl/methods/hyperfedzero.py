@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl.client import Network
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.models.dropout import drawn, masks
 from fl.models.zero import JoinedNet, ZeroNet, draw_initial
+from fl.network import Network
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, Task

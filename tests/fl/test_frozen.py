@@ -9,11 +9,12 @@ from support.compare import assert_near, assert_same
 
 import attacks
 from attacks.unroll import unroll
-from fl.client import Client, Gradient, Network, autograd_derivative
+from fl.client import Client, Gradient, autograd_derivative
 from fl.federation import ClientData, Federation
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.network import Network
 from fl.predict import predict
 from fl.privacy import opacus_gradient, private_gradient
 from fl.tensors import dense
@@ -57,6 +58,26 @@ def test_a_network_takes_them_from_its_module_and_all_else_from_outside() -> Non
     del weights["head.bias"]
     with pytest.raises(RuntimeError, match=r"head\.bias"):
         Network(client.predictor, weights, {})(x)
+
+
+def test_a_network_notices_what_was_frozen_thawed_or_tied_after_its_first_call() -> None:
+    given, x = task(), worlds.images(2).inputs
+    model, conv = given.model, given.model.get_submodule("body.conv1")
+    Network(model, dict(given.parameters), {})(x)
+    conv.requires_grad_(True)
+    thawed = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    expected = torch.func.functional_call(model, thawed, (x,))
+    assert torch.equal(Network(model, thawed, {})(x), expected)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        conv.bias += 1.0  # type: ignore[operator]
+    assert torch.equal(Network(model, {}, {})(x), model(x))
+
+    tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).double()
+    tied[1].weight = tied[0].weight
+    own = {name: torch.ones_like(value) for name, value in tied.named_parameters()}
+    assert own.keys() == {"0.weight", "0.bias", "1.bias"}
+    assert torch.equal(Network(tied, own, {})(torch.ones(1, 3).double()), torch.full((1, 3), 13.0).double())
 
 
 def test_clipping_by_sample_leaves_them_out() -> None:

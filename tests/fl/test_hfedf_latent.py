@@ -18,7 +18,7 @@ from defenses.noise import Noise
 from defenses.prune import Prune
 from defenses.quantize import Quantize
 from defenses.signsgd import SignSGD
-from fl.client import Client, Network
+from fl.client import Client
 from fl.defense import Defense
 from fl.federation import Federation, Participation
 from fl.method import Step
@@ -27,6 +27,7 @@ from fl.methods.hfedf_latent import LATENT, PREFIX, HFedFLatent
 from fl.models import build
 from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK
 from fl.models.table6 import Autoencoder
+from fl.network import Network
 from fl.predict import predict
 from fl.protocol import Protocol, tuned
 from fl.seeds import derive
