@@ -17,9 +17,14 @@ class Stack:
     """Several problems of one key, evaluated together: row t of every variable belongs to problem t.
 
     What is the same tensor in all of them (a global model, a hypernetwork's 14 million weights) is kept once.
+
+    Args:
+        problems: at least one.
+        compiled: make machine code of recorded evaluations.
     """
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[Problem], *, compiled: bool = False) -> None:
+        self.compiled = compiled
         self.problems = list(problems)
         self.client = problems[0].view.client
         flat = [pytree.tree_flatten(p.constants) for p in problems]
@@ -41,7 +46,7 @@ class Stack:
         """Be told that as many as `count` evaluations at such variables are to come: makes many of them fast."""
         self._steady += 1
         if self._steady == self._wait and count >= WORTH:
-            self._recorded = record(self._by_autograd, variables)
+            self._recorded = record(self._by_autograd, variables, compiled=self.compiled)
 
     def _by_autograd(self, variables: Variables) -> tuple[Tensor, Variables]:
         leaves = {k: v.detach().requires_grad_() for k, v in variables.items()}

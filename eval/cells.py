@@ -81,7 +81,7 @@ def attack_cell(
             "training": training.id,
             "round": number,
             "method": methods.spec(observed),
-            "attack": attack_spec(attack),
+            "attack": _without_off(attack_spec(attack)),
             "threat": section_spec(threat),
             "observe": watched,
             # whether LPIPS can be taken depends on the weights at hand, and so do the figures
@@ -89,6 +89,12 @@ def attack_cell(
             "version": version(),
         }
     )
+
+
+def _without_off(spec: dict[str, Any]) -> dict[str, Any]:
+    """`spec` without `compiled` where it is off, as in cells from before there was that setting."""
+    kept = {key: value for key, value in spec.items() if not (key == "compiled" and value is False)}
+    return {key: _without_off(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def run_id(experiment: Experiment) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -111,9 +112,11 @@ def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch
     attack = attacks.build({"name": "ig", "iterations": 60, "restarts": 3, "patience": 12, "enough": 0.0})
     made: list[int] = []
 
-    def counted(evaluate: recorded.Evaluation, variables: dict[str, Tensor]) -> recorded.Evaluation | None:
+    def counted(
+        evaluate: recorded.Evaluation, variables: dict[str, Tensor], **given: bool
+    ) -> recorded.Evaluation | None:
         made.append(len(variables["inputs"]))
-        return record(evaluate, variables)
+        return record(evaluate, variables, **given)
 
     monkeypatch.setattr(stack, "record", counted)
     given = views(method, defense, 2)
@@ -155,10 +158,75 @@ def test_a_refused_record_leaves_the_search_as_it_was(monkeypatch: pytest.Monkey
     attack = attacks.build({"name": "ig", "iterations": 20})
     before = attack(view, seed=0)
     monkeypatch.setattr(stack, "WORTH", 1)
-    monkeypatch.setattr(stack, "record", lambda *_: None)
+    monkeypatch.setattr(stack, "record", lambda *_, **__: None)
     after = attack(view, seed=0)
     assert isinstance(before, Reconstruction)
     assert isinstance(after, Reconstruction)
     assert before.inputs is not None
     assert after.inputs is not None
     assert torch.equal(before.inputs, after.inputs)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What recording warned of."""
+    return [entry.getMessage() for entry in caplog.records if entry.name == recorded.__name__ and entry.levelno >= 30]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["one step", "several steps", "structured"])
+def test_compiled_code_gives_the_record_s_numbers_up_to_rounding(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trials, point = problems(name, 3)
+    made: list[object] = []
+    fast = torch.compile
+
+    def noting(*given: object, **settings: object) -> object:
+        made.append(settings)
+        return fast(*given, **settings)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "compile", noting)
+    replay = record(trials._by_autograd, point(0), compiled=True)
+    assert made
+    assert not said(caplog)
+    assert replay is not None
+    for seed in (1, 2):
+        values, grads = trials._by_autograd(point(seed))
+        found, mine = replay(point(seed))
+        torch.testing.assert_close(found, values, rtol=1e-9, atol=0)
+        for k in grads:
+            assert (mine[k] - grads[k]).norm() <= 1e-9 * grads[k].norm()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiled_search_finds_what_the_other_finds() -> None:
+    _, method, defense = SETTINGS["one step"]
+    (view,) = views(method, defense, 1)
+    one, other = (attacks.build({"name": "ig", "iterations": 400, "compiled": way})(view) for way in (False, True))
+    assert isinstance(one, Reconstruction)
+    assert isinstance(other, Reconstruction)
+    assert one.objective is not None
+    assert other.objective == pytest.approx(one.objective, rel=0.05)
+
+
+@pytest.mark.parametrize("failing", [RuntimeError("no compiler"), OSError("no disk"), None])
+def test_without_a_compiler_a_search_goes_on_and_says_so(
+    failing: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(module: object, **_: object) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+        def call(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            if failing is not None:
+                raise failing
+            return torch.ones(1), {name: torch.zeros_like(value) for name, value in given.items()}
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    trials, point = problems("one step", 1)
+    replay = record(trials._by_autograd, point(0), compiled=True)
+    assert replay is not None
+    assert torch.equal(replay(point(1))[0], trials._by_autograd(point(1))[0])
+    (message,) = said(caplog)
+    assert (str(failing) if failing else "differ") in message
