@@ -16,6 +16,7 @@ from fl.data.augment import CropFlip
 from fl.defense import Defense, overrides
 from fl.engines import Factored, Processes, choose
 from fl.engines.base import Engine
+from fl.engines.factored import _Heads
 from fl.engines.packing import pack, unpack
 from fl.federation import ClientData, Federation
 from fl.method import Method
@@ -81,6 +82,23 @@ def factors(done: Round) -> bool:
 def test_factored_never_makes_a_matrix_of_a_head() -> None:
     update = federation(HYPERFL, "factored").run_round()[0].upload.update
     assert all(isinstance(v, LowRank) for k, v in update.items() if k.startswith("hypernet.heads.") and v.shape[1:])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_factored_leaves_silent_units_out_until_they_speak(bias: bool) -> None:
+    run = federation(replace(HYPERFL, parametrisation=replace(TINY, bias=bias)), "loop")
+    heads = _Heads(run.client, run.server.shared)
+    units = heads.columns.shape[0]
+    assert units == 24 + bias
+    draw = torch.Generator().manual_seed(0)
+    grads = torch.randn(2, heads.columns.shape[1], generator=draw).double()
+    for speaking in ([*range(units)], [1, 5], [1], [5], [0, 1, 5, 7], [*range(units)]):
+        h = torch.zeros(2, units).double()
+        h[0, speaking], h[1, speaking[0]] = torch.randn(len(speaking), generator=draw).double(), 1.0
+        heads.attend(h)
+        torch.testing.assert_close(heads.forward(h), h @ heads.columns)
+        torch.testing.assert_close(heads.backward(grads)[:, speaking], (grads @ heads.columns.mT)[:, speaking])
+        assert len(heads._part) <= 2 * len(speaking)
 
 
 def test_factored_draws_the_same_noise() -> None:
