@@ -27,6 +27,7 @@ from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.ppsgd import PPSGD
 from fl.models.hypernetwork import Hypernetwork
+from fl.noise import Noise
 
 MANY, SEEDS = 10_000, 20
 METHOD = DPFedAvg(noise_multiplier=1.5, images=1000, batch_size=800, steps=1, rounds=2)
@@ -114,6 +115,70 @@ def test_every_method_s_own_steps_show_what_they_are_charged_for(name: str) -> N
     assert abs(np.corrcoef(out)[np.triu_indices(6, 1)]).max() < 0.2
 
 
+# ---- at client level -----------------------------------------------------------------------------------------------
+SERVER = DPFedAvg(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4)
+CLIENT_LEVEL: dict[str, Private] = {
+    "dp-fedavg": SERVER,
+    "dp-fedavg, from the system": replace(SERVER, profile="release"),
+    "centaur": Centaur(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4),
+    "ppsgd": PPSGD(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4, steps=1),
+    "dp-hyperfl": DPHyperFL(
+        mode="client-level",
+        noise_multiplier=2.0,
+        clip=0.3,
+        rounds=4,
+        parametrisation=Hypernetwork(embedding=4, hidden=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CLIENT_LEVEL))
+def test_every_server_s_noise_shows_what_it_is_charged_for(name: str) -> None:
+    coins = torch.rand(600, generator=torch.Generator().manual_seed(1)) < 0.5
+    signs = np.array([[1.0], [-1.0], [1.0], [1.0]]).repeat(600, 1)
+    read = canaries.server_releases(CLIENT_LEVEL[name], signs, coins, seed=1) * signs / 2.0
+    out, inside = read[:, ~coins.numpy()], read[:, coins.numpy()]
+    assert out.mean() == pytest.approx(0.0, abs=0.1)
+    assert out.std() == pytest.approx(1.0, abs=0.06)
+    assert inside.mean() == pytest.approx(0.5, abs=0.1)  # a client has the length of the clip
+    assert abs(np.corrcoef(out)[np.triu_indices(4, 1)]).max() < 0.2
+
+
+def half_the_server_s_noise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fl.dp, "Noise", lambda key, *rest: Halved(Noise(key, *rest)))
+
+
+def twice_the_server_s_clip(patch: pytest.MonkeyPatch) -> None:
+    right = fl.dp.norm
+    patch.setattr(fl.dp, "norm", lambda values: right(values) / 2)
+
+
+def one_key_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fl.dp, "Noise", lambda key, *rest: Noise(key * torch.tensor([1, 0]), *rest))
+
+
+class Halved:
+    """Noise of half the size."""
+
+    def __init__(self, noise: Noise) -> None:
+        self.noise = noise
+
+    def like(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value / 2 for name, value in self.noise.like(values).items()}
+
+
+def test_a_right_server_is_never_flagged() -> None:
+    found = [canaries.audit(SERVER, [100] * 10, 4, canaries=1000, seed=seed, significance=0.05) for seed in range(5)]
+    assert found[0].claimed == spent([Charge(2.0, 1.0, 4)], 1e-5)
+    assert all(0.2 * one.claimed < one.lower < one.claimed < one.ceiling for one in found)
+
+
+@pytest.mark.parametrize("broken", [half_the_server_s_noise, twice_the_server_s_clip, one_key_for_all_rounds])
+def test_a_broken_server_is_flagged(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    assert canaries.audit(SERVER, [100] * 10, 4, canaries=1000, seed=0, significance=0.05).refuted
+
+
 # ---- the defence ---------------------------------------------------------------------------------------------------
 def defended(sampler: str) -> Client:
     """Two rounds of one step on all records, or on four in five of them by chance."""
@@ -164,7 +229,6 @@ def test_noise_used_twice_is_seen_in_differences() -> None:
         (FedAvg(lr=0.1, steps=1), 1, "claims no differential privacy"),
         (DPFedAvg(noise_multiplier=0.0), 1, "no noise is added"),
         (Centaur(noise_multiplier=1.0, mode="as-published"), 1, "trained without noise"),
-        (DPFedAvg(mode="client-level"), 1, "the guarantee is for clients"),
         (DPFedAvg(noise_multiplier=1.0), 0, "no noisy step"),
     ],
 )

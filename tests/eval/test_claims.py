@@ -65,8 +65,9 @@ def test_every_private_training_says_what_it_may_claim(done):
     assert rows["centaur"]["epsilon"] is rows["centaur"]["audit"] is None
     assert "without noise" in rows["centaur"]["reason"]
     assert rows["centaur"]["missing"]["audit"]
-    assert (rows["clients"]["unit"], rows["clients"]["audit"]) == ("client", None)
-    assert "for clients" in rows["clients"]["missing"]["audit"]
+    assert (rows["clients"]["unit"], rows["clients"]["missing"]) == ("client", {})
+    assert 0 <= rows["clients"]["audit"]["lower"] < rows["clients"]["audit"]["claimed"] == rows["clients"]["epsilon"]
+    assert rows["clients"]["audit"]["steps"] == 2  # rounds
     assert claims.of_row(said).sentence().startswith("record-level (")
 
 
