@@ -34,8 +34,14 @@ REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, As
 """What recording raises where an operation, or a decision by a tensor's number, can't be recorded."""
 
 
-CLOSE = 1e-2
-"""How far objective and gradient of compiled code may be from the record's, as a share: more is more than rounding."""
+LONG = 2000
+"""Evaluations that must be ahead to be compiled, which costs as much as thousands of a small stack."""
+CLOSE = 1e4
+"""How far a trial's objective and gradient by compiled code may be from the record's, in units of rounding."""
+
+
+FAILURES = (*REFUSALS, ImportError, OSError, MemoryError)
+"""What compiling raises, here or by a missing or broken compiler."""
 
 
 def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool = False) -> Evaluation | None:
@@ -75,31 +81,54 @@ def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool
     if not all(_equal(found, replay(point)) for point, found in points):
         log.debug("evaluated without a record: it differs")
         return None
-    return (_compiled(module, points) if compiled else None) or replay
+    return (_compiled(module, replay, points) if compiled else None) or replay
 
 
-def _compiled(module: fx.GraphModule, points: Sequence[tuple[dict[str, Tensor], object]]) -> Evaluation | None:
-    """The list as machine code, or None."""
-    fast = torch.compile(module, fullgraph=True, dynamic=False)
-
-    def replay(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.no_grad():
-            values, grads = fast({name: value.detach() for name, value in given.items()})
-        return values, dict(grads)
-
+def _compiled(
+    module: fx.GraphModule, replay: Evaluation, points: Sequence[tuple[dict[str, Tensor], object]]
+) -> Evaluation | None:
+    """The list as machine code, or None; where that fails later, the list `replay` takes its place."""
     try:
         from torch._inductor import config
 
+        fast = torch.compile(module, fullgraph=True, dynamic=False)
+
+        def call(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            with torch.no_grad():
+                values, grads = fast({name: value.detach() for name, value in given.items()})
+            return values, dict(grads)
+
         with config.patch(compile_threads=1):  # a search keeps to its process, which may have others beside it
-            same = all(_close(replay(point), found) for point, found in points)
-    except (*REFUSALS, OSError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        log.warning("searching without compiled code (is a C++ compiler installed?): %s", reason)
+            same = all(_close(call(point), found) for point, found in points)
+    except FAILURES as error:
+        _give_up(error)
         return None
     if not same:
         log.warning("searching without compiled code: its numbers differ by more than rounding")
         return None
-    return replay
+    return _Compiled(call, replay)
+
+
+class _Compiled:
+    """Compiled code, until it fails; then the record."""
+
+    def __init__(self, fast: Evaluation, sure: Evaluation) -> None:
+        self.fast: Evaluation | None = fast
+        self.sure = sure
+
+    def __call__(self, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.fast is not None:
+            try:
+                return self.fast(given)
+            except FAILURES as error:  # it may compile again, for another number of threads, say
+                _give_up(error)
+                self.fast = None
+        return self.sure(given)
+
+
+def _give_up(error: Exception) -> None:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    log.warning("searching without compiled code (is a C++ compiler installed?): %s", reason)
 
 
 def _replayable(module: fx.GraphModule) -> bool:
@@ -137,13 +166,16 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _close(one: object, other: object) -> bool:
-    """Whether the numbers are the same up to rounding, those that are none included."""
-    return all(map(_near, pytree.tree_leaves(one), pytree.tree_leaves(other)))
+    """Whether the numbers are the same in each trial (their first dimension) up to rounding."""
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return all(a.shape == b.shape and all(map(_near, a, b)) for a, b in pairs)
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
     fine = b.isfinite()
-    return torch.equal(fine, a.isfinite()) and bool((a[fine] - b[fine]).norm() <= CLOSE * b[fine].norm())
+    rounding = CLOSE * torch.finfo(b.dtype).eps
+    same = torch.equal(a[~fine].nan_to_num(), b[~fine].nan_to_num())
+    return same and bool((a[fine] - b[fine]).norm() <= rounding * b[fine].norm())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from attacks.problem import Problem, Variables
-from attacks.recorded import STEADY, WORTH, Evaluation, record
+from attacks.recorded import LONG, STEADY, WORTH, Evaluation, record
 
 
 class Stack:
@@ -20,7 +20,7 @@ class Stack:
 
     Args:
         problems: at least one.
-        compiled: make machine code of recorded evaluations.
+        compiled: make machine code of recorded evaluations, where thousands are ahead.
     """
 
     def __init__(self, problems: Sequence[Problem], *, compiled: bool = False) -> None:
@@ -46,7 +46,7 @@ class Stack:
         """Be told that as many as `count` evaluations at such variables are to come: makes many of them fast."""
         self._steady += 1
         if self._steady == self._wait and count >= WORTH:
-            self._recorded = record(self._by_autograd, variables, compiled=self.compiled)
+            self._recorded = record(self._by_autograd, variables, compiled=self.compiled and count >= LONG)
 
     def _by_autograd(self, variables: Variables) -> tuple[Tensor, Variables]:
         leaves = {k: v.detach().requires_grad_() for k, v in variables.items()}

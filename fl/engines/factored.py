@@ -119,7 +119,7 @@ class _Heads:
             self.columns[int(made.bias) :, part] = dense(shared[head_weight(name)]).mT
             if made.bias:
                 self.columns[0, part] = dense(shared[head_bias(name)])
-        self._all = self._chosen = torch.arange(len(self.columns), device=hidden.device)
+        self._chosen = torch.arange(len(self.columns), device=hidden.device)
         self._part = self.columns
 
     def attend(self, activations: Tensor) -> None:

@@ -201,9 +201,10 @@ def test_compiled_code_gives_the_record_s_numbers_up_to_rounding(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_compiled_search_finds_what_the_other_finds() -> None:
+def test_a_compiled_search_finds_what_the_other_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     _, method, defense = SETTINGS["one step"]
     (view,) = views(method, defense, 1)
+    monkeypatch.setattr(stack, "LONG", 0)
     one, other = (attacks.build({"name": "ig", "iterations": 400, "compiled": way})(view) for way in (False, True))
     assert isinstance(one, Reconstruction)
     assert isinstance(other, Reconstruction)
@@ -211,7 +212,18 @@ def test_a_compiled_search_finds_what_the_other_finds() -> None:
     assert other.objective == pytest.approx(one.objective, rel=0.05)
 
 
-@pytest.mark.parametrize("failing", [RuntimeError("no compiler"), OSError("no disk"), None])
+def test_compiled_numbers_have_to_be_the_record_s_in_each_trial() -> None:
+    right = (torch.tensor([1.0, 1e-3]), {"x": torch.tensor([[1.0, 2.0], [1e-3, 2e-3]])})
+    assert recorded._close((right[0] * (1 + 1e-6), {"x": right[1]["x"] * (1 - 1e-6)}), right)
+    for wrong in (torch.tensor([1.0, -5e-3]), torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.nan])):
+        assert not recorded._close((wrong, right[1]), right)
+    assert not recorded._close((right[0], {"x": right[1]["x"] * torch.tensor([[1.0], [0.0]])}), right)
+    endless = torch.tensor([1.0, torch.inf])
+    assert recorded._close((endless, right[1]), (endless, right[1]))
+    assert not recorded._close((-endless * torch.tensor([-1.0, 1.0]), right[1]), (endless, right[1]))
+
+
+@pytest.mark.parametrize("failing", [RuntimeError("no compiler"), OSError("no disk"), ImportError("no module"), None])
 def test_without_a_compiler_a_search_goes_on_and_says_so(
     failing: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,3 +242,29 @@ def test_without_a_compiler_a_search_goes_on_and_says_so(
     assert torch.equal(replay(point(1))[0], trials._by_autograd(point(1))[0])
     (message,) = said(caplog)
     assert (str(failing) if failing else "differ") in message
+
+
+def test_a_search_goes_on_where_compiled_code_fails_later(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        raise RuntimeError("compiled again, in vain")
+
+    trials, point = problems("one step", 1)
+    search = recorded._Compiled(failing, trials._by_autograd)
+    for _ in range(2):
+        assert torch.equal(search(point(1))[0], trials._by_autograd(point(1))[0])
+    assert len(said(caplog)) == 1  # tried once
+
+
+def test_only_long_searches_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def noting(*_: object, compiled: bool) -> None:
+        asked.append(compiled)
+
+    monkeypatch.setattr(stack, "record", noting)
+    for count in (recorded.LONG - 1, recorded.LONG):
+        for wanted in (False, True):
+            trials = Stack(problems("one step", 1)[0].problems, compiled=wanted)
+            trials._wait = 1
+            trials.ahead(count, {})
+    assert asked == [False, False, False, True]

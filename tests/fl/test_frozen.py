@@ -60,24 +60,33 @@ def test_a_network_takes_them_from_its_module_and_all_else_from_outside() -> Non
         Network(client.predictor, weights, {})(x)
 
 
-def test_a_network_notices_what_was_frozen_thawed_or_tied_after_its_first_call() -> None:
+def test_a_network_notices_what_was_frozen_thawed_or_taken_out_after_its_first_call() -> None:
     given, x = task(), worlds.images(2).inputs
-    model, conv = given.model, given.model.get_submodule("body.conv1")
-    Network(model, dict(given.parameters), {})(x)
+    model, conv, weights = given.model, given.model.get_submodule("body.conv1"), dict(given.parameters)
+    for _ in range(2):
+        Network(model, weights, {})(x)
     conv.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"body\.conv1\.bias"):
+        Network(model, weights, {})(x)
     thawed = {name: value.detach() * 2 for name, value in model.named_parameters()}
     expected = torch.func.functional_call(model, thawed, (x,))
     assert torch.equal(Network(model, thawed, {})(x), expected)
     model.requires_grad_(False)
+    Network(model, {}, {})(x)
     with torch.no_grad():
         conv.bias += 1.0  # type: ignore[operator]
     assert torch.equal(Network(model, {}, {})(x), model(x))
+    conv.bias = None
+    assert torch.equal(Network(model, {}, {})(x), model(x))
 
+
+def test_tied_weights_go_by_one_name() -> None:
     tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).double()
     tied[1].weight = tied[0].weight
     own = {name: torch.ones_like(value) for name, value in tied.named_parameters()}
     assert own.keys() == {"0.weight", "0.bias", "1.bias"}
-    assert torch.equal(Network(tied, own, {})(torch.ones(1, 3).double()), torch.full((1, 3), 13.0).double())
+    for _ in range(2):
+        assert torch.equal(Network(tied, own, {})(torch.ones(1, 3).double()), torch.full((1, 3), 13.0).double())
 
 
 def test_clipping_by_sample_leaves_them_out() -> None:
