@@ -61,9 +61,9 @@ READING = [
 ]
 CANARIES = (
     "The clipping, noise and sampling that are claimed were run on canaries: records with the longest gradients there "
-    "may be, each in the data or not by the toss of a coin, as many steps as the claim charges. Who reads every step "
-    "and tells which were in shows that epsilon is at least so much (99 % sure for each; Nasr et al., 2023, for "
-    "mechanisms with a Gaussian trade-off)."
+    "may be, or clients with the longest updates where clients are protected, each in or not by the toss of a coin, as "
+    "many steps as the claim charges. Who reads every step and tells which were in shows that epsilon is at least so "
+    "much (99 % sure for each; Nasr et al., 2023, for mechanisms with a Gaussian trade-off)."
 )
 
 
@@ -137,7 +137,7 @@ def alarms(numbered: Numbered) -> list[Note]:
         audit = row["audit"]
         if audit["lower"] > row["epsilon"]:
             told = (
-                f"An audit of its own training steps with {audit['canaries']:,} canaries shows an epsilon of at least "
+                f"An audit of its own noisy steps with {audit['canaries']:,} canaries shows an epsilon of at least "
                 f"{number(audit['lower'], 2)}; claimed is {number(row['epsilon'], 2)}."
             )
             entries.append((_words(subject), told))

@@ -122,13 +122,7 @@ CLIENT_LEVEL: dict[str, Private] = {
     "dp-fedavg, from the system": replace(SERVER, profile="release"),
     "centaur": Centaur(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4),
     "ppsgd": PPSGD(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4, steps=1),
-    "dp-hyperfl": DPHyperFL(
-        mode="client-level",
-        noise_multiplier=2.0,
-        clip=0.3,
-        rounds=4,
-        parametrisation=Hypernetwork(embedding=4, hidden=8),
-    ),
+    "dp-hyperfl": DPHyperFL(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4),
 }
 
 
@@ -157,6 +151,11 @@ def one_key_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fl.dp, "Noise", lambda key, *rest: Noise(key * torch.tensor([1, 0]), *rest))
 
 
+def more_images_count_for_more(patch: pytest.MonkeyPatch) -> None:
+    right = Private._clipped
+    patch.setattr(Private, "_clipped", lambda self, upload: replace(right(self, upload), weight=upload.weight))
+
+
 class Halved:
     """Noise of half the size."""
 
@@ -173,7 +172,15 @@ def test_a_right_server_is_never_flagged() -> None:
     assert all(0.2 * one.claimed < one.lower < one.claimed < one.ceiling for one in found)
 
 
-@pytest.mark.parametrize("broken", [half_the_server_s_noise, twice_the_server_s_clip, one_key_for_all_rounds])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        half_the_server_s_noise,
+        twice_the_server_s_clip,
+        one_key_for_all_rounds,
+        more_images_count_for_more,
+    ],
+)
 def test_a_broken_server_is_flagged(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     assert canaries.audit(SERVER, [100] * 10, 4, canaries=1000, seed=0, significance=0.05).refuted
