@@ -331,6 +331,6 @@ class _Hidden(NamedTuple):
 def _generate(heads: _Heads, trainees: Sequence[_Trainee]) -> list[tuple[_Hidden, Tensor]]:
     """Every client's hidden layer, and what is left of the server's heads makes of it: a product for all at once."""
     hidden = [trainee.hidden() for trainee in trainees]
-    activations = torch.stack([trainee.kept() * own.h for trainee, own in zip(trainees, hidden, strict=True)])
-    heads.attend(activations)
-    return list(zip(hidden, heads.forward(activations), strict=True))
+    heads.attend(torch.stack([own.h for own in hidden]))
+    scaled = torch.stack([trainee.kept() * own.h for trainee, own in zip(trainees, hidden, strict=True)])
+    return list(zip(hidden, heads.forward(scaled), strict=True))

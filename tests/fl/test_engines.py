@@ -56,6 +56,7 @@ VARIANTS: dict[str, Method] = {
     "fixed embedding": replace(HYPERFL, learn_embedding=False),
     "no head phase": replace(HYPERFL, head_epochs=0),
     "joint": Joint(**SETTINGS),
+    "units wake up": replace(HYPERFL, lr=0.5, weight_decay=0.1, momentum=0.9, max_norm=5.0),
 }
 
 
