@@ -172,15 +172,17 @@ class Statistics:
     weight: float
     first: float
 
-    def constants(self, view: ServerView) -> Moments:
-        """What the server knows."""
-        return known(view)
+    def constants(self, view: ServerView) -> tuple[Moments, dict[str, Tensor]]:
+        """What the server knows, and how much each client counts in it."""
+        target = known(view)
+        return target, {name: each for name, each in shares(view).items() if name in target}
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
         """The weighted term: norms of the differences, summed over the layers."""
-        found = moments(view, candidate, client, constants)
+        target, weights = constants
+        found = moments(view, candidate, client, weights)
         parts = []
-        for i, (name, (mean, variance)) in enumerate(constants.items()):
+        for i, (name, (mean, variance)) in enumerate(target.items()):
             apart = (found[name][0] - mean).norm() + (found[name][1] - variance).norm()
             parts.append(apart * (self.first if i == 0 else 1.0))
         return self.weight * torch.stack(parts).sum()
@@ -196,8 +198,12 @@ def batch_norms(view: ServerView) -> dict[str, _BatchNorm]:
 
 
 def of_batch(view: ServerView) -> bool:
-    """Whether the statistics are those of the client's batch, not of all training so far."""
-    return view.method.train_mode and view.buffers_after is not None
+    """Whether the statistics are those of the clients' batches, not of all training so far.
+
+    Those of a group are so where it is known how many batches each client fed: all start from the same old ones.
+    """
+    told = view.schedule is not None or not view.parts
+    return view.method.train_mode and view.buffers_after is not None and told
 
 
 def known(view: ServerView) -> Moments:
@@ -205,30 +211,51 @@ def known(view: ServerView) -> Moments:
 
     A running statistic s moves by `s <- (1 - m) s + m b` with every batch's b, so before and after T batches give the
     mean of b with weights (1 - m)^(T - 1 - t); without an m, s is the mean of all batches so far, and b's weights are
-    equal.
+    equal. Of a group the server has the weighted mean of what its clients, each after batches of its own, come to.
     """
     found: Moments = {}
     for name, module in batch_norms(view).items():
         keys = [f"{name}.running_{which}" for which in ("mean", "var")]
         before = [view.buffers[key] for key in keys]
-        kept = _kept(view, name, module) if of_batch(view) else 1.0
-        if view.buffers_after is None or kept == 1:
+        new = sum(_new(view, name, module))
+        if view.buffers_after is None or new == 0:
             if bool(before[0].any()) or bool((before[1] != 1).any()):
                 found[name] = (before[0], before[1])
             continue
         after = [view.buffers_after[key] for key in keys]
-        mean, variance = ((new - kept * old) / (1 - kept) for new, old in zip(after, before, strict=True))
+        mean, variance = (old + (now - old) / new for now, old in zip(after, before, strict=True))
         found[name] = (mean, variance)
     return found
 
 
-def _kept(view: ServerView, name: str, module: _BatchNorm) -> float:
-    """The share of a layer's running statistics that is older than the round."""
-    batches = _batches(view, name)
+def shares(view: ServerView) -> dict[str, Tensor]:
+    """How much each client (K,) counts in what is `known` of every batch norm; they add up to 1."""
+    found: dict[str, Tensor] = {}
+    for name, module in batch_norms(view).items():
+        new = _new(view, name, module)
+        if sum(new) == 0:  # running statistics: those of a mean client, of whom Poisson sampling may have no image
+            new = [part.weight if part.batch_size else 0.0 for part in view.parts] or [1.0]
+        each = torch.tensor(new, dtype=view.dtype, device=view.device)
+        found[name] = each / each.sum()
+    return found
+
+
+def _new(view: ServerView, name: str, module: _BatchNorm) -> list[float]:
+    """The share of a layer's running statistics that each client put there in the round; what lacks to 1 is older."""
+    if not of_batch(view):
+        return [0.0]
+    if not view.parts:
+        return [_moved(view, name, module, _batches(view, name))]
+    fed = [sum(size > 0 for phase in p.schedule or () for step in phase for size in step) for p in view.parts]
+    return [p.weight * _moved(view, name, module, count) for p, count in zip(view.parts, fed, strict=True)]
+
+
+def _moved(view: ServerView, name: str, module: _BatchNorm, batches: int) -> float:
+    """The share that so many batches of one client make of its running statistics."""
     if module.momentum is not None:
-        return float((1 - module.momentum) ** batches)
+        return float(1 - (1 - module.momentum) ** batches)
     old = int(view.buffers.get(f"{name}.num_batches_tracked", torch.tensor(0)))
-    return old / (old + batches)
+    return batches / max(old + batches, 1)
 
 
 def _batches(view: ServerView, name: str) -> int:
@@ -241,23 +268,22 @@ def _batches(view: ServerView, name: str) -> int:
     return sum(len(steps) for steps in view.schedule or ()) or 1
 
 
-def moments(view: ServerView, candidate: Candidate, client: Client, names: Mapping[str, object]) -> Moments:
-    """Means and (as running ones are) unbiased variances of what the layers `names` are given; differentiable.
+def moments(view: ServerView, candidate: Candidate, client: Client, weights: Mapping[str, Tensor]) -> Moments:
+    """Means and (as running ones are) unbiased variances of what the layers are given; differentiable.
 
-    Of a group of clients, the weighted mean of theirs: so the server averages buffers.
+    Of a group of clients, the mean of theirs, weighed by layer as in `shares`.
     """
     if not view.parts:
-        return _moments(view, candidate.inputs, candidate.private, client, names)
-    fed = sum(part.weight for part in view.parts if part.batch_size)
+        return _moments(view, candidate.inputs, candidate.private, client, weights)
     images = candidate.inputs.split([part.batch_size or 0 for part in view.parts], dim=-4)
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    found: dict[str, list[Tensor]] = {name: [] for name in weights}
     for i, (part, mine) in enumerate(zip(view.parts, images, strict=True)):
         if not part.batch_size:  # Poisson sampling may have drawn no image
             continue
         prefix = f"part/{i}/"
         private = {n.removeprefix(prefix): v for n, v in candidate.private.items() if n.startswith(prefix)}
-        for name, pair in _moments(view, mine, private, client, names).items():
-            found[name].append(part.weight / fed * torch.stack(pair))
+        for name, pair in _moments(view, mine, private, client, weights).items():
+            found[name].append(weights[name][i] * torch.stack(pair))
     return {name: tuple(torch.stack(each).sum(0)) for name, each in found.items()}
 
 

@@ -72,7 +72,8 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     After several steps the sum of their gradients is seen, weighted by momentum; P is the mean over networks on the
     line from the one sent to the one returned (after Dimitrov et al. 2022), where class features drift as those of
     noise do, and images count as used equally often. Where clipping hides the size of the gradient, its direction is
-    fitted. A group of clients is left alone if an image of one counts for more in their mean than an image of another.
+    fitted. A group of clients is left alone if an image of one counts for more in their mean than an image of another,
+    or if what each client sends is of a size that does not tell: clipping gives every client a factor of its own.
 
     Threat model: an honest server with the classifier, its update and the number of images; without a bias the whole
     network.
@@ -130,15 +131,18 @@ class _Head:
         if name is None or not plain or name not in view.shared:
             return None
         spread = _spread(view, name)
-        if spread is None or not _even(view, name, float(spread[1].sum())):
+        if spread is None:
             return None
         lr, shares, clipped = spread
+        hooks = [overrides(view.client.defense, hook) for hook in ("gradient", "surrogate", "transform_update")]
+        sized = not (clipped or view.scaled or hooks[0] or hooks[1])
+        if view.parts and not (sized and _even(view, name, float(shares.sum()))):
+            return None
         whole = float(shares.sum()) * lr
         weight = dense(update[name]).double() / whole
         start = dense(view.shared[name]).double()
         marks = torch.linspace(0, 1, len(shares) + 1, dtype=torch.float64)[:-1].tolist()
         noise = _features(view, name.removesuffix(".weight"), marks)
-        hooks = [overrides(view.client.defense, hook) for hook in ("gradient", "surrogate", "transform_update")]
         if bias_name is not None:
             bias = dense(update[bias_name]).double() / whole
             offset = dense(view.shared[bias_name]).double()
@@ -152,7 +156,6 @@ class _Head:
         sent = torch.ones_like(bias, dtype=torch.bool) if bias_name is None else let_through(view, bias_name)
         if not bool(bias.isfinite().all() and weight.isfinite().all() and bias.any() and sent.any()):
             return None
-        sized = not (clipped or view.scaled or hooks[0] or hooks[1])
         exact = sized and bias_name is not None and len(shares) == 1 and not any(hooks)
         weights = (shares / shares.sum()).to(start)
         return cls(weight, bias, (heads, offsets, weights), noise, sent, bias_name is not None, exact, sized)

@@ -17,6 +17,7 @@ from attacks.order import ranked
 from attacks.priors import Term
 from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, opaque, private_key, repeated, told_apart
 from attacks.stack import Stack
+from attacks.surrogate import advice
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors
 from fl.types import ServerView
@@ -55,7 +56,7 @@ class Matching(Attack):
         start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
         labels: "auto" takes labels as known, else as read off the classifier, else searches from random ones; "joint"
             searches from those read off, dealt out at random, unless they are known, and so does "auto" where it
-            matters which image has which (known order of small batches, groups of several steps); "random" reads none
+            matters which image has which (known order of small batches, most groups of clients); "random" reads none
             off.
         label_lr: step size for label logits (adam only; these are never signed).
         private_lr: step size for private tensors (adam only; these are never signed).
@@ -164,7 +165,7 @@ class Matching(Attack):
         steps = sum(map(len, problem.view.schedule or ()))
         return NotApplicable(
             f"{size} trial(s) of {steps} local step(s) would keep about {size * each:.3g} GiB, above "
-            f"memory={self.memory:g}: raise it, or take all steps for one by surrogate+ before the attack"
+            f"memory={self.memory:g}: raise it{advice(problem.view, ', or ')}"
         )
 
     def _waves(
@@ -184,16 +185,15 @@ class Matching(Attack):
         if view.batch_size is None:
             return NotApplicable("the number of images is unknown")
         if view.schedule is None:
-            return NotApplicable(
-                "the local schedule is unknown, so no update can be predicted: take all steps for one by surrogate+ "
-                "before the attack"
-            )
+            return NotApplicable(f"the local schedule is unknown, so no update can be predicted{advice(view, ': ')}")
         if (reason := opaque(view)) is not None:
             return NotApplicable(reason)
         if not all(value.isfinite().all() for value in _parts(view.update)):
             return NotApplicable("the update has numbers that are not finite")
         if not any(value.any() for value in _parts(Problem(view, None, self.objective).observed)):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
+        if view.batch_size == 0:
+            return NotApplicable("no client of the group fed an image")
         return None
 
     # ---- what a subclass may change ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from attacks.priors import Term, total_variation
 from fl.client import Client, autograd_derivative, func_derivative
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
-from fl.group import in_turn
+from fl.group import as_one, in_turn
 from fl.predict import predict
 from fl.tensors import Tensors, scaled, times, total
 from fl.types import Candidate, Order, Part, ServerView, frozen
@@ -67,6 +67,8 @@ class Problem:
         """The share of each shared parameter that weight decay takes away, whatever the data."""
         view, phases = self.view, self.view.method.phases(self.view.client.task, self.view.round)
         shares: dict[str, float] = {}
+        if view.parts and view.threat.knows_defense and overrides(view.defense, "surrogate"):
+            return {}  # every client's decay went through its own defence: it is left in on both sides
         for part in view.parts or (view,):
             weight = part.weight if isinstance(part, Part) else 1.0
             for name, share in decay_shares(phases, part.schedule, view.shared).items():
@@ -74,13 +76,16 @@ class Problem:
         return {name: share for name, share in shares.items() if share and name in view.update}
 
     @property
-    def adapts(self) -> bool:
-        """Whether predictions go through the defence's stand-ins: these look at one client's update, not at a mean."""
+    def guided(self) -> bool:
+        """Whether a known defence's stand-ins lead the search: they look at what one client sent, not at a mean.
+
+        Of a group, each client's prediction goes through the defence itself instead.
+        """
         return self.view.threat.knows_defense and not self.view.parts
 
     def without_decay(self, values: Tensors, shared: Tensors, update: Tensors) -> Tensors:
         """An update without the part that decay makes of `shared`, as far as the defence lets that part through."""
-        passed = partial(self.view.defense.passed, observed=update) if self.adapts else None
+        passed = partial(self.view.defense.passed, observed=update) if self.guided else None
         return without_decay(values, shared, self.shares, passed)
 
     @cached_property
@@ -126,7 +131,7 @@ class Problem:
         """All tensors of the problem, as one tree."""
         view = self.view
         weights = None
-        if self.adapts and overrides(view.defense, "weights"):
+        if view.threat.knows_defense and overrides(view.defense, "weights"):
             known = view.defense.weights(view.update)
             weights = {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in view.update}
         observed, size = direction(_weighed(self.observed, weights))
@@ -233,8 +238,9 @@ class Problem:
         derivative = func_derivative if stacked else autograd_derivative
         if constants["order"] is not None:
             candidate = replace(candidate, order=self._cut(constants["order"]))
-        predicted = predict(view, candidate, derivative=derivative, client=client, defended=False, guided=True)
-        if self.adapts:
+        defended, guided = not self.guided, self.guided
+        predicted = predict(view, candidate, derivative=derivative, client=client, defended=defended, guided=guided)
+        if self.guided:
             predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weighed(self.without_decay(predicted, view.shared, view.update), constants["weights"])
         if view.scaled:
@@ -290,10 +296,11 @@ def opaque(view: ServerView) -> str | None:
 def told_apart(view: ServerView) -> bool:
     """Whether it matters which image has which of the labels read off, which come in a row.
 
-    So it is where the known order says which image is in which small batch, and where clients of a group take several
-    steps, on their own images each.
+    So it is where the known order says which image is in which small batch, and in a group that is not one client with
+    all images: where clients take several steps, are clipped or normalise by their own batch, it matters whose image
+    has which.
     """
-    if view.parts and sum(map(len, view.schedule or ())) > 1:
+    if view.parts and isinstance(as_one(view), str):
         return True
     batches = [batch for steps in view.order or () for step in steps for batch in step]
     return any(len(batch) and set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)

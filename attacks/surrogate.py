@@ -101,6 +101,11 @@ class Surrogate(ViewAttack):
         return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
 
 
+def advice(view: ServerView, link: str) -> str:
+    """`link` and the advice to take all steps for one; nothing for a group: several clients' are not one client's."""
+    return "" if view.parts else f"{link}take all steps for one by surrogate+ before the attack"
+
+
 def steps(view: ServerView) -> int | None:
     """Local steps on at least one image, None if unknown."""
     return None if view.schedule is None else sum(map(any, (step for phase in view.schedule for step in phase)))

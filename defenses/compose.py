@@ -30,7 +30,8 @@ class Chain(Defense):
         parts: defences, the first one first.
 
     Raises:
-        ValueError: if there are none, or more than one changes the gradient, which none can do to another's.
+        ValueError: if there are none, or more than one changes the gradient, which none can do to another's, or
+            clients are aggregated (`secagg`) before the last.
     """
 
     plain: ClassVar[str] = "several defences work on the update, one after the other."
@@ -43,6 +44,11 @@ class Chain(Defense):
         changing = [part.name for part in self.members() if overrides(part, "gradient")]
         if len(changing) > 1:
             raise ValueError(f"expected at most 1 defence that changes the gradient, got {', '.join(changing)}")
+        if early := [part.name for part in self.members()[:-1] if part.group > 1]:
+            raise ValueError(
+                f"expected {early[0]} once, as the last of a chain: each client's update is defended before the mean "
+                f"is taken, noise included; got {', '.join(part.name for part in self.members())}"
+            )
 
     @classmethod
     def example(cls) -> Chain:

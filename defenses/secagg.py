@@ -17,11 +17,19 @@ class SecAgg(Defense):
     """Bonawitz et al., CCS 2017: masks that cancel in the sum hide every single update from the server.
 
     What the protocol does to numbers is not modelled (it rounds them to a finite ring, and copes with clients that drop
-    out): the server is given the exact mean over `clients` of them, weighted by their numbers of images. Training is as
+    out): the server is given the exact mean over a group, weighted by the clients' numbers of images. Training is as
     without it. An attacker searches for the images, and the private tensors, of the whole group.
 
+    Groups are fixed and never overlap (`fl.group.Division`): clients 0 to `clients - 1` are the first, and those left
+    over at the end join the last. In a chain it comes last: noise is each client's own, not that of the mean.
+
+    Beside the mean the server knows who is in the group (`view.parts`): how many clients, the names and shapes of what
+    each keeps, and, where the threat model says so, each one's schedule, number of images and so its weight; the
+    labels, order and random numbers where it knows those; and the mean of the shared buffers (integers left out). A
+    client that sends nothing any more, as its privacy budget is spent, leaves its whole group unwatched.
+
     Attributes:
-        clients: in a group.
+        clients: in a group, at least; the watched one counts.
 
     Raises:
         ValueError: if a group has fewer than 2 clients.

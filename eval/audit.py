@@ -88,9 +88,12 @@ def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) ->
         scaled: whether the step size is unknown: the prediction is then taken times the positive factor that fits best.
 
     Returns:
-        The relative error; None where it can't be told, as the defence draws noise or private tensors are not known.
+        The relative error; None where it can't be told, as the defence draws noise, private tensors are not known, or
+        nothing says which images are whose in a group.
     """
     hidden = set(view.private) - set(truth.private)
+    if view.parts and view.schedule is None:
+        return None
     if hidden or _draws(view.defense, view.update) or overrides(view.defense, "transform_batch"):
         return None
     with torch.no_grad():

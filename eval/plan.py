@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -18,6 +18,8 @@ from eval.plain import section_spec
 from eval.worlds import Victim, World, device_of, load
 from fl.client import Client
 from fl.data import Dataset, datasets
+from fl.federation import asked
+from fl.group import Division
 from fl.method import Method
 from fl.types import Task, ThreatModel
 
@@ -202,12 +204,13 @@ class _Maker:
             self.worlds[key] = load(own.task, own.federation, self.device, self.loaded[source])
         return self.worlds[key]
 
-    def _scene(self, part: Experiment, world: World, method: str, group: int) -> Scene:
-        key = json.dumps([id(world), method, section_spec(part.observe), group])
+    def _scene(self, part: Experiment, world: World, method: str, size: int) -> Scene:
+        participants = len(world.partition) - part.federation.outsiders
+        division = Division(size=size, participants=participants, asked=asked(part.federation.rate, participants))
+        key = json.dumps([id(world), method, section_spec(part.observe), asdict(division)])
         if key not in self.scenes:
             found = part.observed_methods()[method]
-            participants = len(world.partition) - part.federation.outsiders
-            victims = world.victims(part.observe, group, participants)
+            victims = world.victims(part.observe, division)
             self.scenes[key] = Scene(part.observe, victims, found, part.threat)
         return self.scenes[key]
 

@@ -90,6 +90,8 @@ class Request:
         if self.update is not None:
             return f"{self.update.name} of {self.model or self.target}"
         method, size = yamlfile.named(self.method or "fedavg").get("name"), f"{self.batch_size} image(s) per update"
+        if (clients := defenses.build(yamlfile.named(self.defense)).group) > 1:
+            size = f"{self.batch_size} image(s) per client, mean over groups of {clients}"
         if self.target:
             return f"{self.target} under {method}, {size}"
         return f"{method} on {yamlfile.named(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"

@@ -10,11 +10,14 @@ attack that gives up on hard ones look better than one that tries. Where an atta
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from eval import metrics
@@ -42,6 +45,8 @@ NO_IMAGES = "the attack recovers no images"
 """Why a figure is missing where images were never the aim."""
 
 _EXTRACTOR = "extractor/"
+_CLIENT = re.compile(f"({_EXTRACTOR})?part/([0-9]+)/")
+_FAR = 1e9
 _WORST = {"mse": 1.0, "psnr": 0.0, "ssim": 0.0, "ssim_rog": 0.0, "ssim_uniform7": 0.0}
 
 
@@ -104,7 +109,7 @@ def score(
         label, label_correct: the true label, and whether its reconstruction has it (None if either was not recovered).
         label_overlap: share of the batch's labels recovered, in whatever order.
         objective: of the attack, for the whole batch.
-        private_errors: relative error of every recovered private tensor.
+        private_errors: relative error of every recovered private tensor, a group's clients matched once as images are.
         extractor_error: of the generated parameters together (None if they were not all recovered).
         unscored: where no images were recovered, the names of what else was and has no true value; absent if nothing.
         floor_<guess>_<metric>: for every guess of `eval.floors`.
@@ -254,14 +259,54 @@ def _hard(labels: Tensor) -> list[int]:
 def _batch(reconstruction: Reconstructed, truth: TrueValues) -> Row:
     """What is known of the whole batch and repeated in each of its rows."""
     known = {**truth.private, **{_EXTRACTOR + name: value for name, value in truth.extractor.items()}}
-    errors = private_errors(reconstruction.private, known)
-    extractor = {name: reconstruction.private.get(_EXTRACTOR + name) for name in truth.extractor}
+    found = _by_client(reconstruction.private, known)
+    errors = private_errors(found, known)
+    extractor = {name: found.get(_EXTRACTOR + name) for name in truth.extractor}
     whole = {name: value for name, value in extractor.items() if value is not None}
     complete = bool(whole) and len(whole) == len(extractor)
     row: Row = {"objective": float(reconstruction.objective), "private_errors": errors}
     row["extractor_error"] = relative_error(whole, truth.extractor) if complete else None
     unscored = sorted(set(reconstruction.private) - set(known))
     return {**row, "unscored": unscored} if unscored and reconstruction.inputs is None else row
+
+
+def _by_client(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Recovered tensors of a group's clients under the numbers of those clients they come closest to, all together.
+
+    A mean does not say which client is which, no more than it says which image is: clients that train alike could
+    change places. Clients of other tensors are never confused.
+    """
+    mine, theirs = (_clients(tensors) for tensors in (recovered, true))
+    if len(mine) < 2 or mine.keys() != theirs.keys():
+        return recovered
+    numbers = sorted(mine)
+    cost = np.array([[_apart(mine[j], theirs[i]) for j in numbers] for i in numbers])
+    _, columns = linear_sum_assignment(cost)
+    moved = {numbers[j]: i for i, j in zip(numbers, columns.tolist(), strict=True)}
+
+    def renamed(name: str) -> str:
+        told = _CLIENT.match(name)
+        return name if told is None else f"{told[1] or ''}part/{moved[int(told[2])]}/{name[told.end() :]}"
+
+    return {renamed(name): value for name, value in recovered.items()}
+
+
+def _clients(tensors: Mapping[str, Value]) -> dict[int, dict[str, Value]]:
+    """What of them belongs to each client of a group, by its number."""
+    found: dict[int, dict[str, Value]] = {}
+    for name, value in tensors.items():
+        if told := _CLIENT.match(name):
+            found.setdefault(int(told[2]), {})[(told[1] or "") + name[told.end() :]] = value
+    return found
+
+
+def _apart(mine: Mapping[str, Value], true: Mapping[str, Value]) -> float:
+    """The sum of relative errors, at most `_FAR`, which it is for tensors of other shapes."""
+    shared = [name for name in mine if name in true]
+    if any(mine[name].shape != true[name].shape for name in shared):
+        return _FAR
+    total = sum(relative_error({name: mine[name]}, {name: true[name]}) for name in shared)
+    return total if total < _FAR else _FAR  # NaN: far
 
 
 def _json_ready(row: Row, reasons: Mapping[str, str]) -> Row:

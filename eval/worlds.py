@@ -16,6 +16,7 @@ from fl.data import Dataset
 from fl.data.augment import Augmentation
 from fl.data.partition import Partition
 from fl.federation import ClientData
+from fl.group import Division
 from fl.registry import UnknownNameError
 from fl.seeds import stream
 from fl.types import Batch, Task
@@ -26,7 +27,7 @@ class Victim:
     """One watched update.
 
     Attributes:
-        client: number of the client.
+        client: number of the client; of a group the first.
         samples: which images of the data set's training part it is computed from (n,) int64.
         data: these images.
         others: what is aggregated with it before the server sees anything (secure aggregation).
@@ -90,30 +91,38 @@ class World:
             return None
         return Batch(self.dataset.train.inputs[free].cpu(), self.dataset.train.labels[free].cpu())
 
-    def victims(self, observe: Observe, group: int = 1, participants: int | None = None) -> tuple[Victim, ...]:
-        """Whom the attacker watches.
+    def victims(self, observe: Observe, division: Division | None = None) -> tuple[Victim, ...]:
+        """Whom the attacker watches: of each group one update after the other, however many of it are named.
 
         Args:
             observe: the settings.
-            group: how many clients are aggregated before the server sees anything.
-            participants: how many clients may take part; None is all.
+            division: which clients are aggregated before the server sees anything; None is each on its own.
 
         Raises:
-            ValueError: there is no such client, class or number of images, or not enough clients for a group.
+            ValueError: there is no such client, class, number of images or group.
         """
-        every = len(self.partition) if participants is None else participants
-        if group > every:
-            raise ValueError(f"defense: expected groups of at most the {every} clients that take part, got {group}")
         found: list[Victim] = []
+        for group in self._groups(observe, division):
+            each = [self._watched(observe, client) for client in group]
+            if len({len(own) for own in each}) > 1:
+                counts = ", ".join(f"{len(own)} of client {client}" for own, client in zip(each, group, strict=True))
+                raise ValueError(
+                    f"observe: expected as many updates of every client of a group, got {counts}; set observe.images"
+                )
+            found += [replace(first, others=tuple(others)) for first, *others in zip(*each, strict=True)]
+        return tuple(found)
+
+    def _groups(self, observe: Observe, division: Division | None) -> list[range]:
+        """The watched clients with those aggregated with them, each group once."""
         for client in observe.clients:
             if client >= len(self.partition):
                 raise ValueError(f"observe.clients: expected numbers below {len(self.partition)}, got {client}")
-            own = self._watched(observe, client)
-            ring = [self._watched(observe, (client + i) % every) for i in range(1, group)]
-            if short := [one[0].client for one in ring if len(one) < len(own)]:
-                raise ValueError(f"observe.images: expected as many images of client {short[0]}, got fewer; lower it")
-            found += [replace(own[i], others=tuple(one[i] for one in ring)) for i in range(len(own))]
-        return tuple(found)
+        if division is None:
+            return [range(client, client + 1) for client in observe.clients]
+        try:
+            return list(dict.fromkeys(division.of(client) for client in observe.clients))
+        except ValueError as error:
+            raise ValueError(f"defense: {error}") from error
 
     def _watched(self, observe: Observe, client: int) -> list[Victim]:
         """The updates of one client."""

@@ -56,8 +56,9 @@ def from_batch(
         seed: of all randomness.
 
     Raises:
-        ValueError: images, labels or model do not fit each other; says which.
+        ValueError: images, labels or model do not fit each other (says which), or the defence takes several clients.
     """
+    _check_alone(defense)
     _check_images(inputs, labels)
     own = _trainable(model)
     classes = _classes(own, inputs, num_classes)
@@ -112,6 +113,7 @@ def from_update(
     Raises:
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
     """
+    _check_alone(defense)
     task = _task(_trainable(model), input_shape, num_classes, head, mean, std)
     client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
@@ -209,6 +211,20 @@ def _task(
     if not all(value > 0 for value in std):
         raise ValueError(f"expected std > 0 in every channel, got {tuple(std)}")
     return Task(model, input_shape, num_classes, _head(model, head, num_classes), tuple(mean), tuple(std))
+
+
+def _check_alone(defense: Defense | None) -> None:
+    """Refuse secure aggregation, which there is none of with one client.
+
+    Raises:
+        ValueError: says what to do instead.
+    """
+    if defense is not None and defense.group > 1:
+        name = next(part.name for part in defense.members() if part.group > 1)
+        raise ValueError(
+            f"{name}: a single client's batch or update has no group; leave the defence out, or simulate a federation "
+            "(hyperleak audit --method, fl.federation)"
+        )
 
 
 def _check_training(client: Client, inputs: Tensor, *, default: bool) -> None:

@@ -14,7 +14,7 @@ from fl.client import Client
 from fl.engines import EngineName, choose
 from fl.engines.base import Engine
 from fl.finite import check_finite
-from fl.group import combine
+from fl.group import Division, combine
 from fl.method import Download, ServerState
 from fl.protocol import Protocol, scores, without_outsiders
 from fl.seeds import stream
@@ -47,6 +47,11 @@ class ClientData:
             Batch(part.inputs.to(memory_format=torch.channels_last), part.labels) for part in (self.train, self.test)
         )
         return replace(self, train=first, test=second)
+
+
+def asked(rate: float, participants: int) -> int:
+    """How many of the participants are asked for an update in a round, at least 1."""
+    return max(1, int(rate * participants + 0.5))
 
 
 def takes_any_layout(client: Client, like: torch.Tensor) -> bool:
@@ -166,8 +171,7 @@ class Federation:
     def sampled(self, round: int) -> list[int]:
         """The clients of a round, in order."""
         every = len(self.participants)
-        count = max(1, int(self.rate * every + 0.5))
-        chosen = torch.randperm(every, generator=stream(self.seed, "clients", round))[:count]
+        chosen = torch.randperm(every, generator=stream(self.seed, "clients", round))[: asked(self.rate, every)]
         return sorted(chosen.tolist())
 
     def download(self, number: int) -> Download:
@@ -214,10 +218,10 @@ class Federation:
 
     def _round(self, numbers: Iterable[int] | None, evaluate: bool) -> Iterator[Round]:
         """One round, client by client; the federation moves on once the last has been taken."""
-        asked = self.sampled(self.server.round) if numbers is None else list(numbers)
-        if len(set(asked)) < len(asked):
-            raise ValueError(f"expected different clients, got {asked}")
-        chosen = [number for number in asked if not self.client.method.silent(self.server, number)]
+        wanted = self.sampled(self.server.round) if numbers is None else list(numbers)
+        if len(set(wanted)) < len(wanted):
+            raise ValueError(f"expected different clients, got {wanted}")
+        chosen = [number for number in wanted if not self.client.method.silent(self.server, number)]
         method, task = self.client.method, self.client.task
         self.server = method.select(self.server, chosen, task)
         uploads, states, finite = Uploads(method), list(self.clients), dict[int, torch.Tensor]()
@@ -288,24 +292,28 @@ class Federation:
     ) -> tuple[ServerView, Truth]:
         """The server's view of what client `number` would send now, and the truth; changes nothing.
 
-        Under secure aggregation it is that of the group which the client and those after it make up (`group_of`).
+        Under secure aggregation it is that of the client's group (`group_of`).
 
         Args:
             number: of the client.
             threat: what the server knows beside.
-            data: images to train on instead of the client's own (a single image, say); of a group every client's.
+            data: images to train on instead of the client's own (a single image, say); of a group every client's, in
+                the order of `group_of`.
             client: another local rule over the same parameters (one step instead of a full round, say).
             augment: whether images are augmented as in training.
             history: earlier views of the same client, for a threat model that keeps some.
 
         Raises:
-            ValueError: the client sends nothing any more, or images are not given for each of a group.
+            ValueError: the client, or one of its group, sends nothing any more; there is no such group; or images are
+                not given for each of a group; or earlier views are not of as many clients.
         """
         client = client or self.client
         group = self.group_of(number, client.defense.group)
+        if any(max(len(past.parts), 1) != len(group) for past in history):
+            raise ValueError(f"expected earlier views of the clients {list(group)} together, got others")
         given = [None] * len(group) if data is None else [data] if isinstance(data, Batch) else list(data)
         if len(given) != len(group):
-            raise ValueError(f"expected images for each of the clients {group}, got {len(given)} batch(es)")
+            raise ValueError(f"expected images for each of the clients {list(group)}, got {len(given)} batch(es)")
         seen, weights = [], []
         for member, images in zip(group, given, strict=True):
             if reason := self.client.method.silent(self.server, member):
@@ -329,16 +337,14 @@ class Federation:
             weights.append(done.upload.weight)
         return seen[0] if len(group) == 1 else combine(seen, weights)
 
-    def group_of(self, number: int, size: int) -> list[int]:
-        """The clients that are aggregated with client `number`: it and those that follow, all participants in a ring.
+    def group_of(self, number: int, size: int) -> range:
+        """The clients that are aggregated with client `number` in groups of `size` (see `fl.group.Division`).
 
         Raises:
-            ValueError: if there are fewer participants than that.
+            ValueError: a round has fewer clients than the group, or the client never takes part.
         """
         every = len(self.participants)
-        if size > max(every, 1):
-            raise ValueError(f"expected groups of at most the {every} participants, got {size}; make them smaller")
-        return [(number + i) % every for i in range(size)] if size > 1 else [number]
+        return Division(size=size, participants=every, asked=asked(self.rate, every)).of(number)
 
     def accuracy(self, numbers: Iterable[int] | None = None, *, tuned: bool = False) -> list[float]:
         """Share of each client's test images classified right.

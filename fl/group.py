@@ -6,21 +6,67 @@ order of the group is an ordinary one, and where every client takes one step the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl import sampling
 from fl.defense import overrides
-from fl.tensors import Tensors, blend
+from fl.tensors import Tensors, blend, dense
 from fl.types import Candidate, Draws, Order, Part, Schedule, ServerView, Trace
 
 if TYPE_CHECKING:
     from fl.simulate import Truth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Who is aggregated with whom: one fixed division of the participants into groups, of which no two overlap.
+
+    Clients 0 to `size - 1` are the first group, the next `size` the second, and so on; those left over at the end join
+    the last, so that no group is smaller than asked for. Groups that overlapped would give single updates away: three
+    clients' follow from the means over the first two, the last two, and the first and the last.
+
+    Attributes:
+        size: fewest clients in a group; 1 aggregates none.
+        participants: how many clients take part; those with higher numbers never do.
+        asked: how many of them are asked for an update in a round.
+    """
+
+    size: int
+    participants: int
+    asked: int
+
+    def of(self, number: int) -> range:
+        """The clients that are aggregated with client `number`, itself among them.
+
+        Raises:
+            ValueError: a round has fewer clients than the group, or the client never takes part.
+        """
+        if self.size == 1:
+            return range(number, number + 1)
+        if self.size > self.asked:
+            raise ValueError(
+                f"expected groups of at most the {self.asked} clients of a round, got {self.size}; make them smaller"
+            )
+        if not 0 <= number < self.participants:
+            raise ValueError(
+                f"expected one of the {self.participants} clients that take part, got client {number}; no group has it"
+            )
+        last = self.participants // self.size - 1
+        at = min(number // self.size, last)
+        group = range(at * self.size, self.participants if at == last else (at + 1) * self.size)
+        if len(group) > self.asked:
+            raise ValueError(
+                f"expected groups of at most the {self.asked} clients of a round, got clients {group[0]} to "
+                f"{group[-1]}, those left over among them; choose a size that divides {self.participants}"
+            )
+        return group
 
 
 def weighted(updates: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
@@ -41,18 +87,27 @@ def combine(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) 
     views, truths = [view for view, _ in seen], [truth for _, truth in seen]
     first = views[0]
     for view in views[1:]:
-        if any(view.shared[name] is not value for name, value in first.shared.items()):
-            raise ValueError(f"{first.method.name}: expected all clients of a group to receive the same parameters")
+        for what in ("shared", "buffers", "received"):
+            if not _equal(getattr(view, what), getattr(first, what)):
+                raise ValueError(
+                    f"{first.method.name}: expected all clients of a group to receive the same, got {what}"
+                )
     shares = [weight / sum(weights) for weight in weights]
     parts = tuple(
-        Part(weight=share, private=view.private, schedule=view.schedule, batch_size=view.batch_size)
+        # a weight would tell the number of images
+        Part(
+            weight=math.nan if view.batch_size is None else share,
+            private=view.private,
+            schedule=view.schedule,
+            batch_size=view.batch_size,
+        )
         for view, share in zip(views, shares, strict=True)
     )
     labels = [view.labels for view in views if view.labels is not None]
     draws = [view.draws for view in views if view.draws is not None]
     orders = [view.order for view in views if view.order is not None]
     starts = [view.private_init or {} for view in views]
-    buffers = [view.buffers_after or {} for view in views]
+    buffers = [_floating(view.buffers_after or {}) for view in views]
     view = replace(
         first,
         update=weighted([view.update for view in views], shares),
@@ -70,9 +125,15 @@ def combine(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) 
 
 
 def own(view: ServerView, candidate: Candidate, i: int) -> tuple[ServerView, Candidate]:
-    """One client of a group: its own view but for the update, and its share of a candidate whose order is known."""
+    """One client of a group: its own view but for the update, and its share of a candidate whose order is known.
+
+    Raises:
+        ValueError: if a client's schedule is unknown, so that nothing says whose images are whose.
+    """
     part, prefix = view.parts[i], f"part/{i}/"
-    sizes = [other.schedule for other in view.parts]
+    sizes = [other.schedule for other in view.parts if other.schedule is not None]
+    if len(sizes) < len(view.parts):
+        raise ValueError("expected a group whose clients' schedules are known, got one of which they are not")
     assert candidate.order is not None
     mine = replace(
         view,
@@ -88,7 +149,7 @@ def own(view: ServerView, candidate: Candidate, i: int) -> tuple[ServerView, Can
         candidate,
         private={name.removeprefix(prefix): v for name, v in candidate.private.items() if name.startswith(prefix)},
         order=_share(candidate.order, sizes, i),
-        draws=None if candidate.draws is None else _own_draws(candidate.draws, prefix, part),
+        draws=None if candidate.draws is None else _own_draws(candidate.draws, prefix, sizes[i]),
     )
 
 
@@ -135,7 +196,7 @@ def as_one(view: ServerView) -> ServerView | str:
     linear = method.per_sample and method.plain_gradient(1)
     if not linear or any(p.optimizer != "sgd" or any(g.max_norm is not None for g in p.groups) for p in phases):
         return f"{method.name}: what a client sends is not linear in its images' gradients"
-    if any(overrides(view.defense, hook) for hook in ("gradient", "transform_update", "draw", "transform_batch")):
+    if any(overrides(client.defense, hook) for hook in ("gradient", "transform_update", "draw", "transform_batch")):
         return "every client of the group defends its own update"
     if any(isinstance(m, nn.modules.batchnorm._NormBase) and m.training for m in client.task.model.modules()):
         return "batch norm takes every client's statistics apart"
@@ -162,6 +223,20 @@ def _joint_truth(truths: Sequence[Truth]) -> Truth:
         private=_named([truth.private for truth in truths]),
         extractor=_named([truth.extractor for truth in truths]),
     )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two tensors, or two mappings of them, hold the same numbers."""
+    if a is b:
+        return True
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
+    return torch.equal(dense(a), dense(b))
+
+
+def _floating(buffers: Mapping[str, Tensor]) -> Tensors:
+    """What of them is averaged: integers (counters of batches) never are."""
+    return {name: value for name, value in buffers.items() if value.is_floating_point()}
 
 
 def _named(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -194,12 +269,10 @@ def _joined(orders: Sequence[Order]) -> Order:
     )
 
 
-def _share(order: Order, sizes: Sequence[Schedule | None], i: int) -> Order:
+def _share(order: Order, sizes: Sequence[Schedule], i: int) -> Order:
     """Client `i`'s own steps of the group's order."""
-    mine = sizes[i]
-    assert mine is not None
     phases = []
-    for p, steps in enumerate(mine):
+    for p, steps in enumerate(sizes[i]):
         own_steps = []
         for s, step in enumerate(steps):
             batches = []
@@ -211,8 +284,7 @@ def _share(order: Order, sizes: Sequence[Schedule | None], i: int) -> Order:
     return tuple(phases)
 
 
-def _size(schedule: Schedule | None, phase: int, step: int, batch: int) -> int:
-    assert schedule is not None
+def _size(schedule: Schedule, phase: int, step: int, batch: int) -> int:
     steps = schedule[phase]
     return steps[step][batch] if step < len(steps) and batch < len(steps[step]) else 0
 
@@ -223,12 +295,11 @@ def _joint_draws(each: Sequence[Draws]) -> Draws:
     )
 
 
-def _own_draws(draws: Draws, prefix: str, part: Part) -> Draws:
-    assert part.schedule is not None
+def _own_draws(draws: Draws, prefix: str, schedule: Schedule) -> Draws:
     return tuple(
         tuple(
             {name.removeprefix(prefix): value for name, value in step.items() if name.startswith(prefix)}
             for step in steps[: len(sizes)]
         )
-        for steps, sizes in zip(draws, part.schedule, strict=True)
+        for steps, sizes in zip(draws, schedule, strict=True)
     )

@@ -280,7 +280,7 @@ class Part:
     """One of the clients whose mean is all that a server sees (secure aggregation), as far as it knows of it.
 
     Attributes:
-        weight: of its update in the mean.
+        weight: of its update in the mean; NaN where the number of images, which it tells, is withheld.
         private: shape of every tensor it keeps to itself and its update depends on.
         schedule: its batch sizes; None if unknown.
         batch_size: its number of images; None if unknown.

@@ -212,15 +212,17 @@ def attacker(numbered: Numbered) -> Section:
         ),
         (
             "Sees",
-            "The parameters it sends to a client, the update that comes back, the network's architecture, and the "
-            "method with its settings. Never the images.",
+            f"The parameters it sends to a client, {_returned(run)}, the network's architecture, and the method with "
+            "its settings. Never the images.",
         ),
         ("Knows", sentence(join(known)) if known else "Nothing beyond that."),
         ("Does not know", sentence(join(unknown)) if unknown else "Nothing on this list was withheld."),
     ]
-    if summed := [label for label in run.setting.defenses if run.setting.kind(label) == "secagg"]:
-        mean = "no single update, but the mean over the watched client and those aggregated with it."
-        entries.insert(2, ("Aggregated", f"Under {join(summed)} {mean}"))
+    if groups := _groups(run):
+        sizes = join([f"groups of {size} ({label})" for label, size in groups.items()])
+        told = f"no single update, but the weighted mean over {sizes} with the watched client in it."
+        left = "Clients left over make the last group larger; its size and members are known."
+        entries.insert(2, ("Aggregated", f"{sentence(told)} {left}"))
     if used:
         entries.append(("Made use of", sentence(join(list(used)))))
     if observed := run.setting.section("observe", "method"):
@@ -233,6 +235,21 @@ def attacker(numbered: Numbered) -> Section:
             )
         )
     return Section("attacker", "What the attacker was assumed to know", [Items(entries)])
+
+
+def _groups(run: Run) -> dict[str, int]:
+    """The defences that show the server means over several clients alone, and over how many at least."""
+    sizes = {label: run.setting.group(label) for label in run.setting.defenses}
+    return {label: size for label, size in sizes.items() if size > 1}
+
+
+def _returned(run: Run) -> str:
+    """What comes back from a client, as far as the server sees it."""
+    if not (groups := _groups(run)):
+        return "the update that comes back"
+    if len(groups) == len(run.setting.defenses):
+        return "the mean of what comes back from a group of them"
+    return f"the update that comes back (under {join(list(groups))} the mean of a group's)"
 
 
 def knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> tuple[list[str], list[str]]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from defenses import defenses
+
 Spec = Mapping[str, Any]
 
 
@@ -58,6 +60,14 @@ class Setting:
         """The registered name of the defence with this label."""
         return str(self.defenses.get(defense, {}).get("name", defense))
 
+    def group(self, defense: str) -> int:
+        """Over how many clients, at least, the server sees the mean alone; 1 for a defence that is not known here."""
+        spec = {key: value for key, value in self.defenses.get(defense, {}).items() if key != "as"}
+        try:
+            return defenses.build(spec).group
+        except ValueError:
+            return 1
+
     @property
     def lpips_asked(self) -> bool:
         """Whether LPIPS was asked for by name, so that its absence is worth a flag."""
@@ -76,7 +86,7 @@ def label(spec: Spec) -> str:
     """What an entry is called in results."""
     if "as" in spec:
         return str(spec["as"])
-    if spec.get("name") == "chain":
+    if spec.get("name") == "chain" and "first" in spec:  # of attacks
         return "+".join(label(section(spec, part)) for part in ("first", "then"))
     return str(spec.get("name", ""))
 

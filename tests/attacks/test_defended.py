@@ -16,8 +16,11 @@ from defenses.clip import Clip, Unscaled
 from defenses.compose import Chain
 from defenses.prune import Prune
 from defenses.quantize import Quantize
+from defenses.secagg import SecAgg
 from defenses.signsgd import SignSGD
+from defenses.soteria import Soteria
 from fl.defense import Defense
+from fl.group import as_one
 from fl.methods.fedavg import FedAvg
 from fl.simulate import Truth
 from fl.types import ServerView
@@ -63,6 +66,22 @@ def test_signs_agree_at_the_truth(step: float | None) -> None:
         unaware = value(*observed(SignSGD(step=step), known=False), objective)
         assert right < 0.9 * wrong
         assert right < 0.9 * unaware
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 1.0])
+@pytest.mark.parametrize("defense", [Clip(max_norm=2e-2), Prune(ratio=0.9), SignSGD(), Soteria(ratio=0.5)], ids=str)
+def test_every_client_of_a_group_defends_its_own_update(defense: Defense, weight_decay: float) -> None:
+    """One step on one image each: nothing is left at the truth. Not to know of it is to take them for one client."""
+    run = worlds.federation(
+        FedAvg(lr=0.1, steps=1, weight_decay=weight_decay), Chain(parts=(defense, SecAgg(clients=3)))
+    )
+    view, truth = run.observe(0, data=[worlds.images(1, "victim", i) for i in range(3)])
+    for objective in ("l2", "cosine"):
+        assert value(view, truth, objective) < 1e-20
+    unaware = replace(view, threat=replace(view.threat, knows_defense=False))
+    assert value(unaware, truth, "l2") > 1e-6
+    assert isinstance(as_one(unaware), ServerView)
+    assert isinstance(as_one(view), str)
 
 
 def test_a_rewritten_view_knows_no_lengths() -> None:

@@ -10,11 +10,12 @@ from support import worlds
 
 import attacks
 from attacks.base import Reconstruction
-from attacks.gradinversion import Energy, GradInversion, Statistics, consensus, known, moments
+from attacks.gradinversion import Energy, GradInversion, Statistics, consensus, known, moments, shares
 from attacks.problem import INPUTS, LABELS
 from attacks.stack import Stack
 from defenses.secagg import SecAgg
 from fl.client import Client
+from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.method import Download, Method
 from fl.methods.fedavg import FedAvg
@@ -56,7 +57,7 @@ def attack(**settings: object) -> GradInversion:
 def at_truth(view: ServerView, truth: Truth, images: torch.Tensor | None = None) -> dict[str, tuple]:
     guess = truth.candidate()
     guess = guess if images is None else replace(guess, inputs=images)
-    return moments(view, guess, view.client, [NORM])
+    return moments(view, guess, view.client, shares(view))
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -255,3 +256,29 @@ def test_a_groups_statistics_are_the_mean_of_its_clients(method: Method) -> None
     found = attack(iterations=2)(view)
     assert isinstance(found, Reconstruction)
     assert found.knowledge == ("batch-norm statistics (batch)",)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_clients_of_a_group_move_running_statistics_by_their_own_numbers_of_batches(momentum: float | None) -> None:
+    """One batch of two images, and three batches of them."""
+    data = [ClientData(part, part) for part in (worlds.images(n, "group", n) for n in (2, 6))]
+    task, method = worlds.task(batch_norm=True), FedAvg(lr=0.1, epochs=1, batch_size=2)
+    task.model.get_submodule(NORM).momentum = momentum  # type: ignore[assignment]
+    group, alone = (Federation(Client(task, method, defense), data) for defense in (SecAgg(clients=2), Defense()))
+    for run in (group, alone):
+        old = {f"{NORM}.running_mean": torch.full((4,), 2.0).double(), f"{NORM}.num_batches_tracked": torch.tensor(3)}
+        run.server = replace(run.server, buffers={**run.server.buffers, **old})
+    view, _ = group.observe(0)
+    kept = [0.9, 0.9**3] if momentum else [3 / 4, 3 / 6]
+    new = [part.weight * (1 - old) for part, old in zip(view.parts, kept, strict=True)]
+    assert shares(view)[NORM].tolist() == pytest.approx([x / sum(new) for x in new])
+    means = [known(alone.observe(i)[0])[NORM][0] for i in range(2)]
+    expected = sum(x / sum(new) * mean for x, mean in zip(new, means, strict=True))
+    torch.testing.assert_close(known(view)[NORM][0], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_group_of_unknown_schedule_has_running_statistics_alone() -> None:
+    view, _ = worlds.federation(FedAvg(lr=0.1, steps=2), SecAgg(clients=2), worlds.task(batch_norm=True)).observe(0)
+    assert not torch.equal(known(view)[NORM][0], view.buffers[f"{NORM}.running_mean"])
+    unknown = replace(view, schedule=None, parts=tuple(replace(part, schedule=None) for part in view.parts))
+    assert torch.equal(known(unknown)[NORM][0], view.buffers[f"{NORM}.running_mean"])

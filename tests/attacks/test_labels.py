@@ -10,6 +10,8 @@ from support import worlds
 
 from attacks.labels import _Head, idlg, recovered
 from attacks.problem import Problem, fixed_labels
+from defenses.clip import Clip
+from defenses.compose import Chain
 from defenses.prune import Prune
 from defenses.secagg import SecAgg
 from eval.score import score
@@ -219,3 +221,14 @@ def test_a_group_is_counted_only_where_every_image_weighs_the_same(fed: dict) ->
     assert named(view) == (truth.labels.sort().values.tolist() if alike else None)
     even = replace(view, parts=tuple(replace(part, weight=0.5) for part in view.parts))
     assert (named(even) is not None) == ("batch_size" in fed and "steps" in fed)
+
+
+@pytest.mark.parametrize("by", ["method", "defence"])
+def test_a_group_of_clipped_clients_is_not_counted(by: str) -> None:
+    """Each is shortened by a factor of its own, so their images weigh apart in the mean."""
+    method, defense = FedAvg(lr=0.1, steps=1, max_norm=0.05 if by == "method" else None), SecAgg(clients=2)
+    chain = defense if by == "method" else Chain(parts=(Clip(max_norm=0.005), defense))
+    view, _ = worlds.federation(method, chain, rounds=0).observe(0)
+    assert named(view) is None
+    if by == "defence":
+        assert named(replace(view, threat=replace(view.threat, knows_defense=False))) is not None

@@ -14,6 +14,8 @@ from attacks.matching import SURE, Matching, _Watch
 from attacks.movers import Adam
 from attacks.problem import INPUTS, LABELS, Problem, Variables
 from attacks.stack import Stack
+from defenses.clip import Clip
+from defenses.compose import Chain
 from defenses.secagg import SecAgg
 from eval.metrics import psnr
 from fl.client import Client
@@ -315,17 +317,37 @@ def test_labels_read_off_are_dealt_out_where_the_order_is_known(batch_size: int 
     assert attack._problem(replace(view, labels=images.labels)).labels is images.labels
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_labels_read_off_a_group_are_dealt_out_where_clients_take_several_steps(steps: int) -> None:
-    """Each client's later steps follow its own images: in one step alone it is all the same which client has which."""
+@pytest.mark.parametrize(("steps", "batch_norm"), [(1, False), (4, False), (1, True)])
+def test_labels_read_off_a_group_are_dealt_out_where_it_matters_whose_they_are(steps: int, batch_norm: bool) -> None:
+    """Each client's later steps follow its own images, and its batch norm normalises by them."""
     data = [Batch(worlds.images(2, i).inputs, torch.tensor([0, 2])) for i in range(2)]
-    client = Client(worlds.task(), FedAvg(lr=0.1, steps=steps, batch_size=None), SecAgg(clients=2))
+    method = FedAvg(lr=0.1, steps=steps, batch_size=None)
+    client = Client(worlds.task(batch_norm=batch_norm), method, SecAgg(clients=2))
     view, _ = Federation(client, [ClientData(part, part) for part in data]).observe(0)
     attack = attacks.build("ig")
     assert isinstance(attack, Matching)
     labels = attack._problem(view).labels
-    assert (labels is None) == (steps > 1)
+    assert (labels is None) == (steps > 1 or batch_norm)
     assert labels is None or labels.tolist() == [0, 0, 2, 2]
+
+
+def test_a_group_is_not_advised_to_be_taken_for_one_step() -> None:
+    run = worlds.federation(FedAvg(lr=0.1, steps=4), SecAgg(clients=2), rounds=0)
+    for settings, threat in (({}, ThreatModel(knows_schedule=False)), ({"memory": 1e-9}, ThreatModel())):
+        found = attacks.build({"name": "ig", **settings})(run.observe(0, threat=threat)[0])
+        assert isinstance(found, NotApplicable)
+        assert "surrogate" not in found.reason
+
+
+def test_a_group_that_fed_no_image_is_not_searched_though_decay_was_clipped() -> None:
+    method = FedAvg(lr=0.1, steps=1, batch_size=1, sampler="poisson", weight_decay=1.0)
+    client = Client(worlds.task(), method, Chain(parts=(Clip(max_norm=1e-3), SecAgg(clients=2))))
+    data = [ClientData(part, part) for part in (worlds.images(9, i) for i in range(2))]
+    seeds = (Federation(client, data, seed=seed).observe(0)[0] for seed in range(99))
+    view = next(view for view in seeds if not view.batch_size)
+    found = attacks.build({"name": "ig", "iterations": 1})(view)
+    assert isinstance(found, NotApplicable)
+    assert "no client of the group" in found.reason
 
 
 @pytest.mark.parametrize("clients", [1, 2])

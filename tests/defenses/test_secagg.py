@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,20 +10,24 @@ from support.compare import assert_near, assert_same, tensors
 
 from attacks.base import NotApplicable, Reconstruction, build
 from defenses import defenses
+from defenses.compose import Chain
+from defenses.noise import Noise
 from defenses.secagg import SecAgg
+from eval.audit import prediction_error
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
-from fl.group import as_one
-from fl.method import Method
+from fl.group import Division, as_one
+from fl.method import Download, Method, ServerState
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.methods.pfedhn import PFedHN
 from fl.models import build as build_model
 from fl.predict import predict
+from fl.protocol import Protocol
 from fl.tensors import dense
-from fl.types import ServerView, ThreatModel
+from fl.types import ServerView, Task, ThreatModel
 
 TRAINED = FedAvg(lr=0.1, momentum=0.5, weight_decay=1e-2, epochs=2, batch_size=2)
 
@@ -34,14 +39,14 @@ def uneven(method: Method, defense: Defense) -> Federation:
 
 
 def test_the_server_sees_the_weighted_mean_of_the_group() -> None:
-    """Of clients 2, 0 and 1, each as observed on its own, by their numbers of images."""
+    """Of clients 0, 1 and 2, each as observed on its own, by their numbers of images."""
     alone = uneven(TRAINED, Defense())
     view, _ = uneven(TRAINED, SecAgg(clients=3)).observe(2)
     single = {i: alone.observe(i)[0].update for i in range(3)}
     for name, value in view.update.items():
         naive = sum(n / 12 * dense(single[i][name]) for i, n in enumerate((3, 5, 4)))
         torch.testing.assert_close(dense(value), naive, rtol=1e-13, atol=1e-15)
-    assert [part.weight for part in view.parts] == [4 / 12, 3 / 12, 5 / 12]
+    assert [part.weight for part in view.parts] == [3 / 12, 5 / 12, 4 / 12]
     assert view.batch_size == 12
 
 
@@ -57,7 +62,7 @@ def test_the_truth_predicts_the_mean_of_uneven_clients(method: Method) -> None:
 def test_images_in_turn_stay_with_their_clients() -> None:
     """Full batches: any order within a client gives its update, so in turn is right."""
     method = FedAvg(lr=0.1, momentum=0.5, steps=3)
-    view, truth = uneven(method, SecAgg(clients=2)).observe(0)
+    view, truth = uneven(method, SecAgg(clients=3)).observe(0)
     candidate = replace(truth.candidate(), order=None)
     assert_near(predict(view, candidate), view.update, 1e-12)
 
@@ -113,9 +118,9 @@ def test_a_defended_member_is_no_part_of_a_plain_step() -> None:
 def test_a_search_finds_the_images_of_all_clients() -> None:
     """Two clients, one image and one step each, on a smooth network: both images come back."""
     task = build_model("lenet-zhu", num_classes=3, seed=0, input_shape=(1, 8, 8)).to(dtype=torch.float64)
-    run = worlds.federation(FedAvg(lr=0.1, steps=1), SecAgg(clients=2), task, rounds=0)
-    images = [worlds.images(1, "victim", i) for i in range(2)]
-    view, truth = run.observe(0, data=images, threat=ThreatModel(knows_labels=True))
+    data = [ClientData(worlds.images(1, "victim", i), worlds.images(2, "test", i)) for i in range(2)]
+    run = Federation(Client(task, FedAvg(lr=0.1, steps=1), SecAgg(clients=2)), data)
+    view, truth = run.observe(0, threat=ThreatModel(knows_labels=True))
     result = build({"name": "dlg", "iterations": 300, "restarts": 4})(view)
     assert isinstance(result, Reconstruction)
     assert result.inputs is not None
@@ -133,10 +138,87 @@ def test_servers_that_need_every_update_are_refused(name: str) -> None:
     assert not PFedHN.example().takes_means
 
 
+def test_groups_never_overlap_and_none_is_smaller_than_asked_for() -> None:
+    groups = [Division(size=3, participants=8, asked=8).of(i) for i in range(8)]
+    assert groups == [range(3)] * 3 + [range(3, 8)] * 5
+    assert [Division(size=1, participants=8, asked=1).of(i) for i in (2, 9)] == [range(2, 3), range(9, 10)]
+
+
+def test_a_group_needs_a_round_of_as_many_who_take_part() -> None:
+    run = uneven(TRAINED, SecAgg(clients=3))
+    run.rate = 0.67
+    with pytest.raises(ValueError, match="groups of at most the 2 clients of a round, got 3"):
+        run.observe(0)
+    run = uneven(TRAINED, SecAgg(clients=2))
+    run.rate = 0.67
+    with pytest.raises(ValueError, match="at most the 2 clients of a round, got clients 0 to 2"):
+        run.observe(0)
+    run = Federation(run.client, run.data, protocol=Protocol(outsiders=1))
+    with pytest.raises(ValueError, match="one of the 2 clients that take part, got client 2"):
+        run.observe(2)
+    assert len(run.observe(1)[0].parts) == 2
+
+
+@pytest.mark.parametrize("withheld", ["knows_batch_size", "knows_schedule"])
+def test_nothing_is_predicted_where_no_one_knows_whose_images_are_whose(withheld: str) -> None:
+    view, truth = uneven(TRAINED, SecAgg(clients=3)).observe(0, threat=ThreatModel(**{withheld: False}))  # type: ignore[arg-type]
+    assert view.schedule is None
+    with pytest.raises(ValueError, match="a group whose clients' schedules are known"):
+        predict(view, truth.candidate())
+    assert prediction_error(view, truth) is None
+
+
+def test_weights_tell_no_numbers_of_images_that_are_withheld() -> None:
+    view, _ = uneven(TRAINED, SecAgg(clients=3)).observe(0, threat=ThreatModel(knows_batch_size=False))
+    assert all(math.isnan(part.weight) for part in view.parts)
+
+
+def test_counters_of_batches_are_not_averaged() -> None:
+    data = [ClientData(worlds.images(n, "train", n), worlds.images(2, "test", n)) for n in (2, 6)]
+    run = Federation(Client(worlds.task(batch_norm=True), TRAINED, SecAgg(clients=2)), data)
+    after = run.observe(0)[0].buffers_after
+    assert after
+    assert all(after[name].dtype == run.client.task.buffers[name].dtype for name in after)
+    assert not any("num_batches_tracked" in name for name in after)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greeting(FedAvg):
+    """Sends each client a payload: the same numbers, or its own."""
+
+    own: bool
+
+    def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
+        """Weights in tensors of the client's own, and the payload."""
+        sent = super().broadcast(server, client, task)
+        copies = {name: dense(value).clone() for name, value in sent.shared.items()}
+        return replace(sent, shared=copies, received={"hello": {"number": torch.tensor(client * float(self.own))}})
+
+
+def test_clients_of_a_group_must_receive_the_same_numbers() -> None:
+    view, _ = uneven(Greeting(lr=0.1, steps=1, own=False), SecAgg(clients=3)).observe(0)
+    assert len(view.parts) == 3
+    with pytest.raises(ValueError, match="expected all clients of a group to receive the same, got received"):
+        uneven(Greeting(lr=0.1, steps=1, own=True), SecAgg(clients=3)).observe(0)
+
+
+def test_earlier_views_are_of_the_group_as_well() -> None:
+    alone, _ = uneven(TRAINED, Defense()).observe(0)
+    with pytest.raises(ValueError, match=r"earlier views of the clients \[0, 1, 2\] together"):
+        uneven(TRAINED, SecAgg(clients=3)).observe(0, threat=ThreatModel(rounds=1), history=(alone,))
+
+
+@pytest.mark.parametrize("parts", [(SecAgg(clients=2), Noise()), (SecAgg(clients=2), SecAgg(clients=2))], ids=str)
+def test_it_is_the_last_of_a_chain(parts: tuple[Defense, ...]) -> None:
+    assert Chain(parts=(Noise(), SecAgg(clients=2))).group == 2
+    with pytest.raises(ValueError, match="expected secagg once, as the last of a chain"):
+        Chain(parts=parts)
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match="expected clients >= 2"):
         SecAgg(clients=1)
-    with pytest.raises(ValueError, match="expected groups of at most the 3 participants"):
+    with pytest.raises(ValueError, match="expected groups of at most the 3 clients of a round, got 4"):
         uneven(TRAINED, SecAgg(clients=4)).observe(0)
     with pytest.raises(ValueError, match="expected images for each"):
         uneven(TRAINED, SecAgg(clients=2)).observe(0, data=worlds.images(1))

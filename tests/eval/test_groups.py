@@ -17,20 +17,22 @@ FAST = ("attack=ig", "attack.iterations=2", "federation.rounds=1", "observe.roun
 
 
 def test_the_images_of_a_whole_group_are_attacked_and_scored(tmp_path):
-    words = ("defense=secagg", "defense.clients=2", "observe.clients=[2]")
+    words = ("defense=secagg", "defense.clients=2", "observe.clients=[2, 0]")
     rows = run(tiny(*FAST, *words), tmp_path / "a")
     assert {row["method"] for row in rows} == {"fedavg", "hyperfl"}
     for method in ("fedavg", "hyperfl"):
         mine = [row for row in rows if row["method"] == method]
-        assert [row["picture"].split(":")[0] for row in mine] == ["2", "2", "0", "0"] * 2  # two updates of two groups
-        assert len({row["picture"] for row in mine}) == 8
+        assert [row["picture"].split(":")[0] for row in mine] == ["0", "0", "1", "1", "2", "2"] * 2  # two updates
+        assert len({row["picture"] for row in mine}) == 12
         for row in mine:
-            assert row["images"] == 4
+            assert row["images"] == 6
             assert row["forward_error"] < 1e-6
     hyperfl = [row["private_errors"] for row in rows if row["method"] == "hyperfl"]
-    assert {name.split("/")[1] for name in hyperfl[0]} == {"0", "1"}
+    assert {name.split("/")[1] for name in hyperfl[0]} == {"0", "1", "2"}
     report.write(tmp_path / "a")
-    assert "no single update" in (tmp_path / "a" / "report.md").read_text()
+    told = (tmp_path / "a" / "report.md").read_text()
+    assert "No single update" in told
+    assert "groups of 2" in told
 
 
 def test_the_accuracy_is_that_without_it(tmp_path):
@@ -42,7 +44,27 @@ def test_the_accuracy_is_that_without_it(tmp_path):
         assert found[method, "secagg"] == found[method, "none"]
 
 
+def test_a_run_goes_on_where_the_numbers_of_images_are_withheld(tmp_path):
+    words = ("defense=secagg", "defense.clients=2", "threat.knows_batch_size=false")
+    rows = run(tiny(*FAST, *words), tmp_path / "a")
+    assert rows
+    assert all(row["not_applicable"] for row in rows)
+
+
+def test_a_chain_is_reported_as_aggregated(tmp_path):
+    parts = [{"name": "clip", "max_norm": 0.02}, {"name": "secagg", "clients": 3}]
+    chain = {"name": "chain", "parts": parts, "as": "both"}
+    run(config.read({**config.plain(tiny(*FAST)), "defense": chain}), tmp_path / "a")
+    report.write(tmp_path / "a")
+    told = (tmp_path / "a" / "report.md").read_text()
+    assert "groups of 3 (both)" in told
+    assert "the update that comes back" not in told
+
+
 def test_a_group_larger_than_the_federation_is_refused(tmp_path):
     experiment = tiny(*FAST, "defense=secagg", "defense.clients=3", "federation.outsiders=1")
-    with pytest.raises(ValueError, match="expected groups of at most the 2 clients that take part, got 3"):
+    with pytest.raises(ValueError, match="defense: expected groups of at most the 2 clients of a round, got 3"):
         run(experiment, tmp_path / "a")
+    rare = tiny(*FAST, "defense=secagg", "defense.clients=3", "federation.rate=0.34")
+    with pytest.raises(ValueError, match="defense: expected groups of at most the 1 clients of a round, got 3"):
+        run(rare, tmp_path / "b")

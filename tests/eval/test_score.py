@@ -241,3 +241,24 @@ def test_the_extractor_counts_whole():
 def test_what_does_not_fit_is_refused(guess, truth, message):
     with pytest.raises(ValueError, match=message):
         score(guess, truth)
+
+
+def test_clients_of_a_group_may_change_places():
+    """As images may: the tensors of one client stay together, and none is matched to a client of other tensors."""
+    generator = torch.Generator().manual_seed(0)
+    private = {
+        f"part/{i}/{name}": torch.randn(n, generator=generator) for i in range(3) for name, n in SIZES[i].items()
+    }
+    truth = Held(images(3), torch.arange(3), private, {f"part/{i}/w": torch.full((2,), i + 1.0) for i in range(2)})
+    swapped = {0: 1, 1: 0, 2: 2}
+    found = {f"part/{swapped[int(name[5])]}{name[6:]}": value for name, value in private.items()}
+    found |= {f"extractor/part/{1 - i}/w": torch.full((2,), i + 1.0) for i in range(2)}
+    (row, *_) = score(Guess(truth.inputs, private=found), truth)
+    assert len(row["private_errors"]) == 7
+    assert set(row["private_errors"].values()) == {0.0}
+    assert row["extractor_error"] == 0
+    mixed = {**private, "part/0/head": private["part/1/head"], "part/1/head": private["part/0/head"]}
+    assert sum(score(Guess(truth.inputs, private=mixed), truth)[0]["private_errors"].values()) > 1
+
+
+SIZES = [{"head": 4, "bias": 2}, {"head": 4, "bias": 2}, {"head": 5}]

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 import attacks
+from defenses.clip import Clip
+from defenses.compose import Chain
+from defenses.secagg import SecAgg
 from eval.audit import leakage
 from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
@@ -310,3 +313,13 @@ def test_models_that_flatten_by_view_are_taken(count: int) -> None:
     view, truth = from_batch(Views(), torch.rand(count, 3, 8, 8), torch.arange(count))
     assert truth.inputs.is_contiguous()
     assert set(view.update) == {"conv.weight", "conv.bias", "fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_one_client_has_no_group(model, batch, gradient, chained):
+    defense = Chain(parts=(Clip(), SecAgg())) if chained else SecAgg()
+    said = "secagg: a single client's batch or update has no group; leave the defence out"
+    with pytest.raises(ValueError, match=said):
+        from_batch(model, *batch, defense=defense)
+    with pytest.raises(ValueError, match=said):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, batch_size=2, defense=defense)
