@@ -6,8 +6,8 @@ needed, and what depends on no variable is computed once. The operations are tho
 its order, so the numbers are the same, on a CPU to the bit: a record of which that is not so is not used.
 
 Where it is asked for, `torch.compile` makes machine code of a record: operations on the same numbers are fused, so that
-these pass through memory once. On a CPU that was measured to be twice as fast and more, rounds differently, takes a C++
-compiler and a minute or two.
+these pass through memory once. On a CPU that was measured to be 1.4 to 2.5 times as fast, rounds differently, takes a
+C++ compiler and half a minute to two.
 """
 
 from __future__ import annotations
