@@ -7,23 +7,23 @@ its order, so the numbers are the same, on a CPU to the bit: a record of which t
 
 Where it is asked for, `torch.compile` makes machine code of a record: operations on the same numbers are fused, so that
 these pass through memory once. On a CPU that was measured to be 1.4 to 2.5 times as fast, rounds differently, takes a
-C++ compiler and half a minute to two.
+C++ compiler and half a minute to two. On a GPU either is replayed as one CUDA graph.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from attacks.graphed import Evaluation, graphed
 from fl.seeds import stream
 
 log = logging.getLogger(__name__)
-
-Evaluation = Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 STEADY = 10
 """Evaluations of the same trials before they are recorded: what ends at once, and what is set up once, is over."""
@@ -38,6 +38,10 @@ LONG = 2000
 """Evaluations that must be ahead to be compiled, which costs as much as thousands of a small stack."""
 CLOSE = 1e4
 """How far a trial's objective and gradient by compiled code may be from the record's, in units of rounding."""
+
+
+KEPT = 2**26
+"""Bytes of what depends on no variable up to which it is kept; what is larger is computed at each replay."""
 
 
 FAILURES = (*REFUSALS, ImportError, OSError, MemoryError)
@@ -70,8 +74,7 @@ def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool
     if not _replayable(module):
         log.debug("evaluated without a record: it draws or changes tensors")
         return None
-    module.graph.eliminate_dead_code()
-    module.recompile()
+    _fold(module)
 
     def replay(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -81,7 +84,7 @@ def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool
     if not all(_equal(found, replay(point)) for point, found in points):
         log.debug("evaluated without a record: it differs")
         return None
-    return (_compiled(module, replay, points) if compiled else None) or replay
+    return graphed((_compiled(module, replay, points) if compiled else None) or replay, variables)
 
 
 def _compiled(
@@ -131,6 +134,45 @@ def _give_up(error: Exception) -> None:
     log.warning("searching without compiled code (is a C++ compiler installed?): %s", reason)
 
 
+def _fold(module: fx.GraphModule) -> None:
+    """Compute what depends on no variable now, instead of at each replay (and of bringing it to a GPU each time)."""
+    written = _written(module)
+    known: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            known[node] = getattr(module, str(node.target))
+        elif node.op == "call_function" and node not in written and all(x in known for x in node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            with torch.no_grad():
+                value = node.target(*args, **kwargs)
+            if sum(part.nbytes for part in pytree.tree_leaves(value) if isinstance(part, Tensor)) <= KEPT:
+                known[node] = value
+    for number, (node, value) in enumerate(known.items()):
+        if node.op == "call_function" and isinstance(value, Tensor):
+            module.register_buffer(f"_known{number}", value)
+            with module.graph.inserting_before(node):
+                node.replace_all_uses_with(module.graph.get_attr(f"_known{number}"))
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _written(module: fx.GraphModule) -> set[fx.Node]:
+    """The tensors that operations change in place, and those these are views of."""
+    found = {given for node in module.graph.nodes if _changes(node) for given in node.all_input_nodes}
+    rest = list(found)
+    while rest:
+        node = rest.pop()
+        if isinstance(node.target, torch._ops.OpOverload) and any(r.alias_info for r in node.target._schema.returns):
+            rest += [given for given in node.all_input_nodes if given not in found]
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _changes(node: fx.Node) -> bool:
+    """Whether an operation changes a tensor in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
+
+
 def _replayable(module: fx.GraphModule) -> bool:
     """Whether a recorded list does the same at every point, and leaves nothing changed for the next time."""
     for node in module.graph.nodes:
@@ -139,7 +181,7 @@ def _replayable(module: fx.GraphModule) -> bool:
         operation, given = node.target, pytree.tree_leaves((node.args, node.kwargs))
         if torch.Tag.nondeterministic_seeded in operation.tags or any(isinstance(x, torch.Generator) for x in given):
             return False
-        if operation._schema.is_mutable and any(isinstance(x, fx.Node) and x.op == "get_attr" for x in given):
+        if _changes(node) and any(isinstance(x, fx.Node) and x.op == "get_attr" for x in given):
             return False
         by_mask = any(_dtype(x) in (torch.bool, torch.uint8) for x in given[1:])
         if torch.Tag.dynamic_output_shape in operation.tags and (by_mask or operation not in INDEXED):

@@ -44,7 +44,8 @@ def by_hand(task: Task, images: Batch) -> Callable[[int], None]:
         weight.requires_grad_()
     loss = nn.functional.cross_entropy(model(images.inputs[:1]), label)
     observed = [g.detach() for g in torch.autograd.grad(loss, weights)]
-    guess = torch.rand(1, *task.input_shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    guess = torch.rand(1, *task.input_shape, generator=torch.Generator().manual_seed(0)).to(images.inputs)
+    guess.requires_grad_()
     solver = torch.optim.Adam([guess], lr=0.1)
 
     def run(iterations: int) -> None:

@@ -17,10 +17,11 @@ BATCH = 50
 
 
 def images(task: Task, count: int, *keys: object) -> Batch:
-    """So many images of noise for `task`."""
+    """So many images of noise for `task`, on its device."""
     draw = stream(0, "images", *keys)
     labels = torch.randint(0, task.num_classes, (count,), generator=draw)
-    return Batch(torch.rand(count, *task.input_shape, generator=draw), labels)
+    where = next(iter(task.parameters.values())).device
+    return Batch(torch.rand(count, *task.input_shape, generator=draw).to(where), labels.to(where))
 
 
 def federation(
@@ -28,7 +29,7 @@ def federation(
 ) -> Federation:
     """So many clients of `each` images, with a single one to test on."""
     parts = (images(task, each, number) for number in range(clients))
-    data = [ClientData(own, own.take(torch.arange(1))) for own in parts]
+    data = [ClientData(own, own.take(torch.arange(1, device=own.labels.device))) for own in parts]
     return Federation(Client(task, method), data, engine=engine, workers=workers)
 
 

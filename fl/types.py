@@ -53,7 +53,8 @@ class Batch:
         return self.inputs.shape[0]
 
     def take(self, index: Tensor) -> Batch:
-        """The images at `index` (b,)."""
+        """The images at `index` (b,), wherever that lies."""
+        index = index.to(self.inputs.device)
         return Batch(self.inputs[index], self.labels[index])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import attacks
 from attacks import recorded, stack
 from attacks.base import Reconstruction
+from attacks.graphed import Evaluation, Graph
 from attacks.matching import Matching
 from attacks.recorded import record
 from attacks.stack import Stack
@@ -35,17 +36,18 @@ SETTINGS: dict[str, tuple[str, Method, Defense]] = {
 }
 
 
-def views(method: Method, defense: Defense, count: int) -> list[ServerView]:
-    run: Federation = worlds.federation(method, defense, rounds=0)
-    return [run.observe(0, data=worlds.images(2, "recorded", i))[0] for i in range(count)]
+def views(method: Method, defense: Defense, count: int, device: str = "cpu") -> list[ServerView]:
+    run: Federation = worlds.federation(method, defense, rounds=0, device=device)
+    images = (worlds.moved(worlds.images(2, "recorded", i), device) for i in range(count))
+    return [run.observe(0, data=own)[0] for own in images]
 
 
-def problems(name: str, count: int) -> tuple[Stack, Callable[[int], dict[str, Tensor]]]:
+def problems(name: str, count: int, device: str = "cpu") -> tuple[Stack, Callable[[int], dict[str, Tensor]]]:
     """A stack of so many trials, and a function from a seed to where they may be."""
     attack, method, defense = SETTINGS[name]
     settings = attacks.build({"name": attack, "tv": 1e-3})
     assert isinstance(settings, Matching)
-    given = [settings._problem(view) for view in views(method, defense, count)]
+    given = [settings._problem(view) for view in views(method, defense, count, device)]
 
     def point(seed: int) -> dict[str, Tensor]:
         rows = [settings._start(problem, seed, i) for i, problem in enumerate(given)]
@@ -97,7 +99,7 @@ def test_what_draws_decides_or_remembers_is_not_recorded() -> None:
     def elsewhere(x: Tensor) -> Tensor:
         return torch.add(x, 1, out=kept).clone()
 
-    def evaluation(function: Callable[[Tensor], Tensor]) -> recorded.Evaluation:
+    def evaluation(function: Callable[[Tensor], Tensor]) -> Evaluation:
         return lambda given: (function(given["x"]), {"x": given["x"]})
 
     given = {"x": torch.arange(3.0)}
@@ -112,9 +114,7 @@ def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch
     attack = attacks.build({"name": "ig", "iterations": 60, "restarts": 3, "patience": 12, "enough": 0.0})
     made: list[int] = []
 
-    def counted(
-        evaluate: recorded.Evaluation, variables: dict[str, Tensor], **given: bool
-    ) -> recorded.Evaluation | None:
+    def counted(evaluate: Evaluation, variables: dict[str, Tensor], **given: bool) -> Evaluation | None:
         made.append(len(variables["inputs"]))
         return record(evaluate, variables, **given)
 
@@ -268,3 +268,45 @@ def test_only_long_searches_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
             trials._wait = 1
             trials.ahead(count, {})
     assert asked == [False, False, False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("name", "count"), [("one step", 1), ("several steps", 3), ("labels", 3), ("structured", 3)])
+def test_on_a_gpu_a_record_is_a_graph_and_gives_the_numbers_of_autograd(name: str, count: int) -> None:
+    trials, point = problems(name, count, device="cuda")
+    replay = record(trials._by_autograd, point(0))
+    assert isinstance(replay, Graph)
+    kept = [replay(point(seed)) for seed in (1, 2)]
+    for seed, (found, mine) in zip((1, 2), kept, strict=True):
+        values, grads = trials._by_autograd(point(seed))
+        torch.testing.assert_close(found, values, rtol=1e-9, atol=0)
+        for k in grads:
+            assert (mine[k] - grads[k]).norm() <= 1e-7 * grads[k].norm()
+            assert grads[k].any()
+
+
+def test_what_depends_on_no_variable_is_computed_once() -> None:
+    weights = torch.arange(3.0)
+
+    def evaluate(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        scale = weights.sum().exp().reshape(1) + torch.tensor(2.0)
+        return given["x"] * scale, {"x": given["x"] + scale}
+
+    replay = record(evaluate, {"x": torch.ones(3)})
+    assert replay is not None
+    expected = evaluate({"x": torch.full((3,), 2.0)})
+    weights.zero_()  # what was computed from them stays
+    assert torch.equal(replay({"x": torch.full((3,), 2.0)})[0], expected[0])
+
+
+def test_what_is_changed_in_place_is_not_kept() -> None:
+    def evaluate(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        total = torch.zeros(2, 3)
+        total.view(6)[:3].add_(given["x"])
+        return total.sum(1), {"x": total[0]}
+
+    replay = record(evaluate, {"x": torch.ones(3)})
+    assert replay is not None
+    for _ in range(3):
+        assert torch.equal(replay({"x": torch.ones(3)})[0], torch.tensor([3.0, 0.0]))

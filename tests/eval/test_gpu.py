@@ -12,15 +12,21 @@ from statistics import fmean
 import pytest
 import torch
 from support.runs import run, tiny
+from support.tiny import Registered
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
+ATTACKS = (
+    "[{name: ig, iterations: 400}, {name: peel+ig, against: hyperfl, iterations: 400}, {name: peel, against: hyperfl}]"
+)
+
 
 def test_a_run_on_cuda_gives_the_table_of_the_cpu(tmp_path: Path) -> None:
-    experiment = tiny()
+    with Registered():
+        experiment = tiny(f"attack={ATTACKS}")
     cpu, cuda = (run(experiment, tmp_path / device, device=device) for device in ("cpu", "cuda"))
     keys = ("seed", "method", "defense", "attack", "round", "update")
     assert [[row.get(key) for key in keys] for row in cpu] == [[row.get(key) for key in keys] for row in cuda]

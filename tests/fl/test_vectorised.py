@@ -32,7 +32,7 @@ from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Phase, Task
+from fl.types import Phase, Task
 
 CLIPPED: dict[str, Any] = {**MOVING, "max_norm": 0.5, "weight_decay": 1e-2}
 HYPERFL = HyperFL(epochs=1, batch_size=2, parametrisation=Hypernetwork.example())
@@ -242,11 +242,9 @@ def test_stacks_equal_the_loop_on_cuda(name: str, monkeypatch: pytest.MonkeyPatc
     assert isinstance(runs[1]._engine, Vectorised)
     monkeypatch.setattr(vectorised, "train", refuse)
     for run in runs:
-        run.data = [replace(own, train=_on_cuda(own.train), test=_on_cuda(own.test)) for own in run.data]
+        run.data = [
+            replace(own, train=worlds.moved(own.train, "cuda"), test=worlds.moved(own.test, "cuda")) for own in run.data
+        ]
         run.run_round()
     assert_near(runs[1].server.shared, runs[0].server.shared, 1e-9)
     assert_near(runs[1].server.buffers, runs[0].server.buffers, 1e-9)
-
-
-def _on_cuda(batch: Batch) -> Batch:
-    return Batch(batch.inputs.cuda(), batch.labels.cuda())

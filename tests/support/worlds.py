@@ -57,12 +57,23 @@ def images(n: int, *keys: object, shape: tuple[int, int, int] = (1, 8, 8)) -> Ba
     return Batch(inputs, torch.randint(0, CLASSES, (n,), generator=generator))
 
 
+def moved(batch: Batch, device: str) -> Batch:
+    """The same on `device`."""
+    return Batch(batch.inputs.to(device), batch.labels.to(device))
+
+
 def federation(
-    method: Method, defense: Defense | None = None, task_: Task | None = None, *, seed: int = 0, rounds: int = 1
+    method: Method,
+    defense: Defense | None = None,
+    task_: Task | None = None,
+    *,
+    seed: int = 0,
+    rounds: int = 1,
+    device: str = "cpu",
 ) -> Federation:
     """Three clients of four images each, after `rounds` rounds."""
-    client = Client(task_ or task(), method, defense or Defense())
-    data = [ClientData(images(4, "train", i), images(4, "test", i)) for i in range(3)]
+    client = Client((task_ or task()).to(device=device), method, defense or Defense())
+    data = [ClientData(moved(images(4, "train", i), device), moved(images(4, "test", i), device)) for i in range(3)]
     run = Federation(client, data, seed=seed)
     for _ in range(rounds):
         run.run_round()

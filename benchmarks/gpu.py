@@ -1,0 +1,193 @@
+"""Searches and rounds on a GPU: `python -m benchmarks.gpu [--seconds N]`.
+
+Searches: image-iterations per second of the clock, one by one as one writes it by hand, one by one and in stacks as we
+do it; the whole evaluation of 50 images and 10,000 iterations; how much of the memory's measured speed an iteration
+takes. Rounds: seconds of 20 clients, client by client and in stacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import attacks
+import fl.data
+import fl.models
+from attacks.matching import Matching
+from attacks.stack import Stack
+from benchmarks.common import publish, table
+from benchmarks.speed import NETWORKS, by_hand
+from benchmarks.worlds import BATCH, federation
+from eval.worlds import device_of
+from fl.client import Client
+from fl.engines import EngineName
+from fl.federation import ClientData, Federation
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.methods.fedper import FedPer
+from fl.methods.hyperfl import HyperFL
+from fl.seeds import stream
+from fl.types import Batch, ServerView, Task
+
+COUNT, ITERATIONS = 50, 10_000
+"""Of the papers' evaluation."""
+REPEATS = 3
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Of the clock, until the device is done."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def victims(task: Task, pictures: Batch, method: Method, count: int) -> list[ServerView]:
+    """So many clients' views of one step on one image each; photographs, and the same moved when these run out."""
+    run = Federation(Client(task, method), [ClientData(pictures, pictures)])
+    views = []
+    for i in range(count):
+        own = pictures.take(torch.tensor([i % len(pictures)], device="cuda"))
+        own = Batch(own.inputs.roll(i // len(pictures), -1), own.labels)
+        views.append(run.observe(0, data=own)[0])
+    return views
+
+
+def searching(views: list[ServerView], *, compiled: bool = False) -> tuple[Callable[[int], None], float]:
+    """A function that makes so many iterations of IG on the views together, and the seconds until it was ready."""
+    attack = attacks.build({"name": "ig", "iterations": ITERATIONS, "compiled": compiled, "stack": len(views)})
+    assert isinstance(attack, Matching)
+    given = [attack._problem(view) for view in views]
+    starts = [attack._start(problem, 0, i) for i, problem in enumerate(given)]
+    rows = {k: torch.stack([s[k] for s in starts]) for k in starts[0]}
+    stack = Stack(given, compiled=compiled)
+
+    def prepare() -> None:
+        while stack._recorded is None and stack._steady < 100:
+            stack.evaluate(rows)
+            stack.ahead(ITERATIONS, rows)
+
+    ready = seconds(prepare)
+
+    def run(iterations: int) -> None:
+        settings = attacks.build({"name": "ig", "iterations": iterations})
+        assert isinstance(settings, Matching)
+        settings._search(stack, rows, [stream(0, "noise", i) for i in range(len(views))])
+
+    return run, ready
+
+
+def rate(run: Callable[[int], None], iterations: int, count: int) -> float:
+    """Image-iterations per second, of the median repeat."""
+    run(5)
+    return statistics.median(iterations * count / seconds(lambda: run(iterations)) for _ in range(REPEATS))
+
+
+def searches() -> tuple[list[list[str]], dict[str, Any]]:
+    """Rows of the table, and the figures."""
+    rows, raw = [], {}
+    for name, mode, size in NETWORKS:
+        task = fl.models.build(name, num_classes=10, seed=0).to(device="cuda")
+        pictures = fl.data.load("photos", mode=mode, size=size).train
+        pictures = Batch(pictures.inputs.cuda(), pictures.labels.cuda())
+        views = victims(task, pictures, FedAvg(lr=1.0, steps=1, batch_size=None), COUNT)
+        found = {"by hand": rate(by_hand(task.to(device="cuda"), pictures), 100, 1)}
+        ready = {}
+        for label, count, compiled in (
+            ("one", 1, False),
+            (f"{COUNT}", COUNT, False),
+            ("one, compiled", 1, True),
+            (f"{COUNT}, compiled", COUNT, True),
+        ):
+            run, ready[label] = searching(views[:count], compiled=compiled)
+            found[label] = rate(run, 300, count)
+            del run
+            torch.cuda.empty_cache()
+        raw[name] = {"image_iterations_per_second": found, "seconds_to_record": ready}
+        rows.append([name, *[f"{value:.0f} ({value / found['by hand']:.1f}x)" for value in found.values()]])
+        logging.info("%s %s", name, raw[name])
+    return rows, raw
+
+
+def whole() -> dict[str, float]:
+    """Seconds of 50 images and 10,000 iterations, recording included: IG on FedAvg, `joint` on HyperFL."""
+    found = {}
+    task = fl.models.build("hyperfl-colour", num_classes=10, seed=0).to(device="cuda")
+    pictures = fl.data.load("photos", mode="colour", size=32).train
+    pictures = Batch(pictures.inputs.cuda(), pictures.labels.cuda())
+    fedavg = FedAvg(lr=1.0, steps=1, batch_size=None)
+    hyperfl = HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0)
+    for label, name, method in (("ig on FedAvg", "ig", fedavg), ("joint on HyperFL", "joint", hyperfl)):
+        views = victims(task, pictures, method, COUNT)
+        for compiled in (False, True):
+            attack = attacks.build({"name": name, "iterations": ITERATIONS, "compiled": compiled, "stack": COUNT})
+            key = f"{label}{', compiled' * compiled}"
+            found[key] = seconds(partial(attack.run, views, list(range(COUNT))))
+            logging.info("%s %s", key, found[key])
+            torch.cuda.empty_cache()
+    return found
+
+
+def rounds() -> tuple[list[list[str]], dict[str, Any]]:
+    """Seconds of a round of 20 clients of 600 images each, 5 epochs in batches of 50."""
+    rows, raw = [], {}
+    methods: dict[str, tuple[Method, tuple[EngineName, ...]]] = {
+        "FedAvg": (FedAvg(lr=0.02, batch_size=BATCH, epochs=5), ("loop", "vmap")),
+        "FedPer": (FedPer(lr=0.02, batch_size=BATCH, epochs=5), ("loop", "vmap")),
+        "HyperFL": (HyperFL(batch_size=BATCH, epochs=5), ("loop", "factored")),
+    }
+    for network in ("hyperfl-colour", "hyperfl-grey"):
+        for name, (method, engines) in methods.items():
+            for engine in engines:
+                task = fl.models.build(network, num_classes=10, seed=0).to(device="cuda")
+                run = federation(task, method, clients=20, each=600, engine=engine)
+                run.step(evaluate=False)
+                took = statistics.median(seconds(partial(run.step, evaluate=False)) for _ in range(2))
+                raw[f"{network}, {name}, {engine}"] = took
+                rows.append([network, name, engine, f"{took:.2f}"])
+                logging.info("%s", rows[-1])
+                del run
+                torch.cuda.empty_cache()
+    return rows, raw
+
+
+def copied() -> float:
+    """Bytes per second, read and written, of a large copy on the device."""
+    one = torch.empty(2**30, dtype=torch.uint8, device="cuda").random_()
+    other = torch.empty_like(one)
+    other.copy_(one)
+    return 2 * one.numel() / statistics.median(seconds(lambda: other.copy_(one)) for _ in range(10))
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", default=["searches", "whole", "rounds"])
+    chosen = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    device_of("cuda")  # in single precision
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy_bytes_per_second": copied()}
+    logging.info("%s", result)
+    lines = [f"# Searches and rounds on a GPU ({result['device']})", ""]
+    if "searches" in chosen.parts:
+        rows, result["searches"] = searches()
+        lines += table(["network", "by hand", "one", f"{COUNT}", "one, compiled", f"{COUNT}, compiled"], rows)
+    if "rounds" in chosen.parts:
+        rows, result["rounds"] = rounds()
+        lines += ["", *table(["network", "method", "engine", "seconds"], rows)]
+    if "whole" in chosen.parts:
+        result["whole"] = whole()
+    publish("gpu", result, lines)
+
+
+if __name__ == "__main__":
+    main()
