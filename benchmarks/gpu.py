@@ -1,19 +1,18 @@
-"""Searches and rounds on a GPU: `python -m benchmarks.gpu [--seconds N]`.
+"""Searches and rounds on a GPU: `python -m benchmarks.gpu`.
 
 Searches: image-iterations per second of the clock, one by one as one writes it by hand, one by one and in stacks as we
-do it; the whole evaluation of 50 images and 10,000 iterations; how much of the memory's measured speed an iteration
-takes. Rounds: seconds of 20 clients, client by client and in stacks.
+do it; the whole evaluation of 50 images and 10,000 iterations. Rounds: seconds of 20 clients, client by client and in
+stacks.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -91,58 +90,43 @@ def rate(run: Callable[[int], None], iterations: int, count: int) -> float:
     return statistics.median(iterations * count / seconds(lambda: run(iterations)) for _ in range(REPEATS))
 
 
-def searches() -> tuple[list[list[str]], dict[str, Any]]:
-    """Rows of the table, and the figures."""
-    rows, raw = [], {}
-    for name, mode, size in NETWORKS:
-        task = fl.models.build(name, num_classes=10, seed=0).to(device="cuda")
-        pictures = fl.data.load("photos", mode=mode, size=size).train
-        pictures = Batch(pictures.inputs.cuda(), pictures.labels.cuda())
-        views = victims(task, pictures, FedAvg(lr=1.0, steps=1, batch_size=None), COUNT)
-        found = {"by hand": rate(by_hand(task.to(device="cuda"), pictures), 100, 1)}
-        ready = {}
-        for label, count, compiled in (
-            ("one", 1, False),
-            (f"{COUNT}", COUNT, False),
-            ("one, compiled", 1, True),
-            (f"{COUNT}, compiled", COUNT, True),
-        ):
-            run, ready[label] = searching(views[:count], compiled=compiled)
-            found[label] = rate(run, 300, count)
-            del run
-            torch.cuda.empty_cache()
-        raw[name] = {"image_iterations_per_second": found, "seconds_to_record": ready}
-        rows.append([name, *[f"{value:.0f} ({value / found['by hand']:.1f}x)" for value in found.values()]])
-        logging.info("%s %s", name, raw[name])
-    return rows, raw
+KINDS = {"one": (1, False), f"{COUNT}": (COUNT, False), f"{COUNT}, compiled": (COUNT, True)}
+
+
+def searches(name: str, mode: Literal["colour", "grey"], size: int) -> dict[str, Any]:
+    """Image-iterations per second on one network, and the seconds until the first of each kind was ready."""
+    task = fl.models.build(name, num_classes=10, seed=0).to(device="cuda")
+    pictures = photographs(mode, size)
+    views = victims(task, pictures, FedAvg(lr=1.0, steps=1, batch_size=None), COUNT)
+    found, ready = {"by hand": rate(by_hand(task.to(device="cuda"), pictures), 100, 1)}, {}
+    for label, (count, compiled) in KINDS.items():
+        run, ready[label] = searching(views[:count], compiled=compiled)
+        found[label] = rate(run, 300, count)
+        del run
+        torch.cuda.empty_cache()
+    return {"image_iterations_per_second": found, "seconds_to_record": ready}
 
 
 def whole() -> dict[str, float]:
     """Seconds of 50 images and 10,000 iterations, recording included: IG on FedAvg, `joint` on HyperFL."""
     found = {}
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0).to(device="cuda")
-    pictures = fl.data.load("photos", mode="colour", size=32).train
-    pictures = Batch(pictures.inputs.cuda(), pictures.labels.cuda())
     fedavg = FedAvg(lr=1.0, steps=1, batch_size=None)
     hyperfl = HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0)
-    for label, name, method in (("ig on FedAvg", "ig", fedavg), ("joint on HyperFL", "joint", hyperfl)):
-        views = victims(task, pictures, method, COUNT)
-        for compiled in (False, True):
-            attack = attacks.build({"name": name, "iterations": ITERATIONS, "compiled": compiled, "stack": COUNT})
-            key = f"{label}{', compiled' * compiled}"
-            found[key] = seconds(partial(attack.run, views, list(range(COUNT))))
-            logging.info("%s %s", key, found[key])
-            torch.cuda.empty_cache()
+    for name, method in (("ig", fedavg), ("joint", hyperfl)):
+        views = victims(task, photographs("colour", 32), method, COUNT)
+        attack = attacks.build({"name": name, "iterations": ITERATIONS, "stack": COUNT})
+        found[f"{name} on {method.name}"] = seconds(partial(attack.run, views, list(range(COUNT))))
+        torch.cuda.empty_cache()
     return found
 
 
-def rounds() -> tuple[list[list[str]], dict[str, Any]]:
-    """Seconds of a round of 20 clients of 600 images each, 5 epochs in batches of 50."""
-    rows, raw = [], {}
+def rounds() -> Iterator[tuple[str, str, EngineName, float]]:
+    """Network, method, engine, seconds of a round of 20 clients of 600 images each, 5 epochs in batches of 50."""
     methods: dict[str, tuple[Method, tuple[EngineName, ...]]] = {
         "FedAvg": (FedAvg(lr=0.02, batch_size=BATCH, epochs=5), ("loop", "vmap")),
         "FedPer": (FedPer(lr=0.02, batch_size=BATCH, epochs=5), ("loop", "vmap")),
-        "HyperFL": (HyperFL(batch_size=BATCH, epochs=5), ("loop", "factored")),
+        "HyperFL": (HyperFL(batch_size=BATCH, epochs=5), ("factored",)),
     }
     for network in ("hyperfl-colour", "hyperfl-grey"):
         for name, (method, engines) in methods.items():
@@ -150,13 +134,15 @@ def rounds() -> tuple[list[list[str]], dict[str, Any]]:
                 task = fl.models.build(network, num_classes=10, seed=0).to(device="cuda")
                 run = federation(task, method, clients=20, each=600, engine=engine)
                 run.step(evaluate=False)
-                took = statistics.median(seconds(partial(run.step, evaluate=False)) for _ in range(2))
-                raw[f"{network}, {name}, {engine}"] = took
-                rows.append([network, name, engine, f"{took:.2f}"])
-                logging.info("%s", rows[-1])
+                yield network, name, engine, seconds(partial(run.step, evaluate=False))
                 del run
                 torch.cuda.empty_cache()
-    return rows, raw
+
+
+def photographs(mode: Literal["colour", "grey"], size: int) -> Batch:
+    """Those that come with scikit-image, on the device."""
+    pictures = fl.data.load("photos", mode=mode, size=size).train
+    return Batch(pictures.inputs.cuda(), pictures.labels.cuda())
 
 
 def copied() -> float:
@@ -167,26 +153,50 @@ def copied() -> float:
     return 2 * one.numel() / statistics.median(seconds(lambda: other.copy_(one)) for _ in range(10))
 
 
+def page(result: dict[str, Any]) -> list[str]:
+    """What has been measured so far, in Markdown."""
+    lines = [
+        f"# Searches and rounds on a GPU ({result['device']})",
+        "",
+        "Image-iterations of IG per second of the clock, batch 1, single precision; in brackets the ratio to a loop "
+        f"written by hand for one image. Medians of {REPEATS} repeats, recording not counted.",
+        "",
+    ]
+    rows = []
+    for network, part in result["searches"].items():
+        found = part["image_iterations_per_second"]
+        rows.append([network, *[f"{found[k]:.0f} ({found[k] / found['by hand']:.1f}x)" for k in ("by hand", *KINDS)]])
+    lines += table(["network", "by hand", *KINDS], rows)
+    if result["whole"]:
+        lines += ["", f"The whole search, {COUNT} images, {ITERATIONS:,} iterations, recording included:", ""]
+        lines += table(["search", "seconds"], [[k, f"{v:.0f}"] for k, v in result["whole"].items()])
+    if result["rounds"]:
+        lines += ["", "One round of 20 clients, 600 images each, 5 epochs in batches of 50:", ""]
+        lines += table(["network", "method", "engine", "seconds"], [[*r[:3], f"{r[3]:.2f}"] for r in result["rounds"]])
+    copy = result["copy_bytes_per_second"] / 1e12
+    return [*lines, "", f"A large copy on the device moves {copy:.1f} TB/s, read and written."]
+
+
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", default=["searches", "whole", "rounds"])
-    chosen = parser.parse_args()
+    """Measure, and write after each part what there is: time on such a machine is short."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     device_of("cuda")  # in single precision
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy_bytes_per_second": copied()}
-    logging.info("%s", result)
-    lines = [f"# Searches and rounds on a GPU ({result['device']})", ""]
-    if "searches" in chosen.parts:
-        rows, result["searches"] = searches()
-        lines += table(["network", "by hand", "one", f"{COUNT}", "one, compiled", f"{COUNT}, compiled"], rows)
-    if "rounds" in chosen.parts:
-        rows, result["rounds"] = rounds()
-        lines += ["", *table(["network", "method", "engine", "seconds"], rows)]
-    if "whole" in chosen.parts:
-        result["whole"] = whole()
-    publish("gpu", result, lines)
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "copy_bytes_per_second": copied(),
+        "searches": {},
+        "whole": {},
+        "rounds": [],
+    }
+    for name, mode, size in NETWORKS:
+        result["searches"][name] = searches(name, mode, size)
+        publish("gpu", result, page(result))
+    for row in rounds():
+        result["rounds"].append(row)
+        publish("gpu", result, page(result))
+    result["whole"] = whole()
+    publish("gpu", result, page(result))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import torch
 from torch import nn
@@ -28,7 +29,11 @@ from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.types import Batch, ServerView, Task
 
-NETWORKS = (("hyperfl-colour", "colour", 32), ("lenet-zhu", "colour", 32), ("hyperfl-grey", "grey", 28))
+NETWORKS: tuple[tuple[str, Literal["colour", "grey"], int], ...] = (
+    ("hyperfl-colour", "colour", 32),
+    ("lenet-zhu", "colour", 32),
+    ("hyperfl-grey", "grey", 28),
+)
 STACKS = {
     **{f"stack of {count}": (count, False) for count in (1, 4, 16, 64)},
     **{f"compiled, {count}": (count, True) for count in (1, 16, 64)},
