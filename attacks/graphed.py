@@ -1,21 +1,20 @@
 """Operations replayed as one CUDA graph: launched together, where launching each would take longer than doing it.
 
-An iteration on a small network is some hundred operations of a few microseconds each on a GPU, and Python takes longer
-to start one. A graph is captured once for tensors at fixed addresses: what is given is copied there, and what is found
-is copied away, since the next replay writes over it.
+An iteration on a small network is some six hundred operations of a few microseconds each on a GPU, and Python takes
+longer to start one. A graph is captured once for tensors at fixed addresses: what is given is copied there, and what is
+found is copied away, since the next replay writes over it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from attacks.problem import Evaluation
 
-Evaluation = Callable[[dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+log = logging.getLogger(__name__)
 
 WARM = 3
 """Calls before a capture, in which libraries choose and set up what they use."""
@@ -33,6 +32,7 @@ class Graph:
     """
 
     def __init__(self, evaluate: Evaluation, variables: dict[str, Tensor]) -> None:
+        self.evaluate = evaluate  # the graph reads its constants by address: they must not be freed
         self.given = {name: value.detach().clone() for name, value in variables.items()}
         device = next(iter(self.given.values())).device
         with torch.cuda.device(device):
@@ -49,17 +49,17 @@ class Graph:
     def __call__(self, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Objectives (T,) and gradients by variable, at `given`."""
         for name, value in given.items():
-            self.given[name].copy_(value)
+            self.given[name].copy_(value.detach())
         self.graph.replay()
         return self.values.clone(), {name: value.clone() for name, value in self.grads.items()}
 
 
-def graphed(evaluate: Evaluation, variables: dict[str, Tensor]) -> Evaluation:
-    """`evaluate` as a CUDA graph where `variables` are on a GPU and it can be one, else itself."""
-    if not all(value.is_cuda for value in variables.values()):
-        return evaluate
+def graphed(evaluate: Evaluation, variables: dict[str, Tensor]) -> Graph | None:
+    """`evaluate` as a CUDA graph, or None where `variables` are not on a GPU or it can't be one."""
+    if not variables or not all(value.is_cuda for value in variables.values()):
+        return None
     try:
         return Graph(evaluate, variables)
     except RuntimeError as error:
         log.info("searching without a CUDA graph: %s", str(error).splitlines()[:1])
-        return evaluate
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,6 +25,8 @@ from fl.tensors import Tensors, scaled, times, total
 from fl.types import Candidate, Order, Part, ServerView, frozen
 
 Variables = dict[str, Tensor]
+Evaluation = Callable[[Variables], tuple[Tensor, Variables]]
+"""Objectives (T,) of a stack and their gradients by variable."""
 INPUTS, LABELS = "inputs", "labels"
 """Names of the guessed images, in the units of the space searched, and label logits.
 

@@ -2,8 +2,9 @@
 
 Each iteration of a search does the same operations on other numbers. Recorded once, derivative of the derivative
 included, they are replayed by what torch itself dispatches: no graph is built, nothing is kept longer than it is
-needed, and what depends on no variable is computed once. The operations are those of the evaluation by autograd, in
-its order, so the numbers are the same, on a CPU to the bit: a record of which that is not so is not used.
+needed, and what depends on no variable is computed once (unless it is large, `KEPT`). The operations are those of the
+evaluation by autograd, in its order, so the numbers are the same, on a CPU to the bit: a record of which that is not so
+is not used.
 
 Where it is asked for, `torch.compile` makes machine code of a record: operations on the same numbers are fused, so that
 these pass through memory once. On a CPU that was measured to be 1.4 to 2.5 times as fast, rounds differently, takes a
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attacks.graphed import Evaluation, graphed
+from attacks.graphed import graphed
+from attacks.problem import Evaluation
 from fl.seeds import stream
 
 log = logging.getLogger(__name__)
@@ -30,20 +32,15 @@ STEADY = 10
 WORTH = 300
 """Evaluations that must be ahead: recording costs as much as a hundred of a single trial, or thirty of a stack."""
 
-REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What recording raises where an operation, or a decision by a tensor's number, can't be recorded."""
-
-
 LONG = 2000
 """Evaluations that must be ahead to be compiled, which costs as much as thousands of a small stack."""
 CLOSE = 1e4
 """How far a trial's objective and gradient by compiled code may be from the record's, in units of rounding."""
-
-
 KEPT = 2**26
 """Bytes of what depends on no variable up to which it is kept; what is larger is computed at each replay."""
 
-
+REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+"""What recording raises where an operation, or a decision by a tensor's number, can't be recorded."""
 FAILURES = (*REFUSALS, ImportError, OSError, MemoryError)
 """What compiling raises, here or by a missing or broken compiler."""
 
@@ -68,13 +65,13 @@ def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool
     points = [(point, evaluate(point)) for point in (elsewhere, variables)]
     try:
         module = make_fx(lambda given: evaluate(given))(variables)
+        if not _replayable(module):
+            log.debug("evaluated without a record: it draws or changes tensors")
+            return None
+        _fold(module)
     except REFUSALS as error:
         log.debug("evaluated without a record: %s", str(error).splitlines()[:1])
         return None
-    if not _replayable(module):
-        log.debug("evaluated without a record: it draws or changes tensors")
-        return None
-    _fold(module)
 
     def replay(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -84,13 +81,15 @@ def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool
     if not all(_equal(found, replay(point)) for point, found in points):
         log.debug("evaluated without a record: it differs")
         return None
-    return graphed((_compiled(module, replay, points) if compiled else None) or replay, variables)
+    fast = _compiled(module, points) if compiled else None
+    graph = graphed(fast or replay, variables)
+    if graph is not None and all(_close(graph(point), found) for point, found in points):
+        return graph
+    return replay if fast is None else _Compiled(fast, replay)
 
 
-def _compiled(
-    module: fx.GraphModule, replay: Evaluation, points: Sequence[tuple[dict[str, Tensor], object]]
-) -> Evaluation | None:
-    """The list as machine code, or None; where that fails later, the list `replay` takes its place."""
+def _compiled(module: fx.GraphModule, points: Sequence[tuple[dict[str, Tensor], object]]) -> Evaluation | None:
+    """The list as machine code, or None where that can't be done or its numbers at `points` are others."""
     try:
         from torch._inductor import config
 
@@ -109,7 +108,7 @@ def _compiled(
     if not same:
         log.warning("searching without compiled code: its numbers differ by more than rounding")
         return None
-    return _Compiled(call, replay)
+    return call
 
 
 class _Compiled:
@@ -135,7 +134,10 @@ def _give_up(error: Exception) -> None:
 
 
 def _fold(module: fx.GraphModule) -> None:
-    """Compute what depends on no variable now, instead of at each replay (and of bringing it to a GPU each time)."""
+    """Compute what depends on no variable now, instead of at each replay (and of bringing it to a GPU each time).
+
+    Nothing that it was computed from may change afterwards.
+    """
     written = _written(module)
     known: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
@@ -148,10 +150,12 @@ def _fold(module: fx.GraphModule) -> None:
             if sum(part.nbytes for part in pytree.tree_leaves(value) if isinstance(part, Tensor)) <= KEPT:
                 known[node] = value
     for number, (node, value) in enumerate(known.items()):
-        if node.op == "call_function" and isinstance(value, Tensor):
+        needed = any(user not in known and user.op != "output" for user in node.users)  # what is given away is not kept
+        if node.op == "call_function" and isinstance(value, Tensor) and needed:
             module.register_buffer(f"_known{number}", value)
             with module.graph.inserting_before(node):
-                node.replace_all_uses_with(module.graph.get_attr(f"_known{number}"))
+                kept = module.graph.get_attr(f"_known{number}")
+            node.replace_all_uses_with(kept, lambda user: user.op != "output")
     module.graph.eliminate_dead_code()
     module.recompile()
 
@@ -162,10 +166,16 @@ def _written(module: fx.GraphModule) -> set[fx.Node]:
     rest = list(found)
     while rest:
         node = rest.pop()
-        if isinstance(node.target, torch._ops.OpOverload) and any(r.alias_info for r in node.target._schema.returns):
+        if _view(node):
             rest += [given for given in node.all_input_nodes if given not in found]
             found.update(node.all_input_nodes)
     return found
+
+
+def _view(node: fx.Node) -> bool:
+    """Whether what a node gives may share memory with what it takes; of what is no operation of torch nobody knows."""
+    operation = node.target
+    return not isinstance(operation, torch._ops.OpOverload) or any(r.alias_info for r in operation._schema.returns)
 
 
 def _changes(node: fx.Node) -> bool:

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from attacks.graphed import Evaluation
-from attacks.problem import Problem, Variables
+from attacks.problem import Evaluation, Problem, Variables
 from attacks.recorded import LONG, STEADY, WORTH, record
 
 

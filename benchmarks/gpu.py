@@ -19,6 +19,7 @@ import torch
 import attacks
 import fl.data
 import fl.models
+from attacks.graphed import Graph
 from attacks.matching import Matching
 from attacks.stack import Stack
 from benchmarks.common import publish, table
@@ -75,6 +76,8 @@ def searching(views: list[ServerView], *, compiled: bool = False) -> tuple[Calla
             stack.ahead(ITERATIONS, rows)
 
     ready = seconds(prepare)
+    if not isinstance(stack._recorded, Graph):
+        raise RuntimeError("expected a search replayed as a CUDA graph, got none: see the log")
 
     def run(iterations: int) -> None:
         settings = attacks.build({"name": "ig", "iterations": iterations})

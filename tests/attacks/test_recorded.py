@@ -7,53 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import worlds
+from support.trials import SETTINGS, problems, views
 from torch import Tensor
 
 import attacks
 from attacks import recorded, stack
 from attacks.base import Reconstruction
-from attacks.graphed import Evaluation, Graph
 from attacks.matching import Matching
+from attacks.problem import Evaluation
 from attacks.recorded import record
 from attacks.stack import Stack
-from defenses.clip import Clip
-from fl.defense import Defense
-from fl.federation import Federation
-from fl.method import Method
-from fl.methods.fedavg import FedAvg
-from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetwork import Hypernetwork
-from fl.types import ServerView
-
-TINY = Hypernetwork(embedding=4, hidden=24, init="scaled")
-SETTINGS: dict[str, tuple[str, Method, Defense]] = {
-    "one step": ("ig", FedAvg(lr=0.1, steps=1, batch_size=None), Defense()),
-    "several steps": ("ig", FedAvg(lr=0.1, steps=3, batch_size=2, momentum=0.9, weight_decay=0.1), Defense()),
-    "labels": ("dlg", FedAvg(lr=0.1, steps=1, batch_size=None), Defense()),
-    "structured": ("joint", HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=TINY), Defense()),
-    "clipped": ("ig", FedAvg(lr=0.1, steps=1, batch_size=None), Clip(max_norm=0.01)),
-}
-
-
-def views(method: Method, defense: Defense, count: int, device: str = "cpu") -> list[ServerView]:
-    run: Federation = worlds.federation(method, defense, rounds=0, device=device)
-    images = (worlds.moved(worlds.images(2, "recorded", i), device) for i in range(count))
-    return [run.observe(0, data=own)[0] for own in images]
-
-
-def problems(name: str, count: int, device: str = "cpu") -> tuple[Stack, Callable[[int], dict[str, Tensor]]]:
-    """A stack of so many trials, and a function from a seed to where they may be."""
-    attack, method, defense = SETTINGS[name]
-    settings = attacks.build({"name": attack, "tv": 1e-3})
-    assert isinstance(settings, Matching)
-    given = [settings._problem(view) for view in views(method, defense, count, device)]
-
-    def point(seed: int) -> dict[str, Tensor]:
-        rows = [settings._start(problem, seed, i) for i, problem in enumerate(given)]
-        return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
-
-    return Stack(given), point
 
 
 @pytest.mark.parametrize(
@@ -270,22 +233,6 @@ def test_only_long_searches_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [False, False, False, True]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("name", "count"), [("one step", 1), ("several steps", 3), ("labels", 3), ("structured", 3)])
-def test_on_a_gpu_a_record_is_a_graph_and_gives_the_numbers_of_autograd(name: str, count: int) -> None:
-    trials, point = problems(name, count, device="cuda")
-    replay = record(trials._by_autograd, point(0))
-    assert isinstance(replay, Graph)
-    kept = [replay(point(seed)) for seed in (1, 2)]
-    for seed, (found, mine) in zip((1, 2), kept, strict=True):
-        values, grads = trials._by_autograd(point(seed))
-        torch.testing.assert_close(found, values, rtol=1e-9, atol=0)
-        for k in grads:
-            assert (mine[k] - grads[k]).norm() <= 1e-7 * grads[k].norm()
-            assert grads[k].any()
-
-
 def test_what_depends_on_no_variable_is_computed_once() -> None:
     weights = torch.arange(3.0)
 
@@ -300,13 +247,37 @@ def test_what_depends_on_no_variable_is_computed_once() -> None:
     assert torch.equal(replay({"x": torch.full((3,), 2.0)})[0], expected[0])
 
 
-def test_what_is_changed_in_place_is_not_kept() -> None:
+@pytest.mark.parametrize("part", [lambda x: x.view(6)[:3], lambda x: x.split(1)[0][0], lambda x: x.unbind()[0]])
+def test_what_is_changed_in_place_is_not_kept(part: Callable[[Tensor], Tensor]) -> None:
     def evaluate(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         total = torch.zeros(2, 3)
-        total.view(6)[:3].add_(given["x"])
+        part(total).add_(given["x"])
         return total.sum(1), {"x": total[0]}
 
     replay = record(evaluate, {"x": torch.ones(3)})
     assert replay is not None
     for _ in range(3):
         assert torch.equal(replay({"x": torch.ones(3)})[0], torch.tensor([3.0, 0.0]))
+
+
+def test_only_what_is_needed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, folded = torch.rand(50, 50), list[torch.fx.GraphModule]()
+    fold = recorded._fold
+    monkeypatch.setattr(recorded, "_fold", lambda module: (fold(module), folded.append(module)))
+
+    def evaluate(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        scale = (weights * 2 + 1).log().square().sum()
+        return given["x"] * scale, {"x": torch.zeros(3)}
+
+    replay = record(evaluate, {"x": torch.ones(3)})
+    assert replay is not None
+    assert [value.shape for name, value in folded[0].named_buffers() if name.startswith("_known")] == [()]
+    replay({"x": torch.ones(3)})[1]["x"].add_(5)  # what is given away is the caller's
+    assert not replay({"x": torch.ones(3)})[1]["x"].any()
+
+    monkeypatch.setattr(recorded, "KEPT", 10)
+    weights = weights.double()
+    replay = record(evaluate, {"x": torch.ones(3)})
+    assert replay is not None
+    assert torch.equal(replay({"x": torch.ones(3)})[0], evaluate({"x": torch.ones(3)})[0])
+    assert all(value.nbytes <= 10 for name, value in folded[1].named_buffers() if name.startswith("_known"))

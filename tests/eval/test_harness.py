@@ -294,6 +294,14 @@ def test_device_names():
             worlds.device_of("cuda")
 
 
+def test_a_gpu_computes_convolutions_in_single_precision(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, left in (("cpu", True), ("auto", False), ("cuda:1", False)):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        worlds.device_of(name)
+        assert torch.backends.cudnn.allow_tf32 is left
+
+
 def test_what_a_code_could_show_at_best_is_said(tmp_path):
     attacks = "attack=[{name: rog, iterations: 30, factor: 2, against: fedavg}, {name: guess, against: fedavg}]"
     rows = run(tiny(attacks, "observe.images=2"), tmp_path / "a")

@@ -14,7 +14,7 @@ from defenses.noise import Noise
 from fl.client import Client
 from fl.data.augment import CropFlip
 from fl.defense import Defense, overrides
-from fl.engines import Factored, Processes, choose
+from fl.engines import Factored, Processes, choose, process
 from fl.engines.base import Engine
 from fl.engines.factored import _Heads
 from fl.engines.packing import pack, unpack
@@ -244,6 +244,30 @@ def _fedavg(workers: int) -> Federation:
     data = [ClientData(worlds.images(n, "train"), worlds.images(4, "test", n)) for n in (3, 4, 5)]
     method = FedAvg(lr=0.1, momentum=0.5, batch_size=2)
     return Federation(Client(worlds.task(batch_norm=True), method), data, workers=workers)
+
+
+def test_a_worker_computes_in_the_precision_of_the_process_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _fedavg(2)
+    monkeypatch.setattr(process, "_HERE", {})
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    asked = _asked(run, monkeypatch)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as a process starts
+    process._begin(*asked)
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def _asked(run: Federation, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """What a worker of this run would begin with."""
+    given: list[tuple[Any, ...]] = []
+
+    def pool(*_: object, initargs: tuple[Any, ...], **__: object) -> None:
+        given.append(initargs)
+
+    monkeypatch.setattr(process, "ProcessPoolExecutor", pool)
+    assert isinstance(run._engine, Processes)
+    run._engine._workers(run)
+    run._engine.pool = None
+    return given[0]
 
 
 def test_processes_give_the_bits_of_the_loop(spread: dict[str, Federation]) -> None:
