@@ -70,7 +70,12 @@ class Cascade(Attack):
         gradients = {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()}
         top = _top(stages, gradients)
         if top is None:
-            return NotApplicable("no linear layer with a bias is in the update: nothing says what flows back")
+            there = any(isinstance(s.layer, nn.Linear) and f"{s.name}.bias" in gradients for s in stages)
+            still = (
+                "no linear layer's bias moved: no gradient reached it, as of an image that the network is certain of"
+            )
+            missing = "no linear layer with a bias is in the update: nothing says what flows back"
+            return NotApplicable(still if there else missing)
         refused = _refusal(stages[: top + 1], gradients)
         if refused is not None:
             return NotApplicable(refused)

@@ -146,3 +146,10 @@ def test_a_bias_whose_update_is_lost_to_rounding_is_no_signal() -> None:
     result = Cascade()(view)
     assert isinstance(result, NotApplicable)
     assert "bias of body.4 did not move" in result.reason
+
+
+def test_an_update_without_a_gradient_says_so() -> None:
+    view = victim(network(*CHAINS["max pooling"]), photograph(14))
+    result = Cascade()(replace(view, update={n: torch.zeros(v.shape).double() for n, v in view.update.items()}))
+    assert isinstance(result, NotApplicable)
+    assert "no gradient reached it" in result.reason
