@@ -7,14 +7,10 @@ found is copied away, since the next replay writes over it.
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor
 
 from attacks.problem import Evaluation
-
-log = logging.getLogger(__name__)
 
 WARM = 3
 """Calls before a capture, in which libraries choose and set up what they use."""
@@ -52,14 +48,3 @@ class Graph:
             self.given[name].copy_(value.detach())
         self.graph.replay()
         return self.values.clone(), {name: value.clone() for name, value in self.grads.items()}
-
-
-def graphed(evaluate: Evaluation, variables: dict[str, Tensor]) -> Graph | None:
-    """`evaluate` as a CUDA graph, or None where `variables` are not on a GPU or it can't be one."""
-    if not variables or not all(value.is_cuda for value in variables.values()):
-        return None
-    try:
-        return Graph(evaluate, variables)
-    except RuntimeError as error:
-        log.info("searching without a CUDA graph: %s", str(error).splitlines()[:1])
-        return None

@@ -21,11 +21,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attacks.graphed import graphed
+from attacks.graphed import Graph
 from attacks.problem import Evaluation
 from fl.seeds import stream
 
 log = logging.getLogger(__name__)
+
+Points = Sequence[tuple[dict[str, Tensor], object]]
+"""Where to compare: variables, and what the evaluation itself gives there."""
 
 STEADY = 10
 """Evaluations of the same trials before they are recorded: what ends at once, and what is set up once, is over."""
@@ -82,13 +85,26 @@ def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool
         log.debug("evaluated without a record: it differs")
         return None
     fast = _compiled(module, points) if compiled else None
-    graph = graphed(fast or replay, variables)
-    if graph is not None and all(_close(graph(point), found) for point, found in points):
-        return graph
-    return replay if fast is None else _Compiled(fast, replay)
+    return _graphed(fast or replay, points) or (replay if fast is None else _Compiled(fast, replay))
 
 
-def _compiled(module: fx.GraphModule, points: Sequence[tuple[dict[str, Tensor], object]]) -> Evaluation | None:
+def _graphed(evaluate: Evaluation, points: Points) -> Graph | None:
+    """`evaluate` as a CUDA graph; None on another device, or where that can't be done or gives other numbers."""
+    variables, _ = points[-1]
+    if not variables or not all(value.is_cuda for value in variables.values()):
+        return None
+    try:
+        graph = Graph(evaluate, variables)
+        if all(_close(graph(point), found) for point, found in points):
+            return graph
+        reason = "its numbers differ by more than rounding"
+    except FAILURES as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    log.info("searching without a CUDA graph: %s", reason)
+    return None
+
+
+def _compiled(module: fx.GraphModule, points: Points) -> Evaluation | None:
     """The list as machine code, or None where that can't be done or its numbers at `points` are others."""
     try:
         from torch._inductor import config
@@ -225,6 +241,8 @@ def _close(one: object, other: object) -> bool:
 
 def _near(a: Tensor, b: Tensor) -> bool:
     fine = b.isfinite()
+    if not torch.equal(fine, a.isfinite()):
+        return False
     rounding = CLOSE * torch.finfo(b.dtype).eps
     same = torch.equal(a[~fine].nan_to_num(), b[~fine].nan_to_num())
     return same and bool((a[fine] - b[fine]).norm() <= rounding * b[fine].norm())

@@ -87,7 +87,7 @@ class Processes(Engine):
         if self.pool is None:
             setup = pack((run.client, list(run.data), run.seed, run.rate))
             spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-            begin = (setup, self.inner, torch.backends.cudnn.allow_tf32)
+            begin = (setup, self.inner, not torch.cuda.is_available() or torch.backends.cudnn.allow_tf32)
             self.pool = ProcessPoolExecutor(self.workers, spawn, initializer=_begin, initargs=begin)
         return self.pool
 
@@ -101,7 +101,8 @@ def _begin(setup: Packed, engine: Engine, allow_tf32: bool) -> None:
     from fl.federation import Federation
 
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = allow_tf32  # as in the process that asked
+    if not allow_tf32:  # as in the process that asked
+        torch.backends.cudnn.allow_tf32 = False
     client, data, seed, rate = unpack(setup)
     _HERE.update(run=Federation(client, data, seed, rate, engine="loop"), engine=engine)
 

@@ -13,7 +13,7 @@ from support.trials import problems
 from torch import Tensor
 
 from attacks import recorded
-from attacks.graphed import Graph, graphed
+from attacks.graphed import Graph
 from attacks.recorded import record
 
 
@@ -82,12 +82,12 @@ def test_a_graph_whose_numbers_differ_is_not_used() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
-def test_what_can_not_be_captured_is_replayed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", [RuntimeError("operation not permitted when stream is capturing"), OSError("full")])
+def test_what_can_not_be_captured_is_replayed_as_it_is(failing: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise failing
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
-    assert graphed(lambda given: (given["x"], given), {"x": torch.ones(1)}) is None
     trials, point = problems("one step", 1)
     replay = record(trials._by_autograd, point(0))
     assert replay is not None

@@ -250,6 +250,7 @@ def test_a_worker_computes_in_the_precision_of_the_process_that_asked(monkeypatc
     run = _fedavg(2)
     monkeypatch.setattr(process, "_HERE", {})
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked = _asked(run, monkeypatch)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as a process starts
     process._begin(*asked)
