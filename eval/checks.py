@@ -13,7 +13,7 @@ FLAGS = {
     "unmatched": "There were fewer reconstructions than true images; the images left over count as failures.",
     "extra-candidates": "There were more reconstructions than true images; scoring kept those that match best.",
     "objective-never-improved": "A search never got below the objective it started from; its settings fail here.",
-    "below-floor": "Mean PSNR is below that of each image's mean colour: no image content is shown to leak.",
+    "below-floor": "Mean PSNR is below that of each image's mean colour: by PSNR no image content is shown to leak.",
     "labels-given": "The threat model gives the attacker the labels; label accuracy says nothing.",
     "defence-known": "The attacker knows the defence and its settings, and adapts to it.",
     "forward-mismatch": "The attacker's model of training does not give the observed update on the true data.",

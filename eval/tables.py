@@ -175,6 +175,12 @@ def _pictures(group: Group) -> list[str]:
     else:
         verdict = "not told apart from a guess without the update"
     lines = [f"{verdict} ({gain.value:+.1f} dB against the best floor, {FLOORS[guess]} at {score:.1f} dB)"]
+    named = group.named
+    if named is not None and named.shown() and not shown(gain):
+        lines.append(
+            f"but {named.hits} of {named.images} pictures were named among others of their class (by chance "
+            f"{100 * named.chance:.0f} %)"
+        )
     if group.leaked and not shown(gain):
         lines.append(
             f"but {len(group.leaked)} of {len(group.pictured)} pictures came back nearly exact ({NEAR_EXACT:g} dB or "

@@ -170,6 +170,15 @@ class Group:
         return hits, len(known), fmean(1 / row["identified_among"] for row in known)
 
     @cached_property
+    def named(self) -> Named | None:
+        """The same of every image once, from the first seed that attacked it: seeds share their images."""
+        once = {row[IMAGE]: row for row in reversed(self.pictured) if row.get("identified") is not None}.values()
+        if not once:
+            return None
+        hits = sum(bool(row["identified"]) for row in once)
+        return Named(hits, len(once), fmean(1 / row["identified_among"] for row in once))
+
+    @cached_property
     def label_gain(self) -> Interval | None:
         """Share of labels recovered above what the commonest class of these images gets by itself."""
         known = [row for row in self.pictured if row.get("label_correct") is not None]
@@ -292,6 +301,30 @@ def share(rows: Sequence[Row], column: str) -> Interval | None:
 def lpips(rows: Sequence[Row]) -> str | None:
     """The column that holds LPIPS, where any row has a figure in it."""
     return next((name for row in rows for name in row if name.startswith("lpips_") and row[name] is not None), None)
+
+
+@dataclass(frozen=True)
+class Named:
+    """How many reconstructions are closer to their own image than to others of its class.
+
+    Attributes:
+        hits: images so named.
+        images: of so many.
+        chance: the share that is named without the update.
+    """
+
+    hits: int
+    images: int
+    chance: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the share, by Clopper and Pearson, 95 %."""
+        return statistics.exact_interval(self.hits, self.images)
+
+    def shown(self, tests: int = 1) -> bool:
+        """Whether that is more than chance, be it the most telling of so many tests (Bonferroni; 2.5 % in all)."""
+        return statistics.at_least(self.hits, self.images, 0.025 / tests) > self.chance
 
 
 def shown(gain: Interval | None) -> bool:

@@ -166,6 +166,29 @@ def test_labels_count_only_beyond_the_commonest_class(tmp_path):
     assert any("100" in line and "not shown to leak" in line for line in found.lines)
 
 
+@pytest.mark.parametrize(("hits", "leaks"), [(2, True), (1, False), (0, False)])
+def test_images_told_from_others_of_their_class_leaked_whatever_their_psnr(tmp_path, hits, leaks):
+    run = FakeRun().attack("fedavg", "ig", [9.0, 8.0, 9.0, 7.0, 8.0, 9.0], label_correct=None, identified_among=50)
+    for number, row in enumerate(run.rows):
+        row["identified"] = number < hits
+    (found,) = blocks(report.build(run.write(tmp_path / "out")), Finding)
+    assert found.leaks is leaks
+    (line,) = [line for line in found.lines if line.startswith("Named: ")]
+    assert f"for {hits} of 6 images" in line
+    assert "chance is 2\N{NO-BREAK SPACE}%" in line
+    assert ("not told apart" in line) is not leaks
+
+
+def test_of_many_attacks_one_names_images_by_chance(tmp_path):
+    run = FakeRun()
+    for number in range(80):
+        run.attack("fedavg", f"ig@tv={number}", [9.0, 8.0], label_correct=None, identified_among=50, identified=False)
+    run.rows[0]["identified"] = run.rows[1]["identified"] = True  # 1 in 2500 by itself, but one of eighty attacks
+    (found,) = blocks(report.build(run.write(tmp_path / "out")), Finding)
+    assert any("for 2 of 2 images" in line for line in found.lines)
+    assert found.leaks is False
+
+
 def test_labels_that_were_given_say_nothing(tmp_path):
     run = FakeRun(config=CONFIG.replace("knows_labels: false", "knows_labels: true"))
     content = report.build(run.attack("fedavg", "ig", [4.0, 5.0, 3.0]).write(tmp_path / "out"))

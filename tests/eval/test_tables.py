@@ -59,6 +59,15 @@ def test_it_says_what_leaked(psnr, words):
     assert words in legend(FakeRun().attack("fedavg", "ig", psnr))
 
 
+def test_it_says_whose_pictures_were_named_though_no_closer_than_a_guess():
+    made = FakeRun().attack("fedavg", "ig", [2.0] * 6, identified=True, identified_among=50)
+    assert "but 6 of 6 pictures were named among others of their class (by chance 2 %)" in legend(made)
+    made.rows[0]["identified"] = True
+    for row in made.rows[1:]:
+        row["identified"] = False
+    assert "were named" not in legend(made)
+
+
 def test_it_says_what_else_leaked():
     made = FakeRun().attack("hyperfl", "peel+ig", [4.0] * 3, extractor_error=2e-7, private_errors={"embedding": 0.9})
     words = legend(made)
