@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -40,7 +41,8 @@ PSNR = (
 )
 FLOOR = (
     "Floor: what a guess without any knowledge of the client scores on the same images: one colour (the image's own "
-    "mean, or mid grey), noise, the most similar image of other clients. Only what lies above all floors leaked."
+    "mean, or mid grey), noise, the most similar image of other clients. By PSNR, only what lies above all floors "
+    "leaked."
 )
 SSIM = "SSIM: similarity of structures, 1 for equal images."
 LPIPS = "LPIPS: perceptual distance, 0 for equal images."
@@ -154,14 +156,15 @@ def _mean(rows: Sequence[Row], column: str) -> str:
 def _verdicts(found: Sequence[Group], several: bool) -> list[str]:
     """For every method and attack what leaked, pictures and private tensors, in a sentence each."""
     lines = []
+    tests = Counter(subject(group) for group in found if group.named is not None)
     for group in found:
         what = f"{subject(group)} under {group.attack}" + (f" (round {group.round})" if several else "")
-        lines += [f"{what}: {said}." for said in (*_pictures(group), *_secrets(group))]
+        lines += [f"{what}: {said}." for said in (*_pictures(group, tests[subject(group)]), *_secrets(group))]
     return lines
 
 
-def _pictures(group: Group) -> list[str]:
-    """PSNR against the best guess made without the update."""
+def _pictures(group: Group, tests: int) -> list[str]:
+    """PSNR against the best guess made without the update; images named, by the most telling of so many `tests`."""
     gain, floor = group.gain, group.best_floor
     if gain is None or floor is None:
         return []
@@ -176,7 +179,7 @@ def _pictures(group: Group) -> list[str]:
         verdict = "not told apart from a guess without the update"
     lines = [f"{verdict} ({gain.value:+.1f} dB against the best floor, {FLOORS[guess]} at {score:.1f} dB)"]
     named = group.named
-    if named is not None and named.shown() and not shown(gain):
+    if named is not None and named.beyond(tests) > 0 and not shown(gain):
         lines.append(
             f"but {named.hits} of {named.images} pictures were named among others of their class (by chance "
             f"{100 * named.chance:.0f} %)"

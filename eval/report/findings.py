@@ -94,23 +94,23 @@ def _pictures(groups: Sequence[Group], several: bool) -> tuple[list[str], bool]:
             f"{number(NEAR_EXACT, 0)} dB or more, at least {number(CLEAR, 0)} dB above every guess of that same image"
             f"{f'; {exact} of them exact to the 8-bit pixel' if exact else ''}."
         )
-    words, named = _named(groups)
+    words, named = _named(groups, several)
     return [*lines, *words], bool(alone.leaked) or shown(best.gain) or named
 
 
-def _named(groups: Sequence[Group]) -> tuple[list[str], bool]:
+def _named(groups: Sequence[Group], several: bool) -> tuple[list[str], bool]:
     """What is said of images told from others of their class, and whether that was more than chance."""
-    told = [(group.attack, group.named) for group in groups if group.named is not None]
+    told = [(group, group.named) for group in groups if group.named is not None]
     if not told:
         return [], False
-    attack, best = max(told, key=lambda found: (found[1].interval[0] - found[1].chance, found[1].hits))
-    leaked = best.shown(len(told))
+    group, best = max(told, key=lambda found: found[1].beyond(len(told)))
+    leaked = best.beyond(len(told)) > 0
     low, high = (100 * end for end in best.interval)
-    beyond = "" if leaked else ": not told apart from it"
+    where = f" (round {group.round})" if several else ""
     return [
-        f"Named: what {attack} brought is closer to its own image than to others of the same class for {best.hits} of "
-        f"{count(best.images, 'image')} ({percent(best.hits / best.images)} [{low:.0f}, {high:.0f}]); chance is "
-        f"{percent(best.chance)}{beyond}."
+        f"Named: what {group.attack}{where} brought is closer to its own image than to others of the same class for "
+        f"{best.hits} of {count(best.images, 'image')} ({percent(best.hits / best.images)} [{low:.0f}, {high:.0f}]); "
+        f"chance is {percent(best.chance)}{'' if leaked else ': not told apart from it'}."
     ], leaked
 
 

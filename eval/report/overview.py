@@ -127,10 +127,10 @@ def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:
                 f"picture than the best guess made without the update ({join(guesses, 'or')}), and the 95 % interval "
                 f"of that difference, image by image, lies above zero, over at least {FEWEST} images; or single "
                 "images come back nearly exact; or what came back names its image among others of the same class "
-                "more often than chance does, counting every attack that tried. Labels are judged by their interval "
-                "likewise; a private value leaked if it was recovered for any update. The attack is picked after the "
-                "fact as the one that leaks most, and intervals are not widened for that. “Not shown” is never "
-                "“safe”: another attack may do better."
+                "more often than chance does, by a bar that rises with the number of attacks. Labels are judged by "
+                "their interval likewise; a private value leaked if it was recovered for any update. The attack is "
+                "picked after the fact as the one that leaks most, and the intervals shown are not widened for that. "
+                "“Not shown” is never “safe”: another attack may do better."
             )
         )
     return Section("leaked", "What leaked", blocks), found

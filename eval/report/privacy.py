@@ -103,11 +103,14 @@ class Naming:
 
 
 def naming(run: Run, group: Group) -> Naming | None:
-    """What an attack named under a claim; None where there is no claim, no image to name, or no bound."""
+    """What an attack named under a claim; None without claim, image or bound.
+
+    The bounds are on one guess for each image, so they say nothing where the closest of several stands for it.
+    """
     claims = [row for row in run.privacy if (row["method"], row["defense"]) == group.subject]
     once = list({row[IMAGE]: row for row in reversed(group.pictured) if row.get("identified") is not None}.values())
     known = [row for row in once if row.get(BOUND) is not None]
-    if not claims or not known or len(known) < len(once):
+    if not claims or not known or len(known) < len(once) or any(row.get("candidates", 1) > 1 for row in known):
         return None
     return Naming(
         hits=sum(bool(row["identified"]) for row in known),

@@ -161,22 +161,16 @@ class Group:
         return share([{**row, "hit": float(row["label_correct"])} for row in known], "hit")
 
     @cached_property
-    def identified(self) -> tuple[int, int, float] | None:
-        """How many reconstructions name their image among others of its class, of how many, and by chance."""
-        known = [row for row in self.pictured if row.get("identified") is not None]
-        if not known:
-            return None
-        hits = sum(bool(row["identified"]) for row in known)
-        return hits, len(known), fmean(1 / row["identified_among"] for row in known)
-
-    @cached_property
     def named(self) -> Named | None:
-        """The same of every image once, from the first seed that attacked it: seeds share their images."""
+        """How many reconstructions name their image among others of its class.
+
+        Every image counts once, from the first seed that attacked it: seeds share their images.
+        """
         once = {row[IMAGE]: row for row in reversed(self.pictured) if row.get("identified") is not None}.values()
         if not once:
             return None
         hits = sum(bool(row["identified"]) for row in once)
-        return Named(hits, len(once), fmean(1 / row["identified_among"] for row in once))
+        return Named(hits, len(once), fmean(map(by_chance, once)))
 
     @cached_property
     def label_gain(self) -> Interval | None:
@@ -310,7 +304,7 @@ class Named:
     Attributes:
         hits: images so named.
         images: of so many.
-        chance: the share that is named without the update.
+        chance: the share that is named without the update, at most.
     """
 
     hits: int
@@ -322,9 +316,17 @@ class Named:
         """Of the share, by Clopper and Pearson, 95 %."""
         return statistics.exact_interval(self.hits, self.images)
 
-    def shown(self, tests: int = 1) -> bool:
-        """Whether that is more than chance, be it the most telling of so many tests (Bonferroni; 2.5 % in all)."""
-        return statistics.at_least(self.hits, self.images, 0.025 / tests) > self.chance
+    def beyond(self, tests: int) -> float:
+        """By how much the share exceeds chance at least, be it the most telling of so many tests (Bonferroni)."""
+        return statistics.at_least(self.hits, self.images, 0.025 / tests) - self.chance
+
+
+def by_chance(row: Row) -> float:
+    """How often a reconstruction that knows nothing names its image: once in so many, for each that it is chosen from.
+
+    Of an update's several reconstructions the closest stands for each image, which is as many guesses.
+    """
+    return min(1.0, float(row.get("candidates", 1)) / float(row["identified_among"]))
 
 
 def shown(gain: Interval | None) -> bool:

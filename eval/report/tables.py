@@ -114,11 +114,10 @@ def _successes(numbered: Numbered) -> Grid:
 
 def _identified(group: Group) -> list[str]:
     """Share of images named among others of their class, with Clopper and Pearson's interval, and chance."""
-    if group.identified is None:
+    if (named := group.named) is None:
         return [NONE, NONE]
-    hits, count, chance = group.identified
-    low, high = statistics.exact_interval(hits, count)
-    return [f"{percent(hits / count)} [{100 * low:.0f}, {100 * high:.0f}]", percent(chance)]
+    low, high = named.interval
+    return [f"{percent(named.hits / named.images)} [{100 * low:.0f}, {100 * high:.0f}]", percent(named.chance)]
 
 
 def _accuracies(numbered: Numbered) -> list[Block]:

@@ -179,14 +179,43 @@ def test_images_told_from_others_of_their_class_leaked_whatever_their_psnr(tmp_p
     assert ("not told apart" in line) is not leaks
 
 
-def test_of_many_attacks_one_names_images_by_chance(tmp_path):
+def _naming(hits: dict[str, tuple[int, int]], **more) -> FakeRun:
+    """Attacks by name, that name so many of so many images among 50."""
     run = FakeRun()
-    for number in range(80):
-        run.attack("fedavg", f"ig@tv={number}", [9.0, 8.0], label_correct=None, identified_among=50, identified=False)
-    run.rows[0]["identified"] = run.rows[1]["identified"] = True  # 1 in 2500 by itself, but one of eighty attacks
-    (found,) = blocks(report.build(run.write(tmp_path / "out")), Finding)
+    for attack, (named, images) in hits.items():
+        run.attack("fedavg", attack, [9.0] * images, label_correct=None, identified_among=50, identified=False, **more)
+        for row in run.rows[len(run.rows) - images :][:named]:
+            row["identified"] = True
+    return run
+
+
+def test_of_many_attacks_one_names_images_by_chance(tmp_path):
+    several = {f"ig@tv={number}": (0, 2) for number in range(79)}
+    run = _naming({"lucky": (2, 2), **several})  # 1 in 2500 by itself, but one of eighty attacks
+    (found,) = blocks(report.build(run.write(tmp_path / "lucky")), Finding)
     assert any("for 2 of 2 images" in line for line in found.lines)
     assert found.leaks is False
+    run = _naming({"lucky": (2, 2), "ig": (10, 50), **dict(list(several.items())[1:])})
+    (found,) = blocks(report.build(run.write(tmp_path / "both")), Finding)
+    assert any("what ig brought" in line and "for 10 of 50 images" in line for line in found.lines)
+    assert found.leaks is True
+
+
+def test_the_closest_of_several_reconstructions_is_as_many_guesses(tmp_path):
+    for candidates, leaks in ((1, True), (8, False), (100, False)):
+        run = _naming({"ig": (4, 16)}, candidates=candidates)
+        (found,) = blocks(report.build(run.write(tmp_path / str(candidates))), Finding)
+        assert found.leaks is leaks
+        assert f"chance is {min(100, 2 * candidates)}\N{NO-BREAK SPACE}%" in " ".join(found.lines)
+
+
+def test_seeds_name_the_same_images_once(tmp_path):
+    run = FakeRun()
+    for seed in range(3):
+        run.attack("fedavg", "ig", [9.0] * 2, seed=seed, label_correct=None, identified_among=50, identified=True)
+    content = report.build(run.write(tmp_path / "out"))
+    assert any("for 2 of 2 images" in line for line in blocks(content, Finding)[0].lines)
+    assert grid(content, "How many pictures and labels came back").rows[0][-4].endswith("[16, 100]")
 
 
 def test_labels_that_were_given_say_nothing(tmp_path):

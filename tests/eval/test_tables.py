@@ -66,6 +66,11 @@ def test_it_says_whose_pictures_were_named_though_no_closer_than_a_guess():
     for row in made.rows[1:]:
         row["identified"] = False
     assert "were named" not in legend(made)
+    made.rows = [made.rows[0], {**made.rows[0], "update": "0:1", "picture": "0:1"}]
+    assert "but 2 of 2 pictures were named" in legend(made)
+    for number in range(79):  # one of eighty attacks names two images by chance
+        made.attack("fedavg", f"ig@tv={number}", [2.0] * 2, identified=False, identified_among=50)
+    assert "were named" not in legend(made)
 
 
 def test_it_says_what_else_leaked():
