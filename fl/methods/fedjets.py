@@ -218,11 +218,12 @@ class Mixture(nn.Module):
         super().__init__()
         self.common = Common(task)
         like = next(iter(task.parameters.values()))
-        self.gate = nn.utils.skip_init(nn.Linear, self.common.features, experts, dtype=like.dtype, device=like.device)
+        self.gate = nn.utils.skip_init(nn.Linear, self.common.features, experts, dtype=like.dtype)
         self.experts = nn.ModuleList([copy.deepcopy(task.model) for _ in range(chosen)])
         self.register_buffer("ids", torch.arange(chosen, device=like.device))
         self.register_buffer("anchor", like.new_zeros(()))
         initialise(self.gate, stream(0, "fedjets"))
+        self.gate.to(like.device)  # numbers are drawn on the CPU, wherever they go
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (B, K) of pixels (B, C, H, W); with `ids` what each expert says (B, chosen, K), and scores (B, M)."""
