@@ -39,14 +39,24 @@ class Hypernetwork(Generated):
         embedding: size of the client embedding v, drawn from N(0, 1).
         hidden: size of the hidden layer.
         init: "published" draws every layer by PyTorch's default, which makes generated weights about ten times too
-            wide and kills the hidden layer in the first round; "scaled" multiplies the heads' weights by 0.1.
+            wide and kills the hidden layer in the first round; "scaled" multiplies the heads' weights by 0.1;
+            "network" does so and lets the heads' biases start at the network's own initial values, so that what is
+            generated starts near them (Bias-HyperInit, Beck et al., CoRL 2022): without it normalisation layers
+            start near zero instead of one, and HyperFL-LPM's adapters pass nothing on.
         bias: whether the heads have biases (the published ones do).
+
+    Raises:
+        ValueError: `init` is "network" and there are no biases.
     """
 
     embedding: int = 64
     hidden: int = 128
-    init: Literal["published", "scaled"] = "published"
+    init: Literal["published", "scaled", "network"] = "published"
     bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.init == "network" and not self.bias:
+            raise ValueError("init='network' puts the network's initial values into the heads' biases: set bias=True")
 
     @classmethod
     def example(cls) -> Hypernetwork:
@@ -71,11 +81,13 @@ class Hypernetwork(Generated):
 
         params[TRUNK_WEIGHT] = uniform(self.hidden, self.embedding, fan_in=self.embedding)
         params[TRUNK_BIAS] = uniform(self.hidden, fan_in=self.embedding)
-        factor = 0.1 if self.init == "scaled" else 1.0
+        factor = 1.0 if self.init == "published" else 0.1
         for name in self.generates(task):
             size = task.parameters[name].numel()
             params[head_weight(name)] = uniform(size, self.hidden, fan_in=self.hidden) * factor
-            if self.bias:
+            if self.init == "network":
+                params[head_bias(name)] = task.parameters[name].detach().flatten().clone()
+            elif self.bias:
                 params[head_bias(name)] = uniform(size, fan_in=self.hidden) * factor
         params[EMBEDDING] = torch.randn(self.embedding, generator=generator).to(some)
         return params

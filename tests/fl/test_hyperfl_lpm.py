@@ -168,3 +168,22 @@ def test_baselines_train_what_the_network_says(train: str, parts: tuple[str, ...
     (done,) = run.run_round()
     assert set(done.upload.update) == {n for n, _ in given.model.named_parameters() if n.startswith(parts)}
     assert all(bool(dense(v).any()) for v in done.upload.update.values())
+
+
+def test_a_start_at_the_network_lets_adapters_pass_features_on() -> None:
+    """Normalisation starts at one plus what the hidden layer adds, where random heads start it near zero."""
+    here = task("resnet18-adapter")
+
+    def scales(init: Any) -> torch.Tensor:
+        start = Hypernetwork(init=init)
+        made = start.generate(start.initial(here, stream(0, "start")), here)
+        weights = [made[name] for name in sorted(made) if name.endswith("weight") and made[name].ndim == 1]
+        return torch.cat(weights)
+
+    assert (scales("network") - 1).abs().max() < 0.2
+    assert scales("scaled").abs().max() < 0.2
+
+
+def test_a_start_at_the_network_needs_biases() -> None:
+    with pytest.raises(ValueError, match="set bias=True"):
+        Hypernetwork(init="network", bias=False)
