@@ -49,13 +49,29 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         experiment, sweep = _split(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    for text in overrides:
-        several = grid.several(experiment, text)
-        if several is None:
-            experiment = override(experiment, text)
-        else:
-            sweep |= several
-    return grid.spread(experiment, sweep)
+    return grid.spread(*_overridden(experiment, sweep, overrides))
+
+
+def _overridden(
+    experiment: Experiment, sweep: dict[str, Any], overrides: Sequence[str]
+) -> tuple[Experiment, dict[str, Any]]:
+    """Experiment and sweep after the overrides, in whatever order they fit; of two of one key the last holds."""
+    waiting = list({text.partition("=")[0]: text for text in overrides}.values())
+    while waiting:
+        refused: dict[str, ValueError] = {}
+        for text in waiting:
+            try:
+                several = grid.several(experiment, text)
+                if several is None:
+                    experiment = override(experiment, text)
+                else:
+                    sweep = sweep | several
+            except ValueError as error:  # perhaps it fits once another one is applied
+                refused[text] = error
+        if len(refused) == len(waiting):
+            raise next(iter(refused.values()))
+        waiting = list(refused)
+    return experiment, sweep
 
 
 def read(data: Any) -> Experiment:

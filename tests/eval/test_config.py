@@ -149,6 +149,20 @@ def test_what_is_missing_is_named():
         config.read([1])
 
 
+def test_overrides_are_applied_in_an_order_in_which_they_fit(tmp_path):
+    path = tmp_path / "trained.yaml"
+    path.write_text(TEXT)
+    given = ["federation.rounds=1", "observe.rounds=[0, 1]", "observe.rounds=[1]"]
+    longer = config.load(path, ["federation.rounds=9", "observe.rounds=[9]"])
+    path.write_text(config.dump(longer))
+    with pytest.raises(ValueError, match=r"observe.rounds: expected at most 1"):
+        config.load(path, given[:1])
+    found = config.load(path, given)
+    assert (found.federation.rounds, found.observe.rounds) == (1, (1,))
+    with pytest.raises(ValueError, match="rouds"):
+        config.load(path, ["federation.rouds=1", *given])
+
+
 def test_load_names_the_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config file"):
         config.load(tmp_path / "none.yaml")
