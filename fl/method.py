@@ -250,6 +250,14 @@ class Method:
         buffers = {**server.buffers, **buffers}  # integer buffers count steps: they are never averaged
         return replace(server, shared=shared, buffers=buffers, round=server.round + 1)
 
+    def server_numbers(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
+        """What is worth recording of the server's own step on `uploads`, by name, one number for each of them.
+
+        It is asked with what `aggregate` was asked with, where a protocol measures "server"; nothing follows from it.
+        Names are words for a reader. {} says that there is nothing.
+        """
+        return {}
+
 
 def mean(uploads: Sequence[Upload], pick: Callable[[Upload], Value]) -> Value:
     """Mean of `pick(upload)` weighted by the clients' numbers of images."""
