@@ -76,13 +76,57 @@ def test_feddf_equals_its_rounds_written_out(task: Task | None, tolerance: float
         assert_near(state(run), expected, tolerance)
 
 
+def flat_norm() -> Task:
+    """Batch norm over one number an image."""
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.ReLU())
+    model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(5, 3)))
+    return Task(model=model, input_shape=(1, 8, 8), num_classes=3, head="head.").to(dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
+@pytest.mark.parametrize(
+    ("settings", "got"), [({"server_batch": 1}, "server_batch 1: body.2 of"), ({"images": 1}, "1 image in all: body.2")]
+)
+def test_steps_that_batch_norm_cannot_take_are_refused_before_training(
+    kind: type[PublicImages], settings: dict[str, Any], got: str
+) -> None:
+    method = replace(kind.example(), **settings)
+    with pytest.raises(ValueError, match=f"expected 2 images or more in each step of the server, got {got}.*to 2 or"):
+        fed(method, flat_norm())
+
+
+@pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
+def test_steps_of_one_image_are_taken_where_there_is_something_to_normalise_over(kind: type[PublicImages]) -> None:
+    for method in (replace(kind.example(), server_batch=1), replace(kind.example(), images=1)):
+        for task in (None, NORM):
+            finite_after_a_round(method, task)
+
+
+def finite_after_a_round(method: Method, task: Task | None) -> None:
+    run = fed(method, task)
+    run.run_round([1, 2])
+    assert all(bool(dense(value).isfinite().all()) for value in run.server.shared.values())
+
+
+def test_batch_norm_at_rest_takes_single_images_but_where_statistics_are_taken_anew() -> None:
+    for kind in (FedDF, FedLAW):
+        finite_after_a_round(replace(kind.example(), server_batch=1, train_mode=False), flat_norm())
+    averaging = replace(FedBE.example(), server_batch=1, train_mode=False)
+    with pytest.raises(ValueError, match="expected 2 images or more in each step of the server"):
+        fed(averaging, flat_norm())
+
+
+@pytest.mark.parametrize("kind", [FedBE, FedLAW])
+def test_a_server_that_takes_no_step_is_not_asked_for_more_images(kind: type[PublicImages]) -> None:
+    run = fed(replace(kind.example(), server_batch=1, server_epochs=0), flat_norm())
+    run.run_round([1, 2])
+    assert run.server.round == 1
+
+
 @pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
 def test_one_image_left_over_joins_the_batch_before(kind: type[PublicImages]) -> None:
     """Batch norm over one number an image trains on no single one."""
-    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.ReLU())
-    model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(5, 3)))
-    task = Task(model=model, input_shape=(1, 8, 8), num_classes=3, head="head.").to(dtype=torch.float64)
-    run = fed(replace(kind.example(), images=5, server_batch=2), task)
+    run = fed(replace(kind.example(), images=5, server_batch=2), flat_norm())
     run.run_round()
     assert all(bool(dense(value).isfinite().all()) for value in {**run.server.shared, **run.server.buffers}.values())
 
