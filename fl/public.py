@@ -56,7 +56,11 @@ class PublicImages(FedAvg):
             raise ValueError("expected parametrisation 'direct': the server trains the network itself")
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's state and a seed; the images are looked at, so that what does not fit is said at once."""
+        """FedAvg's state and a seed; the images are looked at, so that what does not fit is said at once.
+
+        They are read anew for each federation: a file may have changed since the last one.
+        """
+        _load.cache_clear()
         self._check_norms(task, self.held(task))
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={KEYS: {SEED: torch.randint(2**31, (), generator=generator)}})
