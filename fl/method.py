@@ -182,6 +182,15 @@ class Method:
         """Parameters whose update is worth matching on its own, beside that of all parameters together."""
         return ()
 
+    def told_labels(self, sent: Tensors, update: Tensors) -> Tensor | None:
+        """The shares of labels (K,) that a client tells the server by its update; None where it does not.
+
+        Args:
+            sent: the shared parameters it started from.
+            update: from all the images that the shares are of.
+        """
+        return None
+
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
         """What the network predicts (B, K), without the method's own random numbers."""
         return network(inputs)
