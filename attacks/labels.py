@@ -24,6 +24,8 @@ RIDGE = 0.05
 """Pull of a class's mean feature towards its last estimate, as a share of what the gradient says of it."""
 SIZES = 24
 """Sizes tried for a gradient of which only the direction is known."""
+WHOLE = 0.1
+"""How far a number of images that was told may be off a whole one."""
 POINTS = 16
 """Interpolated heads between the start and the end of a round, at most."""
 
@@ -76,6 +78,9 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     fitted. A group of clients is left alone if an image of one counts for more in their mean than an image of another,
     or if what each client sends is of a size that does not tell: clipping gives every client a factor of its own.
 
+    Where clients tell the shares of their labels themselves (FedGen), these are the answer, if they come to whole
+    images. If a defence has changed them they do not, and then the gradient is asked where it is of the images alone.
+
     Threat model: an honest server with the classifier, its update and the number of images; without a bias the whole
     network.
 
@@ -83,6 +88,12 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
         view: of known batch size.
         update: the observed one, decay removed.
     """
+    told = view.method.told_labels(view.shared, update)
+    if told is not None and view.batch_size is not None:
+        if (counts := _whole(view, told, view.batch_size)) is not None:
+            return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        if not view.method.plain_loss(view.client.task, view.round):
+            return None  # other features than the images' are in the classifier's gradient
     if view.batch_size == 1:
         moved = any(name.startswith("memory/") for name in view.private) and astray(view) is not None
         return None if moved else idlg(view, update)  # what is remembered may outweigh the loss in the bias
@@ -91,6 +102,15 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
         return None
     counts = head.counts(view.batch_size)
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts.long())
+
+
+def _whole(view: ServerView, shares: Tensor, images: int) -> Tensor | None:
+    """Shares of labels (K,) as numbers of images (K,) int64; None where they are none, or of several clients."""
+    counts = (shares.double() * images).round()
+    off = float((shares.double() * images - counts).abs().max())
+    if view.scaled or view.parts or not off <= WHOLE or float(counts.min()) < 0 or float(counts.sum()) != images:
+        return None
+    return counts.long()
 
 
 def _names(view: ServerView, update: Tensors) -> tuple[str | None, str | None]:

@@ -4,9 +4,8 @@ Each canary is a record whose gradient points along a coordinate of its own and 
 USENIX Security 2023, call it a Dirac canary), so that its part of a step has the greatest length there may be, and none
 disturbs another. A small federation of the method itself trains on them, one step a round, and the auditor reads every
 step: batches, clipping, noise and its keys are those of the method (clipping and noise those of the defence). Where
-clients are protected, by the server, each canary is a client, whose update points along a number of its own, and the
-auditor reads the server's weights round by round. What an audit proves of epsilon is a lower bound, to be held against
-the one that is claimed.
+clients are protected, by the server, canaries are clients (`eval.client_canaries`). What an audit proves of epsilon is
+a lower bound, to be held against the one that is claimed.
 
     from eval.canaries import audit
     found = audit(DPFedAvg(epsilon=4.0, rounds=20, images=600), sizes=[600] * 10, rounds=20)
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from defenses.dp_sgd import DPSGD
-from eval import epsilon
+from eval import client_canaries, epsilon
 from fl.accounting import PrivacyStatement
 from fl.client import Client
 from fl.defense import Defense
@@ -34,11 +33,10 @@ from fl.dp import Private
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
-from fl.models.hypernetwork import Hypernetwork
 from fl.sampling import PoissonPhase
 from fl.seeds import derive, stream
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Phase, Task, Upload
+from fl.types import Batch, Phase, Task
 
 CANARIES, SIGNIFICANCE = 1000, 0.01
 """Of the audit that a run makes by itself."""
@@ -99,7 +97,7 @@ def audit(
 ) -> Canaries:
     """Audit the noisy steps of a method, as many and at the rate that `method.privacy(sizes, rounds)` charges.
 
-    Takes 5 to 10 ms a step for every thousand canaries on one core, at client level 0.1 s a round.
+    Takes 5 to 10 ms a step for every thousand canaries on one core, at client level 0.1 to 0.4 s a round.
 
     Args:
         method: with differential privacy, of records or of clients.
@@ -120,7 +118,8 @@ def audit(
         if statement.unit == "client":
             shape = (statement.steps, len(coins))
             signs = 1 - 2 * torch.randint(2, shape, generator=stream(seed, "canaries", "signs")).double().numpy()
-            return scores(server_releases(method, signs, coins, seed), coins.numpy(), signs)
+            every = client_canaries.releases(method, signs, coins, seed)
+            return np.concatenate([scores(read, coins.numpy(), signs) for _, read in every])
         return scores(releases(stepwise(method, statement.rate), statement.steps, coins, seed), coins.numpy())
 
     return _audited(told, statement, canaries, seed, significance)
@@ -274,38 +273,6 @@ def releases(steps: Steps, count: int, coins: Tensor, seed: int) -> Floats:
         # from the mean that is sent to the sum that gets the noise
         sums = [one[: len(part)] * (steps.divisor or len(part)) for one, part in zip(seen, parts, strict=True)]
         read[step] = torch.cat(sums).numpy() / (steps.lr * steps.clip)
-    return read
-
-
-def server_releases(method: Private, signs: Floats, coins: Tensor, seed: int) -> Floats:
-    """What the server's weights give away of every canary, round by round (rounds, m), in units of the clip.
-
-    Args:
-        method: at client level.
-        signs: (rounds, m) of what the canaries send, so that noise used twice can't hide behind the same sum.
-        coins: (m,) which canaries send an update far longer than the clip; the others send zero.
-        seed: of the noise.
-    """
-    one = replace(method, noise_multiplier=method.sigma, epsilon=None)
-    if isinstance(made := getattr(one, "parametrisation", None), Hypernetwork):  # the server's rule is of no size
-        one = replace(one, parametrisation=replace(made, hidden=2, embedding=2))
-    client = Client(Task(Probe(len(coins)), (1, 1, len(coins)), 2, "head."), one)
-    nobody = Batch(torch.zeros(1, 1, 1, len(coins)).double(), torch.zeros(1, dtype=torch.int64))
-    server = Federation(client, [ClientData(nobody, nobody)], seed=derive(seed, "audit")).server
-    place = max(server.shared, key=lambda name: server.shared[name].numel())  # has a number for every canary
-    zero = {name: torch.zeros_like(dense(value)) for name, value in server.shared.items()}
-    read = np.empty(signs.shape, dtype=np.float32 if signs.size > 2**24 else np.float64)
-    for number, row in enumerate(signs):
-        uploads = []
-        for canary, sign in enumerate(row * coins.numpy()):
-            update = zero[place].clone()
-            update.view(-1)[canary] = FAR * method.clip * sign
-            # one of many images, which must not count for more
-            uploads.append(Upload(canary, FAR if sign else 1.0, {**zero, place: update}))
-        after = one.aggregate(server, uploads, client.task)
-        moved = dense(server.shared[place]) - dense(after.shared[place])
-        read[number] = moved.view(-1)[: len(coins)] * (len(coins) / method.clip)
-        server = after
     return read
 
 

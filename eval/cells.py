@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from eval.experiment import Experiment, FederationSpec, Observe, Score
 from eval.perceptual import Lpips, Perceptual
 from eval.plain import attack_spec, section_spec
 from eval.worlds import World
+from fl.data import Source
 from fl.method import Method, methods
 from fl.types import ThreatModel
 
@@ -46,8 +48,15 @@ class Cell:
         return short_hash(self.settings)
 
 
-def training_cell(world: World, federation: FederationSpec, method: Method, defense: Defense, seed: int) -> Cell:
-    """The cell of one training."""
+def training_cell(
+    world: World,
+    federation: FederationSpec,
+    method: Method,
+    defense: Defense,
+    seed: int,
+    public: Sequence[str] = (),
+) -> Cell:
+    """The cell of one training; `public` are digests of the data sets that method and defence name."""
     return Cell(
         {
             "kind": "training",
@@ -59,6 +68,7 @@ def training_cell(world: World, federation: FederationSpec, method: Method, defe
             "seed": seed,
             "device": world.device.type,
             "version": version(),
+            **_public(public),
         }
     )
 
@@ -72,8 +82,9 @@ def attack_cell(
     observe: Observe,
     score: Score,
     perceptual: Perceptual | None,
+    public: Sequence[str] = (),
 ) -> Cell:
-    """The cell of one attack after `number` rounds of a training."""
+    """The cell of one attack after `number` rounds of a training; `public` are digests of the data that it names."""
     watched = {key: value for key, value in section_spec(observe).items() if key not in {"rounds", "method"}}
     return Cell(
         {
@@ -87,8 +98,26 @@ def attack_cell(
             # whether LPIPS can be taken depends on the weights at hand, and so do the figures
             "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
             "version": version(),
+            **_public(public),
         }
     )
+
+
+def _public(digests: Sequence[str]) -> dict[str, list[str]]:
+    """Nothing where there are none, so that the cells of what names no data are called as they were."""
+    return {"public": [*digests]} if digests else {}
+
+
+def sources(settings: object) -> Iterator[Source]:
+    """The data sets that a method, defence or attack names among its settings, in their order."""
+    if isinstance(settings, Source):
+        yield settings
+    elif isinstance(settings, tuple | list):
+        for item in settings:
+            yield from sources(item)
+    elif is_dataclass(settings):
+        for field in fields(settings):
+            yield from sources(getattr(settings, field.name))
 
 
 def _without_off(spec: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class FederationSpec:
         whole_test: whether every participant's model is also scored on the data set's whole test part.
         measures: what is taken beside accuracies wherever these are (docs/metrics.md): "loss" on training images,
             "movement" of weights in a round, their "similarity" and "divergence" between clients, "embeddings",
-            "confidence" of answers.
+            "confidence" of answers, what a "server" says of its own step, client by client (hfedf's alignment).
     """
 
     partition: Partitioner = field(default_factory=Iid)

@@ -11,11 +11,11 @@ import torch
 from attacks.base import Attack
 from defenses import Defense
 from eval import grid
-from eval.cells import Cell, attack_cell, training_cell
+from eval.cells import Cell, attack_cell, sources, training_cell
 from eval.experiment import Entry, Experiment, FederationSpec, Observe
 from eval.perceptual import Perceptual, load_lpips
 from eval.plain import section_spec
-from eval.worlds import Victim, World, device_of, load
+from eval.worlds import Victim, World, device_of, digest_of, load
 from fl.client import Client
 from fl.data import Dataset, datasets
 from fl.federation import asked
@@ -165,6 +165,7 @@ class _Maker:
     device: torch.device
     perceptual: Perceptual | None
     loaded: dict[str, Dataset] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     worlds: dict[str, World] = field(default_factory=dict)
     scenes: dict[str, Scene] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
@@ -175,7 +176,8 @@ class _Maker:
         world = self._world(own)
         task = world.task(self.experiment.seeds[0])
         self._check(task, method.item, defense, f"method {method.label!r}")
-        cell = training_cell(world, own.federation, method.item, defense.item, seed)
+        known = self._public(method.item, defense.item)
+        cell = training_cell(world, own.federation, method.item, defense.item, seed, known)
         watches = []
         for attack in self.experiment.attack:
             if attack.against and method.label not in attack.against:
@@ -185,7 +187,8 @@ class _Maker:
             self._check(task, scene.method, defense, f"observe.method {method.label!r}")
             for number in _watched(part, method):
                 settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
-                watches.append(Watch(attack, number, scene, attack_cell(cell, number, *settings)))
+                made = attack_cell(cell, number, *settings, public=self._public(attack.item))
+                watches.append(Watch(attack, number, scene, made))
         watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
         name = self._name(seed, method.label, defense.label)
         return Training(method, defense, seed, world, own.federation, cell, tuple(watches), name)
@@ -193,6 +196,16 @@ class _Maker:
     def _name(self, seed: int, method: str, defense: str) -> str:
         defended = "" if defense == "none" else f" + {defense}"
         return f"{method}{defended}" + (f" (seed {seed})" if len(self.experiment.seeds) > 1 else "")
+
+    def _public(self, *named: object) -> list[str]:
+        """Digests of the data that methods, defences or attacks name, as they are now."""
+        found = []
+        for source in sources(named):
+            key = json.dumps(datasets.spec(source))
+            if key not in self.digests:
+                self.digests[key] = digest_of(self.loaded.get(key) or source.load())
+            found.append(self.digests[key])
+        return found
 
     def _world(self, own: Experiment) -> World:
         source = json.dumps(datasets.spec(own.task.dataset))

@@ -177,12 +177,17 @@ def load(task: TaskSpec, federation: FederationSpec, device: torch.device, loade
     train, test = (Batch(part.inputs.to(device), part.labels.to(device)) for part in (dataset.train, dataset.test))
     moved = replace(dataset, train=train, test=test)
     augment = None if type(federation.augment) is Augmentation else federation.augment
-    return World(task, augment, moved, partition, _digest(dataset, partition), device)
+    return World(task, augment, moved, partition, digest_of(dataset, partition.digest), device)
 
 
-def _digest(dataset: Dataset, partition: Partition) -> str:
-    """SHA-256 of all that is fed, with shapes and types: the same bytes may stand for other images."""
-    digest = hashlib.sha256(json.dumps([partition.digest, list(dataset.class_names)]).encode())
+def digest_of(dataset: Dataset, *more: str) -> str:
+    """SHA-256 of all that is fed, with shapes and types: the same bytes may stand for other images.
+
+    Args:
+        dataset: images, labels and names of classes.
+        more: what else is part of it.
+    """
+    digest = hashlib.sha256(json.dumps([*more, list(dataset.class_names)]).encode())
     for part in (dataset.train, dataset.test):
         for values in (part.inputs, part.labels):
             digest.update(json.dumps([str(values.dtype), list(values.shape)]).encode())

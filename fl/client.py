@@ -265,30 +265,16 @@ def local_update(
     Returns:
         Differences, private state and buffers after training; nothing that came in is changed.
     """
-    method, task = client.method, client.task
+    method = client.method
     start = method.parametrisation.lift({**shared, **private})
     buffers = {k: v.clone() for k, v in buffers.items()} if track else buffers
-    base = Step(task, start, received or {}, memory or {}, {}, round)
-    predictor = client.stackable if derivative is func_derivative else client.predictor
-    params, count, model = start, 0, task.model if track else predictor
-    phases = method.phases(task, round) if phases is None else phases
-    for p, (phase, steps) in enumerate(zip(phases, batches, strict=True)):
-        groups, state = phase.assign(params), OptimState()
-        # where only the network's own weights move, what is generated stays as it is: generate it once
-        still = all(name in task.parameters for name in groups)
-        fixed = method.parametrisation.network(params, task) if still else None
-        for s, step_batches in enumerate(steps):
-            drawn = draws[p][s] if draws is not None else client.draw(step_batches[0], None)
-            step = replace(base, draws={**drawn, **(secrets or {}).get((p, s), {})}, phase=phase)
-            running = model if phase.keeps is None else predictor
-            raw = Gradient(client, step, tuple(groups), buffers, running, fixed, derivative)
-            defended = Defended(raw, client.defense, generator, guided)
-            grads = method.gradient(defended, params, step_batches, step)  # type: ignore[arg-type]
-            if phase.keeps is not None:
-                base = replace(base, kept={**base.kept, phase.keeps: grads})
-                continue
-            params, state = optimise(phase, groups, params, grads, state)
-            count += 1
+    course = _Training(client, buffers, derivative, generator, track, guided, draws, secrets or {})
+    base = Step(client.task, start, received or {}, memory or {}, {}, round)
+    params, count = start, 0
+    phases = method.phases(client.task, round) if phases is None else phases
+    for number, (phase, steps) in enumerate(zip(phases, batches, strict=True)):
+        params, base, taken = course.through(number, phase, params, base, steps)
+        count += taken
     extra, memory = method.finish(params, base, count)
     return LocalResult(
         update=combine({k: start[k] for k in shared}, params, -1.0),
@@ -297,6 +283,63 @@ def local_update(
         memory=memory,
         buffers=buffers,
     )
+
+
+@dataclass(frozen=True)
+class _Training:
+    """A round's local training: what does not change from phase to phase. All but `client` as in `local_update`."""
+
+    client: Client
+    buffers: dict[str, Tensor]
+    derivative: Derivative
+    generator: torch.Generator | None
+    track: bool
+    guided: bool
+    draws: Draws | None
+    secrets: Mapping[tuple[int, int], dict[str, Tensor]]
+
+    def through(
+        self, number: int, phase: Phase, params: Tensors, base: Step, steps: Iterable[Sequence[Batch]]
+    ) -> tuple[Tensors, Step, int]:
+        """Parameters, what steps may look at, and how many moved anything, after the phase of this number."""
+        groups, state, taken = phase.assign(params), OptimState(), 0
+        fixed = self._fixed(groups, params)
+        for i, batches in enumerate(steps):
+            step = replace(base, draws=self._drawn(number, i, batches), phase=phase)
+            grads = self._direction(params, tuple(groups), batches, step, fixed)
+            if phase.keeps is not None:
+                base = replace(base, kept={**base.kept, phase.keeps: grads})
+                continue
+            params, state = optimise(phase, groups, params, grads, state)
+            taken += 1
+        return params, base, taken
+
+    def _fixed(self, moving: Iterable[str], params: Tensors) -> dict[str, Tensor] | None:
+        """The network's weights where only its own move: what is generated stays as it is, so it is generated once."""
+        client = self.client
+        still = all(name in client.task.parameters for name in moving)
+        return client.method.parametrisation.network(params, client.task) if still else None
+
+    def _drawn(self, phase: int, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """The random numbers of a step."""
+        drawn = self.client.draw(batches[0], None) if self.draws is None else self.draws[phase][step]
+        return {**drawn, **self.secrets.get((phase, step), {})}
+
+    def _direction(
+        self,
+        params: Tensors,
+        moving: tuple[str, ...],
+        batches: Sequence[Batch],
+        step: Step,
+        fixed: dict[str, Tensor] | None,
+    ) -> Tensors:
+        """The method's direction for a step, along gradients as the defence hands them over."""
+        client, looks = self.client, step.phase is not None and step.phase.keeps is not None
+        still = client.stackable if self.derivative is func_derivative else client.predictor
+        model = client.task.model if self.track and not looks else still  # a look leaves running statistics alone
+        raw = Gradient(client, step, moving, self.buffers, model, fixed, self.derivative)
+        defended = Defended(raw, client.defense, self.generator, self.guided)
+        return client.method.gradient(defended, params, batches, step)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ class Course:
             round; absent before the first. "similarity": cosine of any two clients' weights, in [-1, 1], row by row.
             "divergence": for every layer the Euclidean distance of two clients' weights, mean over pairs; None of
             single clients. "embeddings": the clients' (see `embedding`); absent where a method has none. "confidence":
-            see `confidences`.
+            see `confidences`. "server": `Method.server_numbers` of the last round, of its clients in order; {} where a
+            method has none, absent before the first.
         """
         asked, found = set(run.protocol.measures), dict[str, Any]()
         if "loss" in asked:
@@ -76,6 +77,8 @@ class Course:
                 found["embeddings"] = [[_plain(x) for x in value.tolist()] for value in known]
         if "confidence" in asked:
             found["confidence"] = confidences(run)
+        if run.stepped is not None:
+            found["server"] = {name: [_plain(value) for value in own] for name, own in run.stepped.items()}
         return found
 
 

@@ -89,6 +89,7 @@ class Federation:
         clients: what every client keeps.
         participants: numbers of the clients that may take part.
         outsiders: numbers of those that never do.
+        stepped: numbers of the server's last step, where the protocol asks for them (`Method.server_numbers`).
     """
 
     client: Client
@@ -103,6 +104,7 @@ class Federation:
     private_init: Tensors = field(init=False)
     participants: range = field(init=False)
     outsiders: range = field(init=False)
+    stepped: dict[str, list[float]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
@@ -199,6 +201,8 @@ class Federation:
             states[number] = done.state.settled()
             uploads.add(done.upload)
             yield done
+        asked_for = evaluate and "server" in self.protocol.measures
+        self.stepped = method.server_numbers(self.server, uploads.kept, task) if asked_for else None
         after = method.aggregate(self.server, uploads.kept, task)
         self.clients = states
         self.server = replace(after, shared=settled(after.shared), own={k: settled(v) for k, v in after.own.items()})

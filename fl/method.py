@@ -182,6 +182,15 @@ class Method:
         """Parameters whose update is worth matching on its own, beside that of all parameters together."""
         return ()
 
+    def told_labels(self, sent: Tensors, update: Tensors) -> Tensor | None:
+        """The shares of labels (K,) that a client tells the server by its update; None where it does not.
+
+        Args:
+            sent: the shared parameters it started from.
+            update: from all the images that the shares are of.
+        """
+        return None
+
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
         """What the network predicts (B, K), without the method's own random numbers."""
         return network(inputs)
@@ -249,6 +258,14 @@ class Method:
         }
         buffers = {**server.buffers, **buffers}  # integer buffers count steps: they are never averaged
         return replace(server, shared=shared, buffers=buffers, round=server.round + 1)
+
+    def server_numbers(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
+        """What is worth recording of the server's own step on `uploads`, by name, one number for each of them.
+
+        It is asked with what `aggregate` was asked with, where a protocol measures "server"; nothing follows from it.
+        Names are words for a reader. {} says that there is nothing.
+        """
+        return {}
 
 
 def mean(uploads: Sequence[Upload], pick: Callable[[Upload], Value]) -> Value:

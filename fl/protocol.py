@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FURTHER = ("tuned", "unseen", "unseen_tuned", "global")
 """Names of the scores that a protocol may ask for."""
 
-Measure = Literal["loss", "movement", "similarity", "divergence", "embeddings", "confidence"]
+Measure = Literal["loss", "movement", "similarity", "divergence", "embeddings", "confidence", "server"]
 """What a protocol may ask for beside accuracies (see `fl.course`)."""
 
 NOTHING_SENT = "the server sends nothing, so that clients that never took part have no trained network"

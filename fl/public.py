@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ class PublicImages(FedAvg):
         images: how many of them, the last ones; None is all.
     """
 
+    takes_statistics: ClassVar[bool] = False
+    """Whether the server takes running statistics anew on its images, in train mode whatever the clients' is."""
+
     public: Source
     part: Literal["train", "test"] = "train"
     images: int | None = None
@@ -53,10 +56,18 @@ class PublicImages(FedAvg):
             raise ValueError("expected parametrisation 'direct': the server trains the network itself")
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's state and a seed; the images are looked at, so that what does not fit is said at once."""
-        self.held(task)
+        """FedAvg's state and a seed; the images are looked at, so that what does not fit is said at once.
+
+        They are read anew for each federation: a file may have changed since the last one.
+        """
+        _load.cache_clear()
+        self._check_norms(task, self.held(task))
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={KEYS: {SEED: torch.randint(2**31, (), generator=generator)}})
+
+    def learning(self) -> Phase:
+        """When the server feeds which of its images."""
+        raise TypeError(f"{type(self).__name__} does not say how its server trains: define learning()")
 
     def held(self, task: Task) -> Batch:
         """The server's images, where the task's network lies and of its type.
@@ -72,6 +83,24 @@ class PublicImages(FedAvg):
                 f"{list(found.inputs.shape[1:])}; name another data set, or its size if it has one"
             )
         return Batch(found.inputs.to(like), found.labels.to(like.device))
+
+    def _check_norms(self, task: Task, images: Batch) -> None:
+        """Refuse steps of one image where batch norm would have to take the variance of a single value.
+
+        Raises:
+            ValueError: there are such steps, and such a batch norm.
+        """
+        phase = self.learning()
+        steps = parts(torch.arange(len(images)), phase.batch_size or len(images)) if phase.epochs != 0 else []
+        if all(len(index) > 1 for index in steps):
+            return
+        if single := one_value(task.model, images.inputs[:1], resting=self.takes_statistics):
+            given = "1 image in all" if len(images) == 1 else f"server_batch {phase.batch_size}"
+            raise ValueError(
+                f"expected 2 images or more in each step of the server, got {given}: {single} of the network has one "
+                f"value an image, whose variance over a single image is nothing; set server_batch to 2 or more, and "
+                f"images, too, or take a network without batch norm there"
+            )
 
     def drawn(self, server: ServerState, *keys: object) -> torch.Generator:
         """The server's random numbers in this round, for the use that `keys` name."""
@@ -102,6 +131,28 @@ def parts(whole: Tensor, size: int) -> list[Tensor]:
     if len(found) > 1 and len(found[-1]) == 1 < size:
         found[-2:] = [torch.cat(found[-2:])]
     return found
+
+
+def one_value(model: nn.Module, image: Tensor, *, resting: bool) -> str:
+    """Name of the first batch norm that gets one value a channel of `image` (1, C, H, W), or nothing.
+
+    Args:
+        model: that has it.
+        image: a single one.
+        resting: whether to look at batch norm in evaluation mode, too.
+    """
+    judge, found = copy.deepcopy(model), list[str]()
+
+    def look(name: str, given: Tensor) -> None:
+        if given.numel() == given.shape[1]:
+            found.append(name)
+
+    for name, part in judge.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and (resting or part.training):
+            part.register_forward_pre_hook(lambda _, given, name=name: look(name, given[0]))
+    with torch.no_grad():
+        judge.eval()(image)
+    return next(iter(found), "")
 
 
 def arrived(server: ServerState, upload: Upload) -> tuple[Tensors, dict[str, Tensor]]:

@@ -7,11 +7,11 @@ from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
-from eval.report import figures, measured
+from eval.report import curves, figures, measured, server_step
 from eval.report.blocks import Absent, Block, Figure, Grid, Mark, Section
 from eval.report.figures import NARROW, WIDE, Curve, Floor, Point, Strip
 from eval.report.overview import Numbered
-from eval.report.rounds import Course, Value, accuracy, accuracy_interval, courses, diagnostics
+from eval.report.rounds import Value, accuracy, accuracy_interval, courses, diagnostics
 from eval.report.summary import FLOORS, Group, floor_means
 from eval.report.words import SCORES, interval, join, number
 from eval.statistics import Interval
@@ -142,7 +142,7 @@ def _training(numbered: Numbered) -> list[Block]:
         blocks += _courses(numbered, f"diagnostic-{i}", f"{words.capitalize()} over rounds", words, value)
     for name, (title, ylabel, measure) in measured.COURSES.items():
         blocks += _courses(numbered, name, title, ylabel, measure)
-    return [*blocks, *measured.blocks(numbered.run)]
+    return [*blocks, *measured.blocks(numbered.run), *server_step.blocks(numbered.run)]
 
 
 def _times(row: Mapping[str, object], column: str) -> float | None:
@@ -168,36 +168,9 @@ def _courses(numbered: Numbered, name: str, title: str, ylabel: str, value: Valu
     for suffix, words, lot in lots:  # a method looks the same in all of them
         own = list(lot.values())
         series = [methods.index(c.method) if len(lots) > 1 else subjects.index((c.method, c.defense)) for c in own]
-        blocks.append(_course(f"{name}{suffix}", title + words, ylabel, own, series))
+        labels = {"method": [course.method for course in own], "defence": [course.defense for course in own]}
+        blocks.append(curves.figure(f"{name}{suffix}", title + words, ylabel, labels, own, series))
     return blocks
-
-
-def _course(name: str, title: str, ylabel: str, found: Sequence[Course], series: Sequence[int]) -> Figure:
-    """One figure of a value over rounds."""
-    curves = [Curve(i, course.points, course.band) for i, course in zip(series, found, strict=True)]
-    percents = ylabel.endswith("(%)")
-    rows = [[course.method, course.defense, *_course_words(course, small=not percents)] for course in found]
-    columns = ["method", "defence", ">first", ">highest", ">last"]
-    marks = [Mark(curve.series, line=True) for curve in curves]
-    legend = Grid("What the lines stand for", columns, rows, marks=marks)
-    spoken = [f"{row[0]}, {row[1]}: first {row[2]}, highest {row[3]}, last {row[4]}." for row in rows]
-    alt = f"{title}. {' '.join(spoken)}"
-    band = "Lines are means over seeds; bands, or whiskers where there are few rounds, reach from lowest to highest."
-    seeds = band if any(course.band for course in found) else "One seed: no band."
-    caption = f"{seeds} Round 0 is before training. In the legend, values with their rounds in brackets."
-
-    def draw(width: int) -> str:
-        return figures.lines(curves, ylabel=ylabel, alt=alt, width=width, percent=percents)
-
-    return _figure(name, title, draw, alt, caption, legend)
-
-
-def _course_words(course: Course, *, small: bool) -> list[str]:
-    """First, highest and last value, with more digits where `small` figures may matter."""
-    points = course.points
-    digits = 3 if small and max(abs(value) for _, value in points) < 10 else 1
-    chosen = (points[0], max(points, key=lambda point: point[1]), points[-1])
-    return [f"{number(value, digits)} ({at:.0f})" for at, value in chosen]
 
 
 def _leakage(numbered: Numbered) -> list[Block]:

@@ -69,6 +69,8 @@ class FedBE(PublicImages):
         "as feddf, but the answers to learn are also those of further networks, drawn at random around the clients'."
     )
 
+    takes_statistics: ClassVar[bool] = True
+
     lr: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 2e-4

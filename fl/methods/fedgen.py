@@ -158,6 +158,10 @@ class FedGen(FedAvg):
         """Counting moves nothing that the network reads."""
         return super().trains(phase) and phase.groups != (COUNTING,)
 
+    def told_labels(self, sent: Tensors, update: Tensors) -> Tensor | None:
+        """What the counting ended with."""
+        return dense(sent[SHARES]) - dense(update[SHARES]) if SHARES in update else None
+
     # ---- local rule --------------------------------------------------------------------------------------------------
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
         """Noise for the batch's own labels (B, Z), further labels (G,) and noise for these (G, Z)."""

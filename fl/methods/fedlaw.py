@@ -81,13 +81,13 @@ class FedLAW(PublicImages):
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """FedAvg's state and a seed, once the server's labels are known to be the task's."""
-        labels = self.held(task).labels
+        server, labels = super().init_server(params, task, clients, generator), self.held(task).labels
         if int(labels.max()) >= task.num_classes:
             raise ValueError(
                 f"public: expected labels below {task.num_classes}, the task's classes, got {int(labels.max())}; name "
                 f"images of the task's own classes"
             )
-        return super().init_server(params, task, clients, generator)
+        return server
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
         """The mean with weights that are learnt; buffers as in FedAvg, and then as they are seen."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 KEYS, SEED = "keys", "seed"
 """A further payload of `ServerState.own`, and the name in it of what fresh embeddings come from."""
+ALIGNMENT = "alignment"
+"""What GradAlign's weights are called among the numbers of the server's step."""
 Align = Literal["toward", "away", "off"]
 
 
@@ -152,11 +154,9 @@ class HFedF(FedAvg):
         if not uploads:
             return after
         before, kept = server.own[HYPERNETWORK], server.own[OPTIMIZER]
-        made = self.generator(task, server.clients)
-        pulled = [made.pulled(before, upload.client, upload.update) for upload in uploads]
-        grads = fused([{k: v for k, v in one.items() if k != EMBEDDINGS} for one in pulled], self.align)
-        if self.embeddings == "learned":
-            grads |= fused([{EMBEDDINGS: one[EMBEDDINGS]} for one in pulled], self.align)
+        grads: Tensors = {}
+        for part in self._pulled(server, uploads, task).values():
+            grads |= fused(part, self.align)
         group = Group(lr=self.server_lr, weight_decay=self.server_decay)
         moved, kept = server_step(Phase(groups=(group,), optimizer="adam", steps=1), before, grads, kept)
         if self.ema < 1 and server.round > self.warmup:
@@ -164,6 +164,20 @@ class HFedF(FedAvg):
         if self.embeddings == "random":
             moved[EMBEDDINGS] = self._redrawn(server)
         return replace(after, own={**server.own, HYPERNETWORK: moved, OPTIMIZER: kept})
+
+    def server_numbers(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
+        """GradAlign's weights: "alignment" of the hypernetwork's layers, and of embeddings where they are learned."""
+        pulled = self._pulled(server, uploads, task) if uploads else {}
+        return {name: alignment(part, self.align).tolist() for name, part in pulled.items()}
+
+    def _pulled(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[Tensors]]:
+        """Each client's gradient, in the parts that GradAlign weights apart."""
+        before, made = server.own[HYPERNETWORK], self.generator(task, server.clients)
+        pulled = [made.pulled(before, upload.client, upload.update) for upload in uploads]
+        parts = {ALIGNMENT: [{k: v for k, v in one.items() if k != EMBEDDINGS} for one in pulled]}
+        if self.embeddings == "learned":
+            parts[f"{ALIGNMENT} of embeddings"] = [{EMBEDDINGS: one[EMBEDDINGS]} for one in pulled]
+        return parts
 
     def _redrawn(self, server: ServerState) -> Tensor:
         like = dense(server.own[HYPERNETWORK][EMBEDDINGS])

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support import worlds
+from torch import Tensor
 
 from attacks.headless import Headless
-from attacks.problem import INPUTS, Problem
+from attacks.problem import INPUTS, Problem, private_key
 from attacks.stack import Stack
 from defenses.clip import Clip, Unscaled
 from defenses.compose import Chain
+from defenses.precode import Precode
 from defenses.prune import Prune
 from defenses.quantize import Quantize
 from defenses.secagg import SecAgg
@@ -23,6 +25,7 @@ from fl.defense import Defense
 from fl.group import as_one
 from fl.methods.fedavg import FedAvg
 from fl.simulate import Truth
+from fl.tensors import dense
 from fl.types import ServerView
 
 
@@ -33,12 +36,15 @@ def observed(defense: Defense, *, known: bool = True, **settings: Any) -> tuple[
     return replace(view, threat=replace(view.threat, knows_defense=known), labels=truth.labels), truth
 
 
-def value(view: ServerView, truth: Truth, objective: str, *, wrong: bool = False) -> float:
-    """The objective at the true image, or at its negative."""
+def value(
+    view: ServerView, truth: Truth, objective: str, *, wrong: bool = False, private: dict[str, Tensor] | None = None
+) -> float:
+    """The objective at the true image, or at its negative, and at these private tensors."""
     problem = Problem(view, truth.labels if view.method.uses_labels else torch.zeros(1, dtype=torch.int64), objective)
     pixels = 1 - truth.inputs if wrong else truth.inputs
     mean, std = (torch.tensor(x, dtype=pixels.dtype).view(-1, 1, 1) for x in (view.task.mean, view.task.std))
-    found, _ = Stack([problem]).evaluate({INPUTS: ((pixels - mean) / std)[None]})
+    kept = {private_key(name): own[None] for name, own in (private or {}).items()}
+    found, _ = Stack([problem]).evaluate({INPUTS: ((pixels - mean) / std)[None], **kept})
     return float(found)
 
 
@@ -57,6 +63,28 @@ def test_nothing_is_left_at_the_truth(defense: Defense, weight_decay: float) -> 
     for objective in ("l2", "cosine"):
         assert value(*observed(defense, weight_decay=weight_decay), objective) < 1e-12
     assert value(*observed(defense, known=False, weight_decay=weight_decay), "l2") > 0.05
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 1.0])
+@pytest.mark.parametrize("images", [1, 4])
+@pytest.mark.parametrize("group", [(), (SecAgg(clients=3),)], ids=["alone", "group"])
+def test_of_precode_nothing_is_left_at_the_truth_with_its_draws(
+    group: tuple[Defense, ...], images: int, weight_decay: float
+) -> None:
+    """What is left without them is no fault of the objective. Each row of them is one image's, in the order fed."""
+    defense = Chain(parts=(Precode(latent=6, beta=0.1), *group))
+    run = worlds.federation(FedAvg(lr=0.1, steps=1, weight_decay=weight_decay), defense)
+    data = [worlds.images(images, "victim", i) for i in range(defense.group)]
+    view, truth = run.observe(0, data=data)
+    drawn = {name: dense(own) for name, own in truth.private.items()}
+    assert len(drawn) == defense.group
+    back = truth.trace.order[0][0][0].argsort().view(-1, images)  # the clients' images stand one after the other
+    in_turn = {name: own[rows % images] for (name, own), rows in zip(drawn.items(), back, strict=True)}
+    for objective in ("l2", "cosine"):
+        assert value(view, truth, objective, private=in_turn) < 1e-20
+        assert value(view, truth, objective, private={n: torch.zeros_like(own) for n, own in drawn.items()}) > 0.02
+        if images > 1:
+            assert value(view, truth, objective, private=drawn) > 0.02
 
 
 @pytest.mark.parametrize("step", [None, 0.1])

@@ -16,7 +16,7 @@ import fl.privacy
 from defenses.compose import Chain
 from defenses.dp_sgd import DPSGD
 from defenses.prune import Prune
-from eval import canaries
+from eval import canaries, client_canaries
 from fl.accounting import Charge, spent
 from fl.client import Client
 from fl.dp import Private
@@ -28,6 +28,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.ppsgd import PPSGD
 from fl.models.hypernetwork import Hypernetwork
 from fl.noise import Noise
+from fl.types import Upload
 
 MANY, SEEDS = 10_000, 20
 METHOD = DPFedAvg(noise_multiplier=1.5, images=1000, batch_size=800, steps=1, rounds=2)
@@ -124,18 +125,27 @@ CLIENT_LEVEL: dict[str, Private] = {
     "ppsgd": PPSGD(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4, steps=1),
     "dp-hyperfl": DPHyperFL(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4),
 }
+HEADS = {f"hypernet.heads.body.{part}.{end}" for part in ("weight", "bias") for end in ("weight", "bias")}
+TENSORS = {
+    "centaur": {"body.weight", "body.bias"},
+    "ppsgd": {"body.weight", "body.bias", "common.head.weight"},
+    "dp-hyperfl": {"hypernet.trunk.weight", *HEADS},
+}
 
 
 @pytest.mark.parametrize("name", list(CLIENT_LEVEL))
 def test_every_server_s_noise_shows_what_it_is_charged_for(name: str) -> None:
     coins = torch.rand(600, generator=torch.Generator().manual_seed(1)) < 0.5
     signs = np.array([[1.0], [-1.0], [1.0], [1.0]]).repeat(600, 1)
-    read = canaries.server_releases(CLIENT_LEVEL[name], signs, coins, seed=1) * signs / 2.0
-    out, inside = read[:, ~coins.numpy()], read[:, coins.numpy()]
-    assert out.mean() == pytest.approx(0.0, abs=0.1)
-    assert out.std() == pytest.approx(1.0, abs=0.06)
-    assert inside.mean() == pytest.approx(0.5, abs=0.1)  # a client has the length of the clip
-    assert abs(np.corrcoef(out)[np.triu_indices(4, 1)]).max() < 0.2
+    found = dict(client_canaries.releases(CLIENT_LEVEL[name], signs, coins, seed=1))
+    assert set(found) == TENSORS.get(name, {"body.weight", "body.bias", "head.weight"})
+    for read in found.values():
+        read = read * signs / 2.0
+        out, inside = read[:, ~coins.numpy()], read[:, coins.numpy()]
+        assert out.mean() == pytest.approx(0.0, abs=0.1)
+        assert out.std() == pytest.approx(1.0, abs=0.06)
+        assert inside.mean() == pytest.approx(0.5, abs=0.1)  # a client has the length of the clip
+        assert abs(np.corrcoef(out)[np.triu_indices(4, 1)]).max() < 0.2
 
 
 def half_the_server_s_noise(patch: pytest.MonkeyPatch) -> None:
@@ -156,14 +166,33 @@ def more_images_count_for_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Private, "_clipped", lambda self, upload: replace(right(self, upload), weight=upload.weight))
 
 
-class Halved:
-    """Noise of half the size."""
+def half_the_noise_in(tensor: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fl.dp, "Noise", lambda key, *rest: Halved(Noise(key, *rest), tensor))
 
-    def __init__(self, noise: Noise) -> None:
-        self.noise = noise
+
+def twice_the_clip_in(tensor: str, patch: pytest.MonkeyPatch) -> None:
+    right = Private._clipped
+
+    def clipped(self: Private, upload: Upload) -> Upload:
+        update = right(self, upload).update
+        return replace(upload, update={**update, tensor: update[tensor] * 2.0}, weight=1.0)
+
+    patch.setattr(Private, "_clipped", clipped)
+
+
+def a_clip_that_overlooks(tensor: str, patch: pytest.MonkeyPatch) -> None:
+    right = fl.dp.norm
+    patch.setattr(fl.dp, "norm", lambda values: right({n: v for n, v in values.items() if n != tensor}))
+
+
+class Halved:
+    """Noise of half the size, everywhere or in one tensor."""
+
+    def __init__(self, noise: Noise, tensor: str = "") -> None:
+        self.noise, self.tensor = noise, tensor
 
     def like(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {name: value / 2 for name, value in self.noise.like(values).items()}
+        return {n: v / 2 if self.tensor in {"", n} else v for n, v in self.noise.like(values).items()}
 
 
 def test_a_right_server_is_never_flagged() -> None:
@@ -183,6 +212,15 @@ def test_a_right_server_is_never_flagged() -> None:
 )
 def test_a_broken_server_is_flagged(broken: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
+    assert canaries.audit(SERVER, [100] * 10, 4, canaries=1000, seed=0, significance=0.05).refuted
+
+
+@pytest.mark.parametrize("tensor", ["body.weight", "body.bias", "head.weight"])
+@pytest.mark.parametrize("broken", [half_the_noise_in, twice_the_clip_in, a_clip_that_overlooks])
+def test_a_server_that_is_broken_in_one_tensor_is_flagged(
+    broken: Callable[[str, pytest.MonkeyPatch], None], tensor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(tensor, monkeypatch)
     assert canaries.audit(SERVER, [100] * 10, 4, canaries=1000, seed=0, significance=0.05).refuted
 
 

@@ -2,12 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from support import worlds
 from support.runs import tiny
 from support.tiny import Registered
 
 from eval import cells, harness
+from fl.data.embedded import Faces
+from fl.data.stored import Npz
+from fl.methods.feddf import FedDF
+from fl.methods.fedlaw import FedLAW
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +102,50 @@ def test_the_data_themselves_count(monkeypatch):
 
     monkeypatch.setattr(type(tiny().task.dataset), "load", darker)
     assert not set(ids()) & set(before)
+
+
+def saved(path, level):
+    """A data set of faces in a file, one pixel of which is at `level` of 255."""
+    found = Faces(size=8).load()
+    train, test = path / "train.npz", path / "test.npz"
+    for file, part in ((train, found.train), (test, found.test)):
+        pixels = (part.inputs * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy().copy()
+        pixels[0, 0, 0, 0] = level
+        np.savez(file, images=pixels, labels=part.labels.numpy())
+    return f"{{name: npz, train: {train}, test: {test}}}", Npz(train=str(train), test=str(test))
+
+
+def test_the_data_of_a_server_or_an_attacker_count_where_they_are_used(tmp_path):
+    data, _ = saved(tmp_path, 1)
+    one_step = "observe.method={steps: 1}"
+    server = f"method=[{{name: feddf, public: {data}, server_steps: 1}}, {{name: fedavg, lr: 0.1, batch_size: 6}}]"
+    attacker = f"attack=[{{name: first-step+lti, auxiliary: {data}}}, guess]"
+    clients, learnt, attacked = (ids(one_step, *more) for more in ((), (server,), (attacker,)))
+    assert (learnt, attacked) == (ids(one_step, server), ids(one_step, attacker))
+    saved(tmp_path, 2)
+    assert not set(ids(one_step, server)) & set(learnt)
+    assert ids(one_step, attacker)[0] == attacked[0] == clients[0]  # an attacker's images train nobody
+    assert ids(one_step, attacker)[1] != attacked[1]
+    (_, other) = harness.prepare(tiny(one_step, server), device="cpu").trainings
+    (first, *_) = harness.prepare(tiny(one_step, attacker), device="cpu").trainings
+    assert ids(one_step) == clients == (other.cell.id, first.watches[1].cell.id)  # nor do they concern the others
+
+
+def test_cells_of_what_names_no_data_are_called_as_they_were():
+    (first, *_) = harness.prepare(tiny(), device="cpu").trainings
+    for cell in (first.cell, first.watches[0].cell):
+        assert "public" not in cell.settings
+        assert cells.short_hash(cell.settings) == cell.id
+
+
+def test_a_server_reads_its_images_as_they_are_when_a_training_begins(tmp_path):
+    seen = []
+    for level in (1, 2):
+        _, data = saved(tmp_path, level)
+        for method in (FedDF(public=data), FedLAW(public=data)):
+            worlds.federation(method, rounds=0)
+            seen.append(round(float(method.held(worlds.task()).inputs[0, 0, 0, 0]) * 255))
+    assert seen == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("kind", ["names", "shape", "type"])

@@ -87,6 +87,49 @@ def test_equal_clients_are_drawn_alike(tmp_path: Path, least: float, shades: set
     assert said in matrix.alt
 
 
+def test_numbers_of_the_servers_step_have_a_line_for_each_client(tmp_path: Path) -> None:
+    fake = FakeRun()
+    for seed, (first, second) in enumerate([((0.2, 0.8), (0.5, 0.5)), ((0.4, 0.6), (0.5, 0.5))]):
+        fake.train("hfedf", [0.1, 0.5, 0.4], seed=seed)
+        fake.rounds[-2] |= {"clients": [4, 1], "server": {"alignment": list(first), "of embeddings": [None, 1.0]}}
+        fake.rounds[-1] |= {"clients": [1, 4], "server": {"alignment": list(second)}}
+    fake.train("fedavg", [0.1, 0.4])
+    fake.rounds[-1]["server"] = {}
+    fake.train("local", [0.1, 0.4])  # was not asked
+    folder = fake.attack("hfedf", "ig", [20.0]).write(tmp_path / "run")
+    built = report.build(folder)
+    blocks = [block for section in built.sections for block in section.blocks]
+    drawn = {block.title: block for block in blocks if isinstance(block, Figure)}
+    legend = drawn["Alignment: hfedf, none"].legend
+    assert legend is not None
+    assert legend.columns == ["whose", ">first", ">highest", ">last"]
+    assert legend.rows == [
+        ["client 1", "0.700 (5)", "0.700 (5)", "0.500 (10)"],
+        ["client 4", "0.300 (5)", "0.500 (10)", "0.500 (10)"],
+    ]
+    assert [mark.series for mark in legend.marks] == [0, 1]
+    only = drawn["Of embeddings: hfedf, none"].legend
+    assert only is not None
+    assert only.rows == [["client 1", *["1.000 (5)"] * 3]]
+    (absent,) = [block for block in blocks if isinstance(block, Absent) and "server" in block.what]
+    assert absent.what == "Numbers of the server's step: fedavg, none"
+    assert "says nothing" in absent.why
+    report.write(folder)
+    for name in ("report.html", "report.md"):
+        written = (folder / name).read_text()
+        assert "Alignment: hfedf, none" in written
+        assert "0.300 (5)" in written
+
+
+def test_numbers_of_many_clients_or_none_at_all_are_not_drawn(tmp_path: Path) -> None:
+    many = {"clients": list(range(9)), "server": {"share": [0.1] * 9, "other": [None] * 9}}
+    found = measured(tmp_path, many)
+    for name, reason in (("Share", "more than 8 clients"), ("Other", "none of its values")):
+        block = found[f"{name}: fedavg, none"]
+        assert isinstance(block, Absent)
+        assert reason in block.why
+
+
 def test_one_client_has_no_map(tmp_path: Path) -> None:
     assert not [title for title in measured(tmp_path, {"similarity": [[1.0]]}) if "weights: " in title]
 

@@ -29,7 +29,7 @@ from fl.methods.pfedla import PFedLA
 from fl.protocol import Protocol
 from fl.tensors import Tensors, dense
 
-ALL = ("loss", "movement", "similarity", "divergence", "embeddings", "confidence")
+ALL = ("loss", "movement", "similarity", "divergence", "embeddings", "confidence", "server")
 
 
 def four(method: Method, *measures: str, outsiders: int = 1, deeper: bool = False) -> Federation:
@@ -156,6 +156,17 @@ def test_confidence_counts_every_image_once_and_apart_where_the_answer_is_wrong(
     sure = logits.softmax(-1).max(-1)
     low = sum(found["unseen"]["right"][:4]) + sum(found["unseen"]["wrong"][:4])
     assert low >= int((sure.values < 0.4).sum())
+
+
+def test_a_method_that_says_nothing_of_its_servers_step_says_that() -> None:
+    run = four(FedAvg.example(), "server")
+    assert run.record().measured == {}  # there was no step
+    assert run.step().measured == {"server": {}}
+
+
+def test_a_number_of_the_servers_step_that_is_none_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FedAvg, "server_numbers", lambda *_: {"share": [0.5, float("inf"), 0.5]})
+    assert four(FedAvg.example(), "server").step().measured == {"server": {"share": [0.5, None, 0.5]}}
 
 
 def test_what_is_no_number_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

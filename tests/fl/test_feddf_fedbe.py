@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference.public_rounds import around, averaged, fedbe, feddf, state, trained
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
+from support.unequal import read_back
 from torch import nn
 
-from fl import checkpoint
-from fl.client import Client
 from fl.data.embedded import Faces
-from fl.federation import ClientData, Federation
 from fl.method import Method, methods
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbe import FedBE
@@ -29,22 +28,10 @@ from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Task
 
-LOCAL: dict[str, Any] = {
-    "lr": 0.1,
-    "momentum": 0.5,
-    "weight_decay": 0.01,
-    "max_norm": 1.0,
-    "epochs": 2,
-    "batch_size": 2,
-}
+LOCAL = {**unequal.LOCAL, "weight_decay": 0.01}
 NORM = worlds.task(batch_norm=True)
 IMAGES = Faces(size=8).load().train.inputs[-6:].double()
-
-
-def fed(method: Method, task: Task | None = None) -> Federation:
-    """Clients of 2, 4 and 6 images."""
-    data = [ClientData(worlds.images(n, "train"), worlds.images(3, "test", n)) for n in (2, 4, 6)]
-    return Federation(Client(task or worlds.task(), method), data)
+fed = partial(unequal.federation, sizes=(2, 4, 6))
 
 
 def small(**settings: Any) -> FedDF:
@@ -66,7 +53,7 @@ WORLDS = pytest.mark.parametrize(("task", "tolerance"), [(None, 1e-10), (NORM, 1
 @pytest.mark.parametrize("max_norm", [None, 1e-3])
 def test_feddf_equals_its_rounds_written_out(task: Task | None, tolerance: float, max_norm: float | None) -> None:
     method = small(server_max_norm=max_norm)
-    run = fed(method, task)
+    run = fed(method, task=task)
     for clients in ([0, 1, 2], [0, 2]):
         sent, before = state(run), run.server
         models = trained(run, sent, run.run_round(clients), method)
@@ -76,13 +63,57 @@ def test_feddf_equals_its_rounds_written_out(task: Task | None, tolerance: float
         assert_near(state(run), expected, tolerance)
 
 
+def flat_norm() -> Task:
+    """Batch norm over one number an image."""
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.ReLU())
+    model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(5, 3)))
+    return Task(model=model, input_shape=(1, 8, 8), num_classes=3, head="head.").to(dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
+@pytest.mark.parametrize(
+    ("settings", "got"), [({"server_batch": 1}, "server_batch 1: body.2 of"), ({"images": 1}, "1 image in all: body.2")]
+)
+def test_steps_that_batch_norm_cannot_take_are_refused_before_training(
+    kind: type[PublicImages], settings: dict[str, Any], got: str
+) -> None:
+    method = replace(kind.example(), **settings)
+    with pytest.raises(ValueError, match=f"expected 2 images or more in each step of the server, got {got}.*to 2 or"):
+        fed(method, task=flat_norm())
+
+
+@pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
+def test_steps_of_one_image_are_taken_where_there_is_something_to_normalise_over(kind: type[PublicImages]) -> None:
+    for method in (replace(kind.example(), server_batch=1), replace(kind.example(), images=1)):
+        for task in (None, NORM):
+            finite_after_a_round(method, task)
+
+
+def finite_after_a_round(method: Method, task: Task | None) -> None:
+    run = fed(method, task=task)
+    run.run_round([1, 2])
+    assert all(bool(dense(value).isfinite().all()) for value in run.server.shared.values())
+
+
+def test_batch_norm_at_rest_takes_single_images_but_where_statistics_are_taken_anew() -> None:
+    for kind in (FedDF, FedLAW):
+        finite_after_a_round(replace(kind.example(), server_batch=1, train_mode=False), task=flat_norm())
+    averaging = replace(FedBE.example(), server_batch=1, train_mode=False)
+    with pytest.raises(ValueError, match="expected 2 images or more in each step of the server"):
+        fed(averaging, task=flat_norm())
+
+
+@pytest.mark.parametrize("kind", [FedBE, FedLAW])
+def test_a_server_that_takes_no_step_is_not_asked_for_more_images(kind: type[PublicImages]) -> None:
+    run = fed(replace(kind.example(), server_batch=1, server_epochs=0), task=flat_norm())
+    run.run_round([1, 2])
+    assert run.server.round == 1
+
+
 @pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
 def test_one_image_left_over_joins_the_batch_before(kind: type[PublicImages]) -> None:
     """Batch norm over one number an image trains on no single one."""
-    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.ReLU())
-    model = nn.Sequential(OrderedDict(body=body, head=nn.Linear(5, 3)))
-    task = Task(model=model, input_shape=(1, 8, 8), num_classes=3, head="head.").to(dtype=torch.float64)
-    run = fed(replace(kind.example(), images=5, server_batch=2), task)
+    run = fed(replace(kind.example(), images=5, server_batch=2), task=flat_norm())
     run.run_round()
     assert all(bool(dense(value).isfinite().all()) for value in {**run.server.shared, **run.server.buffers}.values())
 
@@ -134,7 +165,7 @@ def test_the_server_learns_to_say_what_its_teachers_say() -> None:
 @pytest.mark.parametrize("settings", [{}, {"distribution": "dirichlet", "temperature": 1.5}, {"average_from": 99}])
 def test_fedbe_equals_its_rounds_written_out(task: Task | None, settings: dict[str, Any]) -> None:
     method = ensemble(**settings)
-    run = fed(method, task)
+    run = fed(method, task=task)
     averages = range(4, 7, 2) if "average_from" not in settings else range(0)
     for clients in ([0, 1, 2], [0, 2]):
         sent, before = state(run), run.server
@@ -197,12 +228,7 @@ def test_fedbe_without_a_step_size_is_fedavg() -> None:
 
 @pytest.mark.parametrize("method", [small(), ensemble()], ids=["feddf", "fedbe"])
 def test_a_federation_read_back_goes_on_as_the_whole_one(tmp_path: Path, method: Method) -> None:
-    whole, again = fed(method, NORM), fed(method, NORM)
-    whole.run_round([0, 1])
-    checkpoint.save(tmp_path / "state.npz", whole)
-    checkpoint.load(tmp_path / "state.npz", again)
-    for run in (whole, again):
-        run.run_round([1, 2])
+    whole, again = read_back(lambda: fed(method, task=NORM), tmp_path, [0, 1], ([1, 2],))
     assert_same(state(again), state(whole))  # type: ignore[arg-type]
 
 

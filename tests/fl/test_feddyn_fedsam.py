@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from fl.client import Client
-from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.feddyn import FedDyn
 from fl.methods.fedprox import FedProx
@@ -26,12 +25,7 @@ from fl.tensors import dense
 SIZES = (3, 4, 5)
 BARE: dict[str, Any] = {"momentum": 0.0, "max_norm": None, "weight_decay": 0.0}
 SETTINGS = pytest.mark.parametrize("settings", [BARE, {}], ids=["bare", "momentum, decay, clipping"])
-
-
-def federation(method: FedAvg, rate: float = 1.0) -> Federation:
-    """Clients of unequal numbers of images."""
-    data = [ClientData(worlds.images(n, "train"), worlds.images(2, "test", n)) for n in SIZES]
-    return Federation(Client(worlds.task(), method), data, rate=rate)
+federation = partial(unequal.federation, sizes=SIZES)
 
 
 def step(method: FedAvg, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -60,7 +54,7 @@ def dynamic(method: FedDyn, sent: nn.Module, slope: list[Tensor], done: Round) -
 @pytest.mark.parametrize("rate", [1.0, 0.67])
 def test_rounds_of_feddyn_equal_plain_loops(settings: dict[str, Any], rate: float) -> None:
     method = replace(FedDyn.example(), **settings)
-    run, server = federation(method, rate), copy.deepcopy(worlds.task().model)
+    run, server = federation(method, rate=rate), copy.deepcopy(worlds.task().model)
     h = [torch.zeros_like(p) for p in server.parameters()]
     slopes = [[torch.zeros_like(p) for p in server.parameters()] for _ in SIZES]
     for _ in range(3):
@@ -82,7 +76,7 @@ def test_rounds_of_feddyn_equal_plain_loops(settings: dict[str, Any], rate: floa
 
 
 def test_the_servers_slope_is_the_mean_of_the_clients() -> None:
-    run = federation(FedDyn.example(), 0.67)
+    run = federation(FedDyn.example(), rate=0.67)
     for _ in range(3):
         run.run_round()
     for name, value in run.server.own["slope"].items():

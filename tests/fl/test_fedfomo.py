@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference import personal_rounds as plain
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
 from support.probes import DPSGD
+from support.unequal import read_back
 from torch import Tensor, nn
 
-from fl import checkpoint
-from fl.client import Client
-from fl.federation import ClientData, Federation
+from fl.federation import Federation
 from fl.kept import kept
 from fl.method import ServerState
 from fl.methods.fedavg import FedAvg
@@ -26,17 +26,11 @@ from fl.models.filter_hypernetwork import Filters
 from fl.protocol import Protocol, scores
 from fl.sampling import PartPhase
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Task
+from fl.types import Batch
 
 SIZES = (4, 5, 6)
 METHOD = replace(FedFomo.example(), max_norm=None, batch_size=2)
-
-
-def federation(
-    method: FedAvg, *, task: Task | None = None, protocol: Protocol | None = None, engine: Any = "loop"
-) -> Federation:
-    data = [ClientData(worlds.images(n, "train", i), worlds.images(20, "test", i)) for i, n in enumerate(SIZES)]
-    return Federation(Client(task or worlds.task(), method), data, protocol=protocol or Protocol(), engine=engine)
+federation = partial(unequal.federation, sizes=SIZES, test=20, engine="loop")
 
 
 def before_of(run: Federation, i: int) -> Tensors:
@@ -218,13 +212,7 @@ def test_it_goes_with_a_generator() -> None:
 
 
 def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
-    run, again = federation(METHOD), federation(METHOD)
-    run.run_round([0, 2])
-    checkpoint.save(tmp_path / "a.npz", run)
-    checkpoint.load(tmp_path / "a.npz", again)
-    for each in (run, again):
-        each.run_round()
-        each.run_round()
+    run, again = read_back(lambda: federation(METHOD), tmp_path, then=(None, None))
     for i in range(3):
         assert_same(kept(run.server, i), kept(again.server, i))
 

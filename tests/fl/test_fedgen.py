@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference.fedgen_round import Generator, learn, local
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
+from support.unequal import read_back
 from torch import nn
 
-from fl import checkpoint
 from fl.client import Client
 from fl.engines import choose
-from fl.federation import ClientData, Federation
+from fl.federation import Federation
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedgen import FedGen
@@ -27,26 +28,14 @@ from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch, Task
 
-LOCAL: dict[str, Any] = {
-    "lr": 0.1,
-    "momentum": 0.5,
-    "weight_decay": 0.01,
-    "max_norm": 1.0,
-    "epochs": 2,
-    "batch_size": 2,
-}
+LOCAL = {**unequal.LOCAL, "weight_decay": 0.01}
 GENERATOR: dict[str, Any] = {"generated": 3, "noise": 2, "hidden": 4, "server_steps": 3, "server_batch": 5}
 SHARES = "label_shares"
+fed = partial(unequal.federation, sizes=(2, 4, 6))
 
 
 def small(**settings: Any) -> FedGen:
     return FedGen(**{**LOCAL, **GENERATOR, "server_lr": 0.02, "diversity": 2.0, "alpha": 1.5, "beta": 0.5, **settings})
-
-
-def fed(method: FedAvg, task: Task | None = None) -> Federation:
-    """Clients of 2, 4 and 6 images."""
-    data = [ClientData(worlds.images(n, "train"), worlds.images(3, "test", n)) for n in (2, 4, 6)]
-    return Federation(Client(task or worlds.task(), method), data)
 
 
 def network(run: Federation) -> dict[str, torch.Tensor]:
@@ -56,7 +45,7 @@ def network(run: Federation) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("task", [None, worlds.task(batch_norm=True)], ids=["plain", "batch-norm"])
 def test_rounds_equal_those_written_out(task: Task | None) -> None:
     method, template = small(), (task or worlds.task()).model
-    run = fed(method, task)
+    run = fed(method, task=task)
     generator = Generator(2, 3, 4, 16)
     start = {name: dense(value) for name, value in run.server.own["generator"].items()}
     generator.fill(start)
@@ -186,12 +175,7 @@ def test_without_labels_clients_count_alike() -> None:
 
 
 def test_a_federation_read_back_goes_on_as_the_whole_one(tmp_path: Path) -> None:
-    whole, again = fed(small()), fed(small())
-    whole.run_round([0, 1])
-    checkpoint.save(tmp_path / "state.npz", whole)
-    checkpoint.load(tmp_path / "state.npz", again)
-    for run in (whole, again):
-        run.run_round([1, 2])
+    whole, again = read_back(lambda: fed(small()), tmp_path, [0, 1], ([1, 2],))
     assert_same(network(again), network(whole))  # type: ignore[arg-type]
     for name, payload in whole.server.own.items():
         assert_same(again.server.own[name], payload)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from fl.client import Client
-from fl.federation import ClientData, Federation
 from fl.method import ServerState
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedjets import FedJETs
@@ -23,12 +23,7 @@ from fl.tensors import dense
 from fl.types import Task
 
 SIZES = (3, 4, 5, 6)
-
-
-def federation(method: FedAvg, rate: float = 1.0, task: Task | None = None) -> Federation:
-    """Clients of unequal numbers of images."""
-    data = [ClientData(worlds.images(n, "train"), worlds.images(9, "test", n)) for n in SIZES]
-    return Federation(Client(task or worlds.task(), method), data, rate=rate)
+federation = partial(unequal.federation, sizes=SIZES, test=9)
 
 
 def expert(server: ServerState, k: int, task: Task) -> nn.Module:
@@ -78,7 +73,7 @@ class Trained:
 @pytest.mark.parametrize(("rate", "batch_norm"), [(1.0, False), (0.5, False), (1.0, True)])
 def test_rounds_equal_plain_loops(rate: float, batch_norm: bool) -> None:
     method, task = FedJETs.example(), worlds.task(batch_norm=batch_norm)
-    run = federation(method, rate, task)
+    run = federation(method, rate=rate, task=task)
     for _ in range(3):
         before = run.server
         chosen = [method.chosen_of(before, number) for number in range(len(SIZES))]

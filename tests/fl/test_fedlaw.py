@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference.public_rounds import averaged, fedlaw, state, trained
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
+from support.unequal import read_back
 
-from fl import checkpoint
-from fl.client import Client
 from fl.data.embedded import Faces, Photos
-from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedlaw import FedLAW, joined
 from fl.types import Task
 
-LOCAL: dict[str, Any] = {
-    "lr": 0.1,
-    "momentum": 0.5,
-    "weight_decay": 0.01,
-    "max_norm": 1.0,
-    "epochs": 2,
-    "batch_size": 2,
-}
+LOCAL = {**unequal.LOCAL, "weight_decay": 0.01}
 SERVER: dict[str, Any] = {"public": Faces(size=8), "images": 6, "server_epochs": 3, "server_lr": 0.2, "server_batch": 4}
 NORM = worlds.task(batch_norm=True)
 PUBLIC = Faces(size=8).load().train
-
-
-def fed(method: FedAvg, task: Task | None = None) -> Federation:
-    """Clients of 2, 4 and 6 images."""
-    data = [ClientData(worlds.images(n, "train"), worlds.images(3, "test", n)) for n in (2, 4, 6)]
-    return Federation(Client(task or worlds.task(), method), data)
+fed = partial(unequal.federation, sizes=(2, 4, 6))
 
 
 @pytest.mark.parametrize("task", [None, NORM], ids=["plain", "batch-norm"])
 def test_rounds_equal_those_written_out(task: Task | None) -> None:
     method = FedLAW(**LOCAL, **SERVER)
-    run = fed(method, task)
+    run = fed(method, task=task)
     for clients in ([0, 1, 2], [0, 2]):
         sent, before = state(run), run.server
         models = trained(run, sent, run.run_round(clients), method)
@@ -84,12 +71,7 @@ def test_weights_by_hand() -> None:
 
 
 def test_a_federation_read_back_goes_on_as_the_whole_one(tmp_path: Path) -> None:
-    whole, again = (fed(FedLAW(**LOCAL, **SERVER), NORM) for _ in range(2))
-    whole.run_round([0, 1])
-    checkpoint.save(tmp_path / "state.npz", whole)
-    checkpoint.load(tmp_path / "state.npz", again)
-    for run in (whole, again):
-        run.run_round([1, 2])
+    whole, again = read_back(lambda: fed(FedLAW(**LOCAL, **SERVER), task=NORM), tmp_path, [0, 1], ([1, 2],))
     assert_same(state(again), state(whole))  # type: ignore[arg-type]
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near
 from torch import Tensor, distributions, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from fl.client import Client
-from fl.federation import ClientData, Federation
-from fl.methods.fedavg import FedAvg
 from fl.methods.fedsr import FedSR, divergence
 from fl.simulate import Round
 from fl.tensors import Tensors, dense
@@ -25,12 +24,7 @@ from fl.types import Scope, Task
 SIZES = (3, 4, 6)
 SHARED = ("head.encode.weight", "head.encode.bias", "head.classify.weight", "head.classify.bias")
 OWN = ("head.centre", "head.width", "head.scale")
-
-
-def federation(method: FedAvg, rate: float = 1.0) -> Federation:
-    """Clients of unequal numbers of images."""
-    data = [ClientData(worlds.images(n, "train"), worlds.images(5, "test", n)) for n in SIZES]
-    return Federation(Client(worlds.task(), method), data, rate=rate)
+federation = partial(unequal.federation, sizes=SIZES, test=5)
 
 
 class Plain(nn.Module):
@@ -83,7 +77,7 @@ def trained(method: FedSR, values: Tensors, done: Round) -> dict[str, Tensor]:
 @pytest.mark.parametrize("settings", [{}, {"max_norm": None, "l2": 0.0}, {"cmi": 0.0}], ids=["all", "no l2", "no cmi"])
 def test_rounds_equal_plain_loops(settings: dict[str, Any]) -> None:
     method = replace(FedSR.example(), **settings)
-    run = federation(method, 0.67)
+    run = federation(method, rate=0.67)
     shared, own = dict(run.server.shared), [dict(state.private) for state in run.clients]
     for _ in range(3):
         rounds = run.run_round()

@@ -26,11 +26,20 @@ def upload(**parts: object) -> Upload:
 
 
 def test_numbers_pass() -> None:
-    row = torch.ones(1, 3)
-    structured = LowRank(torch.ones(3, 3), 0.5, (Term(torch.tensor(2.0), row, row), Term(1.0, row, row)), (3, 3))
+    """All are looked at: bases of structured updates are known from then on, and nothing else is."""
+    row, base = torch.ones(1, 3), torch.ones(3, 3)
+    structured = LowRank(base, 0.5, (Term(torch.tensor(2.0), row, row), Term(1.0, row, row)), (3, 3))
     whole = {"update": {"w": structured}, "extra": {"c": {"v": torch.ones(2)}}, "buffers": {"n": torch.tensor(3)}}
-    check_finite([upload(), upload(**whole), upload(update={})], 0)
-    check_finite([], 0)
+    known: dict[int, torch.Tensor] = {}
+    check_finite([upload(), upload(**whole), upload(update={})], 0, known)
+    assert list(known) == [id(base)]
+    assert known[id(base)] is base
+    check_finite([], 0, known)
+    assert list(known) == [id(base)]
+    base.fill_(torch.nan)
+    check_finite([upload(**whole)], 0, known)  # what is known is not looked at again
+    with pytest.raises(ValueError, match=r"9 of 9 numbers of 'w'"):
+        check_finite([upload(**whole)], 0)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from fl.client import Client
-from fl.federation import ClientData, Federation
+from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.ga import GA
 from fl.simulate import Round
 from fl.tensors import dense
-from fl.types import Batch, Task
+from fl.types import Batch
 
 SIZES = (3, 4, 7)
-
-
-def federation(
-    method: FedAvg, rate: float = 1.0, task: Task | None = None, sizes: tuple[int, ...] = SIZES
-) -> Federation:
-    """Clients of unequal numbers of images."""
-    data = [ClientData(worlds.images(n, "train", i), worlds.images(2, "test", n)) for i, n in enumerate(sizes)]
-    return Federation(Client(task or worlds.task(), method), data, rate=rate)
+federation = partial(unequal.federation, sizes=SIZES)
 
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -86,7 +79,7 @@ class Plain:
 @pytest.mark.parametrize(("rate", "batch_norm"), [(1.0, False), (1.0, True), (0.67, False)])
 def test_rounds_equal_plain_loops(rate: float, batch_norm: bool) -> None:
     method = replace(GA.example(), step_size=0.9)
-    run = federation(method, rate, worlds.task(batch_norm=batch_norm))
+    run = federation(method, rate=rate, task=worlds.task(batch_norm=batch_norm))
     plain = Plain(run, method)
     for number in range(4):
         rounds = run.run_round()

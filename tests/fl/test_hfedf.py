@@ -118,6 +118,46 @@ def test_gradalign(align: Any, sign: float) -> None:
         assert odd.argmin() == 2
 
 
+@pytest.mark.parametrize("settings", [{}, {"align": "away"}, {"embeddings": "fixed"}])
+def test_what_each_round_weighted_clients_by_can_be_had(settings: dict[str, Any]) -> None:
+    data = [ClientData(worlds.images(4, "train", i), worlds.images(2, "test", i)) for i in range(4)]
+    rule = method(**settings)
+    run = Federation(Client(task(), rule), data, rate=0.5, protocol=Protocol(measures=("server",)))
+    assert run.record().measured == {}
+    for _ in range(2):
+        chosen, before = run.sampled(run.server.round), run.server.own[HYPERNETWORK]
+        made = rule.generator(task(), 4)
+        uploads = [run.train(number).upload for number in chosen]
+        record = run.step()
+        pulled = [{k: dense(v) for k, v in made.pulled(before, u.client, u.update).items()} for u in uploads]
+        names = [n for n in before if n != EMBEDDINGS]
+        parts = {"alignment": [torch.cat([one[n].flatten() for n in names]) for one in pulled]}
+        if rule.embeddings == "learned":
+            parts["alignment of embeddings"] = [one[EMBEDDINGS].flatten() for one in pulled]
+        found = record.measured["server"]
+        assert record.clients == tuple(chosen)
+        assert set(found) == set(parts)
+        for name, part in parts.items():
+            expected = grad_align(part, -1.0 if rule.align == "away" else 1.0)
+            assert found[name] == pytest.approx([float(w) for w in expected], rel=1e-10), name
+            assert len(set(found[name])) == 2
+
+
+def test_weights_are_recorded_of_scored_rounds_alone_and_change_no_bit() -> None:
+    data = [ClientData(worlds.images(4, "train", i), worlds.images(2, "test", i)) for i in range(2)]
+    asking, plain = (
+        Federation(Client(task(), method()), data, protocol=Protocol(measures=m)) for m in (("server",), ())
+    )
+    assert asking.step(evaluate=False).measured == {}
+    assert "server" in asking.step().measured
+    assert "server" not in asking.step(evaluate=False).measured
+    assert asking.record().measured == {}  # nothing is left from a round before the last
+    for _ in range(3):
+        assert plain.step().measured == {}
+    assert_same(asking.server.own[HYPERNETWORK], plain.server.own[HYPERNETWORK])
+    assert method().server_numbers(asking.server, [], task()) == {}
+
+
 def test_no_client_moved_is_no_number_lost() -> None:
     weights = alignment([{"a": torch.zeros(3)}, {"a": torch.zeros(3)}], "toward")
     assert weights.tolist() == [0.5, 0.5]

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from fl.client import Client
-from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.moon import Moon
 from fl.models.hypernetwork import Hypernetwork
 from fl.simulate import Round
 from fl.tensors import dense
-from fl.types import Task
 
 SIZES = (3, 4, 5)
 BARE: dict[str, Any] = {"momentum": 0.0, "max_norm": None, "weight_decay": 0.0}
-
-
-def federation(method: FedAvg, task: Task, rate: float = 1.0) -> Federation:
-    """Clients of unequal numbers of images."""
-    data = [ClientData(worlds.images(n, "train"), worlds.images(2, "test", n)) for n in SIZES]
-    return Federation(Client(task, method), data, rate=rate)
+federation = partial(unequal.federation, sizes=SIZES)
 
 
 def contrast(z: Tensor, near: Tensor, far: Tensor, temperature: float) -> Tensor:
@@ -65,7 +59,7 @@ def trained(method: Moon, sent: nn.Module, last: nn.Module | None, done: Round) 
 @pytest.mark.parametrize("rate", [1.0, 0.67])
 def test_rounds_equal_a_plain_loop(settings: dict[str, Any], rate: float) -> None:
     method = replace(Moon.example(), **settings)
-    run, server = federation(method, worlds.task(), rate), copy.deepcopy(worlds.task().model)
+    run, server = federation(method, task=worlds.task(), rate=rate), copy.deepcopy(worlds.task().model)
     last: list[nn.Module | None] = [None] * len(SIZES)
     for _ in range(3):
         rounds = run.run_round()
@@ -82,7 +76,7 @@ def test_rounds_equal_a_plain_loop(settings: dict[str, Any], rate: float) -> Non
 
 def test_running_statistics_are_those_of_the_network_in_training() -> None:
     task, method = worlds.task(batch_norm=True), replace(Moon.example(), **BARE)
-    run = federation(method, task)
+    run = federation(method, task=task)
     first = [copy.deepcopy(task.model) for _ in SIZES]
     for model, done in zip(first, run.run_round(), strict=True):
         model.load_state_dict(trained(method, task.model, None, done).state_dict())

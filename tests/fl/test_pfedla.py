@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference import personal_rounds as plain
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
+from support.unequal import read_back
 from torch import Tensor, nn
 
-from fl import checkpoint
-from fl.client import Client
-from fl.federation import ClientData, Federation
+from fl.federation import Federation
 from fl.kept import kept
 from fl.methods.fedavg import FedAvg
 from fl.methods.pfedla import PFedLA
 from fl.models.filter_hypernetwork import Filters
 from fl.protocol import Protocol
 from fl.tensors import dense
-from fl.types import Task
 
 SIZES = (3, 4, 5)
 METHOD = replace(PFedLA.example(), max_norm=None, server_lr=0.5)
+federation = partial(unequal.federation, test=20)
 LAYERS = {"body.conv1": ("body.conv1.weight", "body.conv1.bias"), "body.fc1": ("body.fc1.weight", "body.fc1.bias")}
 LAYERS |= {"head": ("head.weight", "head.bias")}
-
-
-def federation(method: FedAvg, *, task: Task | None = None, protocol: Protocol | None = None) -> Federation:
-    data = [ClientData(worlds.images(n, "train", i), worlds.images(20, "test", i)) for i, n in enumerate(SIZES)]
-    return Federation(Client(task or worlds.task(), method), data, protocol=protocol or Protocol())
 
 
 class Shares(nn.Module):
@@ -164,12 +159,7 @@ def test_it_goes_with_a_generator() -> None:
 
 
 def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
-    run, again = federation(METHOD), federation(METHOD)
-    run.run_round([0, 2])
-    checkpoint.save(tmp_path / "a.npz", run)
-    checkpoint.load(tmp_path / "a.npz", again)
-    for each in (run, again):
-        each.run_round()
+    run, again = read_back(lambda: federation(METHOD), tmp_path)
     for i in range(3):
         assert_same(run.download(i).shared, again.download(i).shared)
 

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from reference import personal_rounds as plain
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
+from support.unequal import read_back
 from torch import Tensor, nn
 
-from fl import checkpoint
 from fl.client import Client
-from fl.federation import ClientData, Federation
+from fl.federation import Federation
 from fl.kept import kept
 from fl.methods.fedavg import FedAvg
 from fl.methods.pfedsim import PFedSim, alike
 from fl.models.hypernetwork import Hypernetwork
 from fl.protocol import Protocol
 from fl.tensors import dense
-from fl.types import Task
 
-SIZES = (3, 4, 5)
-SAME: dict[str, Any] = {"lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4, "max_norm": 1.0}
-SAME |= {"epochs": 2, "batch_size": 2}
+SAME = {**unequal.LOCAL, "weight_decay": 5e-4}
 METHOD = replace(PFedSim.example(), max_norm=None)
-
-
-def federation(
-    method: FedAvg, *, sizes: tuple[int, ...] = SIZES, task: Task | None = None, protocol: Protocol | None = None
-) -> Federation:
-    data = [ClientData(worlds.images(n, "train", i), worlds.images(20, "test", i)) for i, n in enumerate(sizes)]
-    return Federation(Client(task or worlds.task(), method), data, protocol=protocol or Protocol())
+federation = partial(unequal.federation, test=20)
 
 
 class Reference:
@@ -155,12 +146,7 @@ def test_a_client_that_never_takes_part_gets_the_mean() -> None:
 
 
 def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
-    run, again = federation(METHOD), federation(METHOD)
-    run.run_round([0, 2])
-    checkpoint.save(tmp_path / "a.npz", run)
-    checkpoint.load(tmp_path / "a.npz", again)
-    for each in (run, again):
-        each.run_round()
+    run, again = read_back(lambda: federation(METHOD), tmp_path)
     for i in range(3):
         assert_same(run.download(i).shared, again.download(i).shared)
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support import worlds
+from support import unequal, worlds
 from support.compare import assert_near, assert_same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from attacks.labels import recovered
-from fl.client import Client
 from fl.decay import decay_shares
-from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.scaffold import Scaffold
 from fl.models.hypernetwork import Hypernetwork
@@ -25,12 +24,7 @@ from fl.tensors import dense
 from fl.types import Phase, Task
 
 SIZES = (3, 4, 5)
-
-
-def federation(method: FedAvg, rate: float = 1.0, task: Task | None = None) -> Federation:
-    """Clients of unequal numbers of images."""
-    data = [ClientData(worlds.images(n, "train"), worlds.images(2, "test", n)) for n in SIZES]
-    return Federation(Client(task or worlds.task(), method), data, rate=rate)
+federation = partial(unequal.federation, sizes=SIZES)
 
 
 class Plain:
@@ -88,7 +82,7 @@ PLAIN = {"momentum": 0.0, "max_norm": None, "weight_decay": 0.0}
 @pytest.mark.parametrize("rate", [1.0, 0.67])
 def test_rounds_equal_plain_loops(option: Any, settings: dict[str, Any], rate: float) -> None:
     method = replace(Scaffold.example(), option=option, **settings)
-    run = federation(method, rate)
+    run = federation(method, rate=rate)
     plain = Plain(method, worlds.task())
     names = list(worlds.task().parameters)
     for _ in range(3):
@@ -102,7 +96,7 @@ def test_rounds_equal_plain_loops(option: Any, settings: dict[str, Any], rate: f
 
 
 def test_the_servers_variate_is_the_mean_of_the_clients() -> None:
-    run = federation(Scaffold.example(), 0.67)
+    run = federation(Scaffold.example(), rate=0.67)
     for _ in range(3):
         run.run_round()
     for name, value in run.server.own["control"].items():

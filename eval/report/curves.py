@@ -1,0 +1,55 @@
+"""One figure of a value over rounds, a line for each of whom it is of, with its legend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from eval.report import figures
+from eval.report.blocks import Figure, Grid, Mark
+from eval.report.figures import NARROW, WIDE, Curve
+from eval.report.rounds import Course
+from eval.report.words import number
+
+
+def figure(
+    name: str,
+    title: str,
+    ylabel: str,
+    labels: Mapping[str, Sequence[str]],
+    found: Sequence[Course],
+    series: Sequence[int],
+) -> Figure:
+    """One figure of a value over rounds.
+
+    Args:
+        name: of the file.
+        title: of the figure.
+        ylabel: of the axis; one that ends in "(%)" has percents on it.
+        labels: what tells the courses from each other: columns of the legend, each with a word for every course.
+        found: the courses.
+        series: the look of each.
+    """
+    curves = [Curve(i, course.points, course.band) for i, course in zip(series, found, strict=True)]
+    percents = ylabel.endswith("(%)")
+    whose = list(zip(*labels.values(), strict=True))
+    rows = [[*label, *_words(course, small=not percents)] for label, course in zip(whose, found, strict=True)]
+    marks = [Mark(curve.series, line=True) for curve in curves]
+    legend = Grid("What the lines stand for", [*labels, ">first", ">highest", ">last"], rows, marks=marks)
+    spoken = [f"{', '.join(row[:-3])}: first {row[-3]}, highest {row[-2]}, last {row[-1]}." for row in rows]
+    alt = f"{title}. {' '.join(spoken)}"
+    band = "Lines are means over seeds; bands, or whiskers where there are few rounds, reach from lowest to highest."
+    seeds = band if any(course.band for course in found) else "One seed: no band."
+    caption = f"{seeds} Round 0 is before training. In the legend, values with their rounds in brackets."
+
+    def draw(width: int) -> str:
+        return figures.lines(curves, ylabel=ylabel, alt=alt, width=width, percent=percents)
+
+    return Figure(name, title, draw(WIDE), draw(NARROW), alt, caption, legend)
+
+
+def _words(course: Course, *, small: bool) -> list[str]:
+    """First, highest and last value, with more digits where `small` figures may matter."""
+    points = course.points
+    digits = 3 if small and max(abs(value) for _, value in points) < 10 else 1
+    chosen = (points[0], max(points, key=lambda point: point[1]), points[-1])
+    return [f"{number(value, digits)} ({at:.0f})" for at, value in chosen]
