@@ -24,7 +24,7 @@ import attacks
 import fl.models
 from attacks.base import NotApplicable
 from benchmarks import profile_loops
-from benchmarks.common import RESULTS, publish
+from benchmarks.common import RESULTS, machine, publish
 from benchmarks.profile_loops import seconds
 from benchmarks.scaling_page import page
 from benchmarks.worlds import BATCH, federation, victims
@@ -189,6 +189,13 @@ def _fastest(work: Callable[[], object]) -> float:
 PARTS: dict[str, Callable[[], Any]] = {"a": part_a, "b": part_b, "c": part_c, "d": profile_loops.loops}
 
 
+def kept(before: dict[str, Any]) -> dict[str, Any]:
+    """The parts measured before, and on what processor each."""
+    parts = {key: value for key, value in before.items() if key in PARTS}
+    known = before.get("processors", {})
+    return {**parts, "processors": {key: known.get(key, before["machine"]["processor"]) for key in parts}}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -197,8 +204,11 @@ def main() -> None:
     torch.set_num_threads(1)
     path = RESULTS / "scaling.json"
     before = json.loads(path.read_text()) if chosen.only and path.exists() else {}
-    found = {key: value for key, value in before.items() if key in PARTS}
-    found |= {key: part() for key, part in PARTS.items() if chosen.only in (None, key)}
+    found = kept(before)
+    for key, part in PARTS.items():
+        if chosen.only in (None, key):
+            found[key] = part()
+            found["processors"][key] = machine()["processor"]
     publish("scaling", found, page(found))
 
 

@@ -26,7 +26,7 @@ def page(found: Mapping[str, Any]) -> list[str]:
     lines = list(INTRODUCTION)
     for part, section in sections.items():
         if part in found:
-            lines += [*section(found[part]), ""]
+            lines += [*section(found[part]), "", f"Measured on: {found['processors'][part]}.", ""]
     return lines[:-1]
 
 

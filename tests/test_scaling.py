@@ -36,9 +36,17 @@ def test_every_part_measures_and_is_shown() -> None:
         assert 0 < loop["share"] < 1
         assert sum(loop["parts"].values()) == pytest.approx(1, abs=0.01)
         assert loop["parts"]["convolutions"] > 0
+    found["processors"] = {part: f"processor {part}" for part in "abcd"}
     text = "\n".join(page(found))
-    assert all(f"## ({part})" in text for part in found)
+    assert all(f"## ({part})" in text and f"Measured on: processor {part}." in text for part in "abcd")
     assert "mlp, widths (8,)" in text
+
+
+def test_parts_keep_their_processors() -> None:
+    old = {"machine": {"processor": "this"}, "a": [], "b": []}
+    assert scaling.kept({}) == {"processors": {}}
+    assert scaling.kept(old) == {"a": [], "b": [], "processors": {"a": "this", "b": "this"}}
+    assert scaling.kept({**old, "processors": {"b": "that"}})["processors"] == {"a": "this", "b": "that"}
 
 
 def test_a_stack_counts_as_many_operations_as_its_trials() -> None:

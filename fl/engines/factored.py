@@ -9,7 +9,7 @@ and the coefficients a follow from SGD itself, run on a vector: the gradient of 
 vector, and momentum and decay act on a as they do on W. A step then needs h W0^T and g W0, for all clients in one
 matrix product each, and thin products with the factors; no client holds a matrix, a momentum or a gradient of P x H.
 The heads' biases are one more column of W, of a hidden unit that is always 1. Columns of units that are silent in all
-clients take part in neither product.
+clients take part in neither product, and where few units of a client speak, few outer products stand for its steps'.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torch import Tensor
 from fl.client import Client, Gradient, LocalResult, autograd_derivative
 from fl.defense import overrides
 from fl.engines.base import Engine
+from fl.engines.heads import Heads
+from fl.engines.merging import merged
 from fl.method import Method, Step
 from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias, head_weight
 from fl.optim import OptimState, clipped, optimise
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from fl.federation import Federation
 
 MATRIX, COEFFICIENTS = "hypernet.heads", "hypernet.heads.coefficients"
+PERIOD = 8
+"""Steps between two attempts to merge outer products."""
 
 
 def obstacle(client: Client) -> str | None:
@@ -54,7 +58,8 @@ class Factored(Engine):
 
     name = "factored"
     chunk = 5
-    """All steps' factors of so many clients are held at once. Ten are no faster, and take an eighth more memory."""
+    """So many clients are trained at once, and hold up to all their steps' factors. Ten are hardly faster, and take up
+    to a tenth more memory."""
 
     def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
         """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
@@ -69,7 +74,7 @@ class Factored(Engine):
 
 
 def _by_factors(client: Client, starts: Sequence[Start]) -> list[Round]:
-    heads = _Heads(client, starts[0].download.shared)
+    heads = Heads(client, starts[0].download.shared)
     trainees = [_Trainee(start, heads) for start in starts]
     with torch.no_grad():
         for p, phase in enumerate(starts[0].phases):
@@ -97,59 +102,6 @@ def _fits(client: Client, starts: Sequence[Start]) -> bool:
     return max(counts) <= 2 * dense(first[TRUNK_BIAS]).numel()
 
 
-class _Heads:
-    """The server's heads on top of each other.
-
-    Attributes:
-        made: the parametrisation.
-        task: the client's.
-        columns: (H, P), or (1 + H, P) with the biases first.
-        slices: where each generated tensor lies.
-    """
-
-    def __init__(self, client: Client, shared: Tensors) -> None:
-        made, task = client.method.parametrisation, client.task
-        assert isinstance(made, Hypernetwork)
-        self.made, self.task, self.slices, end = made, task, {}, 0
-        for name in made.generates(task):
-            self.slices[name] = slice(end, end + task.parameters[name].numel())
-            end = self.slices[name].stop
-        hidden = dense(shared[TRUNK_BIAS])
-        self.columns = hidden.new_empty(made.bias + len(hidden), end)
-        for name, part in self.slices.items():
-            self.columns[int(made.bias) :, part] = dense(shared[head_weight(name)]).mT
-            if made.bias:
-                self.columns[0, part] = dense(shared[head_bias(name)])
-        self._chosen = torch.arange(len(self.columns), device=hidden.device)
-        self._part = self.columns
-
-    def attend(self, activations: Tensor) -> None:
-        """From here on, only columns are used whose units speak in some of `activations` (N, H or 1 + H)."""
-        live = (activations != 0).any(0).nonzero().squeeze(1)
-        enough = bool(torch.isin(live, self._chosen, assume_unique=True).all())
-        if not enough or 2 * len(live) < len(self._chosen):  # a copy costs as much as the two products
-            self._chosen = live
-            self._part = self.columns if len(live) == len(self.columns) else self.columns[live]
-
-    def forward(self, activations: Tensor) -> Tensor:
-        """All generated numbers (N, P) of `activations` (N, H or 1 + H) of units attended to."""
-        return activations[:, self._chosen] @ self._part
-
-    def backward(self, grads: Tensor) -> Tensor:
-        """(N, H or 1 + H) from gradients (N, P); 0 for units that are not attended to."""
-        found = grads.new_zeros(len(grads), len(self.columns))
-        found[:, self._chosen] = grads @ self._part.mT
-        return found
-
-    def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Generated tensors by name from all their numbers (P,)."""
-        return {name: flat[part].view(self.task.parameters[name].shape) for name, part in self.slices.items()}
-
-    def join(self, tensors: dict[str, Tensor], out: Tensor) -> None:
-        """Write all numbers of the generated tensors into `out` (P,)."""
-        torch.cat([tensors[name].reshape(-1) for name in self.slices], out=out)
-
-
 @dataclass
 class _Trainee:
     """One client in training.
@@ -158,17 +110,19 @@ class _Trainee:
         start: what entered.
         heads: the server's.
         params: all that moves and stays, the heads' matrices as coefficients (1 + J,).
-        left: g of every step (J, P).
-        right: h of every step (J, H), or (J, 1 + H) with the 1 that the biases belong to.
-        count: steps of the heads so far.
+        left: g of every step (J, P), until they are merged.
+        right: h of every step (J, H), or (J, 1 + H) with the 1 that the biases belong to, likewise.
+        count: outer products so far.
+        due: at how many of them to look for fewer.
     """
 
     start: Start
-    heads: _Heads
+    heads: Heads
     params: Tensors = field(init=False)
     left: Tensor = field(init=False)
     right: Tensor = field(init=False)
     count: int = 0
+    due: int = PERIOD
 
     def __post_init__(self) -> None:
         start, heads = self.start, self.heads
@@ -176,9 +130,8 @@ class _Trainee:
         self.images = Batch(trace.inputs, trace.labels)
         self.buffers = {k: v.clone() for k, v in start.buffers.items()}
         steps = sum(len(phase) for phase in trace.order)
-        units, size = heads.columns.shape
-        self.left, self.right = heads.columns.new_empty(0, size), heads.columns.new_empty(0, units)
-        coefficients = torch.zeros(1 + steps, dtype=torch.float64, device=heads.columns.device)
+        self.left, self.right = (heads.like.new_empty(0, size) for size in heads.shape)
+        coefficients = torch.zeros(1 + steps, dtype=torch.float64, device=heads.like.device)
         coefficients[0] = 1.0
         given = {**start.download.shared, **start.state.private}
         self.params = {k: v for k, v in given.items() if not k.startswith("hypernet.heads.")}
@@ -239,6 +192,25 @@ class _Trainee:
             unit[self.count] = term.coef
             grads[COEFFICIENTS] = unit
         self.params, self.optim = optimise(self.phase, self.unclipped, self.params, grads, self.optim)
+        if self.count >= self.due:
+            self._merge(self.params, self.optim.first)
+            self.due = self.count + PERIOD
+
+    def _merge(self, *linear: Tensors) -> None:
+        """Put fewer outer products in the place of those so far, where the sums that `linear` weighs are unchanged."""
+        holders = [values for values in linear if COEFFICIENTS in values]
+        numbers = [dense(values[COEFFICIENTS]) for values in holders]
+        weights = torch.stack([x[1 : self.count + 1] for x in numbers])
+        found = merged(self.left[: self.count], self.right[: self.count], weights)
+        if found is None:
+            return
+        end = found.first + len(found.left)
+        self.left[found.first : end], self.right[found.first : end] = found.left, found.right
+        for values, before, after in zip(holders, numbers, found.weights, strict=True):
+            number = torch.zeros_like(before)
+            number[: 1 + found.first], number[1 + found.first : 1 + end] = before[: 1 + found.first], after
+            values[COEFFICIENTS] = number
+        self.count = end
 
     def overlaps(self, g: Tensor) -> Tensor:
         """Inner products of `g` (P,) with the gradients of all steps so far (J,)."""
@@ -270,12 +242,14 @@ class _Trainee:
     def result(self) -> LocalResult:
         """Differences and private tensors, as `local_update` returns them."""
         shared, private = self.start.download.shared, self.start.state.private
+        self._merge(self.params)  # momentum is gone: the products that only it needed are, too
+        whole = self.left[: self.count] if self.count == len(self.left) else self.left[: self.count].clone()
         a, update = dense(self.params[COEFFICIENTS]), dict[str, Value]()
         scale, right = 1.0 - float(a[0]), self.right[: self.count] * -self._coefficients(self.right)[1:, None]
         kept = scale if abs(scale) > 1e-13 else 0.0
         biased = int(self.heads.made.bias)
         for name, part in self.heads.slices.items():
-            base, left = dense(shared[head_weight(name)]), self.left[: self.count, part]
+            base, left = dense(shared[head_weight(name)]), whole[:, part]
             terms, size = (Term(1.0, left, right[:, biased:]),), (base.shape[0], base.shape[1])
             update[head_weight(name)] = LowRank(base if kept else None, kept, terms, size)
             if biased:
@@ -295,7 +269,7 @@ class _Trainee:
         return dense(self.params[COEFFICIENTS])[: self.count + 1].to(like.dtype)
 
 
-def _run_phase(heads: _Heads, trainees: Sequence[_Trainee], p: int, phase: Phase) -> None:
+def _run_phase(heads: Heads, trainees: Sequence[_Trainee], p: int, phase: Phase) -> None:
     for trainee in trainees:
         trainee.begin(phase)
     if all(name in heads.task.parameters for name in trainees[0].groups):  # generated weights rest: make them once
@@ -309,9 +283,9 @@ def _run_phase(heads: _Heads, trainees: Sequence[_Trainee], p: int, phase: Phase
         _step(heads, [trainee for trainee in trainees if s < len(trainee.start.trace.order[p])], p, s)
 
 
-def _step(heads: _Heads, trainees: Sequence[_Trainee], p: int, s: int) -> None:
+def _step(heads: Heads, trainees: Sequence[_Trainee], p: int, s: int) -> None:
     made = _generate(heads, trainees)
-    joined = heads.columns.new_empty(len(trainees), heads.columns.shape[1])
+    joined = heads.like.new_empty(len(trainees), heads.shape[0])
     found = []
     for trainee, (hidden, base), g in zip(trainees, made, joined, strict=True):
         grads = trainee.gradient(p, s, trainee.weights(base, hidden.h))
@@ -329,7 +303,7 @@ class _Hidden(NamedTuple):
     h: Tensor
 
 
-def _generate(heads: _Heads, trainees: Sequence[_Trainee]) -> list[tuple[_Hidden, Tensor]]:
+def _generate(heads: Heads, trainees: Sequence[_Trainee]) -> list[tuple[_Hidden, Tensor]]:
     """Every client's hidden layer, and what is left of the server's heads makes of it: a product for all at once."""
     hidden = [trainee.hidden() for trainee in trainees]
     heads.attend(torch.stack([own.h for own in hidden]))

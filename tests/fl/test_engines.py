@@ -16,13 +16,13 @@ from fl.data.augment import CropFlip
 from fl.defense import Defense, overrides
 from fl.engines import Factored, Processes, choose, process
 from fl.engines.base import Engine
-from fl.engines.factored import _Heads
+from fl.engines.heads import Heads
 from fl.engines.packing import pack, unpack
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetwork import Hypernetwork
+from fl.models.hypernetwork import Hypernetwork, head_bias, head_weight
 from fl.simulate import Round
 from fl.tensors import LowRank, Term, dense
 from fl.types import Phase, Task
@@ -88,18 +88,23 @@ def test_factored_never_makes_a_matrix_of_a_head() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_factored_leaves_silent_units_out_until_they_speak(bias: bool) -> None:
     run = federation(replace(HYPERFL, parametrisation=replace(TINY, bias=bias)), "loop")
-    heads = _Heads(run.client, run.server.shared)
-    units = heads.columns.shape[0]
-    assert units == 24 + bias
+    shared = {name: dense(value) for name, value in run.server.shared.items()}
+    heads = Heads(run.client, shared)
+    rows = torch.cat([shared[head_weight(name)] for name in heads.slices])
+    biases = [shared[head_bias(name)][:, None] for name in heads.slices if bias]
+    columns = torch.cat([torch.cat(biases), rows], 1) if bias else rows
+    units = columns.shape[1]
+    assert (units, heads.shape) == (24 + bias, columns.shape)
     draw = torch.Generator().manual_seed(0)
-    grads = torch.randn(2, heads.columns.shape[1], generator=draw).double()
-    for speaking in ([*range(units)], [1, 5], [1], [5], [0, 1, 5, 7], [*range(units)]):
+    grads = torch.randn(2, len(columns), generator=draw).double()
+    for speaking in ([*range(units)], [1, 5], [1], [5], [0, 1, 5, 7], [*range(1, 17)], [*range(units)]):
         h = torch.zeros(2, units).double()
         h[0, speaking], h[1, speaking[0]] = torch.randn(len(speaking), generator=draw).double(), 1.0
         heads.attend(h)
-        torch.testing.assert_close(heads.forward(h), h @ heads.columns)
-        torch.testing.assert_close(heads.backward(grads)[:, speaking], (grads @ heads.columns.mT)[:, speaking])
-        assert len(heads._part) <= 2 * len(speaking)
+        torch.testing.assert_close(heads.forward(h), h @ columns.mT)
+        torch.testing.assert_close(heads.backward(grads)[:, speaking], (grads @ columns)[:, speaking])
+        assert len(heads._chosen) <= 2 * len(speaking)
+        assert (heads._part is None) == (len(speaking) > 12)  # nothing is copied where most speak
 
 
 def test_factored_draws_the_same_noise() -> None:
