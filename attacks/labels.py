@@ -105,10 +105,16 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
 
 
 def _whole(view: ServerView, shares: Tensor, images: int) -> Tensor | None:
-    """Shares of labels (K,) as numbers of images (K,) int64; None where they are none, or of several clients."""
+    """Shares of labels (K,) as numbers of images (K,) int64; None where they are none, or of several clients.
+
+    Shares are of what the first phase is fed. Images that later phases change (augmentation) count anew, in the same
+    shares only where these phases go through the whole data.
+    """
     counts = (shares.double() * images).round()
     off = float((shares.double() * images - counts).abs().max())
     if view.scaled or view.parts or not off <= WHOLE or float(counts.min()) < 0 or float(counts.sum()) != images:
+        return None
+    if view.schedule is None or images % sum(map(sum, view.schedule[0])):
         return None
     return counts.long()
 

@@ -28,7 +28,7 @@ from fl.methods.fedavg import FedAvg
 
 FIRST = 300
 """The first of the test images used."""
-HEAD = ["attack", "network", "setting", "for choosing", "on others", "above the default", "CPU s an image"]
+HEAD = ["attack", "network", "images of", "setting", "for choosing", "on others", "above the default", "CPU s an image"]
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class Sweep:
         return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
 
 
-IG = {"tv": (0.0, 1e-6, 1e-4, 1e-2, 1e-1), "lr": (0.03, 0.1)}
+IG = {"tv": (0.0, 1e-6, 1e-4, 1e-3, 3e-3, 1e-2, 1e-1), "lr": (0.1,)}
 SWEEPS = (
     Sweep("ig", "hyperfl-colour", "cifar10", IG, 1000),
     Sweep("ig", "hyperfl-grey", "fashion_mnist", IG, 1000),
+    Sweep("ig", "hyperfl-grey", "handwritten62", IG, 1000),
     Sweep("ig", "lenet-zhu", "cifar10", IG, 1000),
     Sweep("rog", "lenet-zhu", "cifar10", {"factor": (1, 2, 4), "tv": (0.0, 1e-4, 1e-2)}, 500),
 )
@@ -65,8 +66,9 @@ SWEEPS = (
 
 def victims(sweep: Sweep, first: int, images: int) -> list[Seen]:
     """Views of one step on so many test images from number `first` on."""
-    chosen = fl.data.load(sweep.dataset).test.take(torch.arange(first, first + images))
-    task = fl.models.build(sweep.network, num_classes=10, seed=0)
+    data = fl.data.load(sweep.dataset)
+    chosen = data.test.take(torch.arange(first, first + images))
+    task = fl.models.build(sweep.network, num_classes=len(data.class_names), seed=0)
     return seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), chosen, 0)
 
 
@@ -96,9 +98,9 @@ def swept(sweep: Sweep, images: int) -> tuple[list[list[object]], dict[str, Any]
         words = ", ".join(f"{key} {value:g}" for key, value in setting.items())
         gain = "the default" if setting == default else written(paired_difference(again, base))
         means = written(mean_interval(data)), written(mean_interval(again))
-        body.append([sweep.attack, sweep.network, words, *means, gain, f"{seconds:.1f}"])
+        body.append([sweep.attack, sweep.network, sweep.dataset, words, *means, gain, f"{seconds:.1f}"])
     raw = [{"setting": setting, "psnr": [row["psnr"] for row in data]} for setting, data, _ in found]
-    return body, {"attack": sweep.attack, "network": sweep.network, "grid": raw}
+    return body, {"attack": sweep.attack, "network": sweep.network, "dataset": sweep.dataset, "grid": raw}
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from fl.tensors import dense
 from fl.types import Batch, Task, Upload
 
 FAR = 20.0
-"""How long updates are, in units of the clip."""
+"""How long the updates of canaries are, in units of the clip."""
 Floats = NDArray[np.float64]
 
 

@@ -23,7 +23,8 @@ sweep: {attack.ig.tv: [1e-4, 1e-2]}      # each value becomes an entry of its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +54,37 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def _overridden(
-    experiment: Experiment, sweep: dict[str, Any], overrides: Sequence[str]
-) -> tuple[Experiment, dict[str, Any]]:
-    """Experiment and sweep after the overrides, in whatever order they fit; of two of one key the last holds."""
-    waiting = list({text.partition("=")[0]: text for text in overrides}.values())
+    experiment: Experiment, sweep: Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[Experiment, Mapping[str, Any]]:
+    """Experiment and sweep after the overrides, in their order; one that does not fit yet waits for the others.
+
+    When its turn comes, those given after it are applied once more: they go before it.
+    """
+    state = experiment, sweep
+    waiting, fit = list(range(len(overrides))), set[int]()
     while waiting:
-        refused: dict[str, ValueError] = {}
-        for text in waiting:
+        refused: dict[int, ValueError] = {}
+        for i in waiting:
             try:
-                several = grid.several(experiment, text)
-                if several is None:
-                    experiment = override(experiment, text)
-                else:
-                    sweep = sweep | several
-            except ValueError as error:  # perhaps it fits once another one is applied
-                refused[text] = error
+                state = reduce(_with, [overrides[j] for j in (i, *sorted(k for k in fit if k > i))], state)
+            except ValueError as error:
+                refused[i] = error
+            else:
+                fit.add(i)
         if len(refused) == len(waiting):
             raise next(iter(refused.values()))
         waiting = list(refused)
-    return experiment, sweep
+    return state
+
+
+def _with(state: tuple[Experiment, Mapping[str, Any]], text: str) -> tuple[Experiment, Mapping[str, Any]]:
+    """Experiment and sweep after one override, which takes the place of a sweep over the same key."""
+    experiment, sweep = state
+    several = grid.several(experiment, text)
+    if several is not None:
+        return experiment, {**sweep, **several}
+    key = text.partition("=")[0].strip()
+    return override(experiment, text), {name: values for name, values in sweep.items() if name != key}
 
 
 def read(data: Any) -> Experiment:

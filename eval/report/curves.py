@@ -39,7 +39,8 @@ def figure(
     alt = f"{title}. {' '.join(spoken)}"
     band = "Lines are means over seeds; bands, or whiskers where there are few rounds, reach from lowest to highest."
     seeds = band if any(course.band for course in found) else "One seed: no band."
-    caption = f"{seeds} Round 0 is before training. In the legend, values with their rounds in brackets."
+    untrained = "Round 0 is before training. " if any(at == 0 for course in found for at, _ in course.points) else ""
+    caption = f"{seeds} {untrained}In the legend, values with their rounds in brackets."
 
     def draw(width: int) -> str:
         return figures.lines(curves, ylabel=ylabel, alt=alt, width=width, percent=percents)

@@ -169,6 +169,10 @@ class HFedFLatent(HFedF):
             every[upload.client] = dense(minus(every[upload.client], upload.update[LATENT]))
         return replace(after, own={**after.own, HYPERNETWORK: {**after.own[HYPERNETWORK], EMBEDDINGS: every}})
 
+    def server_numbers(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
+        """As for hFedF, once the hypernetwork moves."""
+        return {} if server.round < self.autoencoder_rounds else super().server_numbers(server, uploads, task)
+
 
 def _autoencoder(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX): value for name, value in weights.items() if name.startswith(PREFIX)}

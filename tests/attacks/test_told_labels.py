@@ -11,8 +11,9 @@ from support import worlds
 from attacks.labels import idlg
 from attacks.problem import Problem, fixed_labels
 from defenses.noise import Noise
+from fl.data.augment import CropFlip
 from fl.defense import Defense
-from fl.federation import Federation
+from fl.federation import ClientData, Federation
 from fl.methods.fedgen import FedGen
 from fl.tensors import dense
 from fl.types import Batch
@@ -73,6 +74,17 @@ def test_shares_that_are_not_whole_are_no_answer_and_then_the_gradient_is_asked_
     assert (fixed_labels(replace(view, update=less), "auto") is not None) == said
     many = {**view.update, SHARES: dense(view.update[SHARES]) - 1.0}  # whole, but of more images than there are
     assert (fixed_labels(replace(view, update=many), "auto") is not None) == said
+
+
+@pytest.mark.parametrize(("method", "counted"), [(STEP, True), (replace(STEP, batch_size=2), False)])
+def test_changed_images_are_counted_only_where_the_whole_data_is_fed_again(method: FedGen, counted: bool) -> None:
+    """Half the data fed once more comes to whole numbers, too, yet which half it was nobody tells."""
+    data = labelled(0, 0, 1, 1)
+    run = Federation(worlds.federation(method, rounds=0).client, [ClientData(data, data, CropFlip(padding=1))])
+    run.run_round()
+    view, truth = run.observe(0)
+    found = fixed_labels(view, "auto")
+    assert (None if found is None else found.tolist()) == (sorted(truth.labels.tolist()) if counted else None)
 
 
 def test_noise_in_what_is_told_leaves_it_to_a_search() -> None:

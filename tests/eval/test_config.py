@@ -163,6 +163,34 @@ def test_overrides_are_applied_in_an_order_in_which_they_fit(tmp_path):
         config.load(path, ["federation.rouds=1", *given])
 
 
+@pytest.mark.parametrize(
+    ("given", "tv"),
+    [
+        (["attack.tv=1", "attack.ig.tv=2", "attack.tv=3"], [3.0]),
+        (["attack.ig.tv=[1, 2]", "attack.ig.tv=3"], [3.0]),
+        (["attack.ig.tv=3", "attack.ig.tv=[1, 2]"], [1.0, 2.0]),
+        (["attack.ig.tv=3", "attack=[{name: ig, tv: 4}]"], [4.0]),
+    ],
+)
+def test_of_overrides_of_one_setting_the_last_holds(tmp_path, given, tv):
+    (tmp_path / "two.yaml").write_text(TEXT)
+    found = config.load(tmp_path / "two.yaml", given)
+    assert [entry.item.tv for entry in found.attack if entry.label.startswith("ig")] == tv
+
+
+def test_an_override_that_waited_does_not_overtake_later_ones(tmp_path):
+    (tmp_path / "two.yaml").write_text(TEXT)
+    waits = ["observe.rounds=[7]", "observe.rounds=[2]", "federation.rounds=7"]
+    assert config.load(tmp_path / "two.yaml", waits).observe.rounds == (2,)
+
+
+@pytest.mark.parametrize("bad", ["attack.ig.tv", "attack.ig.tv=bad"])
+def test_a_wrong_override_is_said_even_if_a_later_one_is_right(tmp_path, bad):
+    (tmp_path / "two.yaml").write_text(TEXT)
+    with pytest.raises(ValueError, match=r"attack\.ig\.tv"):
+        config.load(tmp_path / "two.yaml", [bad, "attack.ig.tv=4"])
+
+
 def test_load_names_the_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config file"):
         config.load(tmp_path / "none.yaml")

@@ -275,3 +275,14 @@ def test_where_nothing_is_sent_there_is_nothing_to_invert() -> None:
     assert isinstance(attack(federation().observe(0)[0]), NotApplicable)  # the autoencoder's round
     view = federation(rounds=1).observe(0)[0]
     assert isinstance(attack(replace(view, scaled=True)), NotApplicable)
+
+
+def test_the_server_speaks_of_alignment_only_where_the_hypernetwork_moves() -> None:
+    first = federation(autoencoder_rounds=1)
+    run = Federation(first.client, first.data, protocol=Protocol(measures=("server",)))
+    said = []
+    for _ in range(2):
+        run.step(evaluate=True)
+        said.append(run.stepped)
+    assert said[0] == {}
+    assert said[1]
