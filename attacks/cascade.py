@@ -29,6 +29,8 @@ SURE = 0.5 / 255
 """How far a pixel may move and still counts as known."""
 ROUNDED = 0.25
 """Rounding to the nearest number, root mean square, relative to the spacing after 1."""
+MOST = 12_288
+"""Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
 RANGE = 1e-2
 """How far outside [0, 1] a pixel may come out of equations that are satisfied."""
 
@@ -39,11 +41,12 @@ class Cascade(Attack):
     """Solves for the input of one layer after the other, from the last linear layer with a bias down to the pixels.
 
     In the spirit of R-GAP (Zhu and Blaschko, ICLR 2021), which needs layers without pooling; the equations are ours.
-    For one local step on one image of a chain of convolutions, pooling, activations and linear layers. Needs neither
-    label nor classifier nor a trained prior: what flows back into a linear layer is its bias gradient, and its input
-    follows from the weight gradient, an outer product. For a convolution whose outputs and their signal are known, the
-    gradient of its weight and its own forward equations are linear in its input once it is known which position each
-    pooling cell passed on; `attacks.exact` finds that out.
+    For one local step on one image, or on a small batch, of a chain of convolutions, pooling, activations and linear
+    layers. Needs neither label nor classifier nor a trained prior: what flows back into a linear layer is its bias
+    gradient, and its input follows from the weight gradient, an outer product. The images of a batch are told apart
+    first (`attacks.exact.separate`) and come back in no particular order, verified all or none. For a convolution
+    whose outputs and their signal are known, the gradient of its weight and its own forward equations are linear in
+    its input once it is known which position each pooling cell passed on; `attacks.exact` finds that out.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
     fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
@@ -195,6 +198,9 @@ def _inseparable(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int
         return f"the update says nothing of the bias of {stage.name}, by which images are told apart"
     if most(len(below)) < count:
         return f"the {len(below)} biases of {stage.name} tell at most {most(len(below))} images apart, not {count}"
+    for lower in stages[:top]:
+        if isinstance(lower.layer, nn.Conv2d) and count * lower.shape.numel() > MOST:
+            return f"{count} inputs of {lower.name} are {count * lower.shape.numel()} numbers, more than {MOST} at once"
     return None
 
 

@@ -147,7 +147,7 @@ class Mixture:
     @cached_property
     def back(self) -> Tensor:
         """What A is multiplied by for what flows back below, but for its slope (C, n / C, B)."""
-        factor = self.known.share.repeat_interleave(len(self.known.slope) // len(self.known.share)) / self.known.slope
+        factor = self.known.share.repeat_interleave(len(self.known.slope) // len(self.known.share)) * self.known.slope
         return ((self.known.weight.mT @ self.left) * factor[:, None]).view(len(self.known.below), -1, self.count)
 
     @cached_property

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attacks.exact.flat import _flat
 from attacks.exact.layer import Layer
 from attacks.exact.propagation import image_prior
 from fl.seeds import stream
@@ -72,3 +73,9 @@ def test_a_prior_does_not_join_images() -> None:
     alone, together = (image_prior(made, mean, std, 0.3) for made in (one, two))
     assert torch.equal(together.pixels, torch.block_diag(alone.pixels, alone.pixels))
     assert torch.equal(together.channels, alone.channels)
+
+
+def test_neighbours_are_of_the_same_image() -> None:
+    number = torch.tensor([[[5.0, 5.0], [7.0, 1.0], [9.0, 9.0], [9.0, 9.0]]])
+    assert _flat(number, 3, 2) == 5
+    assert _flat(number, 3, 4) is None

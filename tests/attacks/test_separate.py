@@ -26,22 +26,23 @@ def mixed(count: int, *, low: float = 0.01, gentle: float = 0.01, channels: int 
     """What the gradients of random layers say of `count` images, their inputs and their signals."""
     units, outputs = channels * 12, 64
     before = randn(count, units, key="z") + 0.5
-    inputs = torch.where(before > 0, before, gentle * before)
+    offset, slope, share = randn(units, key="offset") * 0.1, randn(units, key="slope").exp(), randn(channels, key="s")
+    inputs = torch.where(before > 0, before, gentle * before) * slope + offset
     weight, bias = randn(outputs, units, key="w") / units**0.5, randn(outputs, key="b") * 0.1
     slopes = torch.where(inputs @ weight.mT + bias > 0, 1.0, low)
     signals = slopes * (randn(count, 10, key="p") @ randn(10, outputs, key="head"))
-    back = (signals @ weight) * torch.where(inputs > 0, 1.0, gentle)
+    back = (signals @ weight) * slope * torch.where(before > 0, 1.0, gentle)
     known = Sum(
         weight=weight,
         bias=bias,
         low=low,
         gradient=signals.mT @ inputs,
         moved=signals.sum(0),
-        offset=torch.zeros(units).double(),
-        slope=torch.ones(units).double(),
+        offset=offset,
+        slope=slope,
         gentle=gentle,
-        below=back.sum(0).view(channels, -1).sum(1),
-        share=torch.ones(channels).double(),
+        below=back.sum(0).view(channels, -1).sum(1) * share,
+        share=share,
     )
     return known, inputs, signals
 
@@ -65,9 +66,11 @@ def test_two_images_that_are_one_are_not_told_apart() -> None:
     assert separate(known, 2) is None
 
 
-def test_a_bias_gradient_of_other_images_tells_nothing_apart() -> None:
+def test_biases_that_contradict_are_not_believed() -> None:
     known, *_ = mixed(2)
-    assert separate(replace(known, below=known.below.flip(0)), 2) is None
+    altered = known.below.clone()
+    altered[:3] *= 2
+    assert separate(replace(known, below=altered), 2) is None
 
 
 def test_images_that_can_be_told_apart_grow_with_the_biases() -> None:
@@ -86,7 +89,8 @@ def seen(task: Task, images: Tensor, labels: Tensor | None = None) -> ServerView
 
 def test_a_batch_comes_back_to_rounding_in_no_order() -> None:
     task = network(*WIDE)
-    result, other = Cascade()(seen(task, TWO)), Cascade()(seen(task, TWO.flip(0), torch.tensor([1, 0])))
+    labelled = replace(seen(task, TWO), labels=torch.tensor([0, 1]))
+    result, other = Cascade()(labelled), Cascade()(seen(task, TWO.flip(0), torch.tensor([1, 0])))
     for found in (result, other):
         assert isinstance(found, Reconstruction)
         assert found.inputs is not None
@@ -116,10 +120,17 @@ def test_an_altered_batch_is_never_verified() -> None:
         ((nn.Conv2d(1, 32, 3, bias=False), LEAKY), 2, "says nothing of the bias"),
         (POOLED, 3, "12 biases of body.0 tell at most 2 images apart, not 3"),
         (WIDE, 1, ""),
+        ((*WIDE, nn.Conv2d(32, 64, 3, padding=1), LEAKY), 8, "8 inputs of body.3 are 12544 numbers"),
     ],
 )
 def test_batches_it_cannot_tell_apart_are_refused(chain: tuple[nn.Module, ...], count: int, reason: str) -> None:
-    images = torch.cat([TWO, TWO.flip(2)])[:count]
+    images = torch.cat([TWO, TWO.flip(2), TWO.flip(3), TWO.flip(2, 3)])[:count]
     result = Cascade()(seen(network(*chain), images))
     assert isinstance(result, NotApplicable) == bool(reason)
     assert not isinstance(result, NotApplicable) or reason in result.reason
+
+
+def test_a_step_on_some_of_the_images_is_refused() -> None:
+    result = Cascade()(replace(seen(network(*WIDE), TWO), batch_size=4))
+    assert isinstance(result, NotApplicable)
+    assert "as many images as the step's batch has" in result.reason
