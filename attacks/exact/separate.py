@@ -37,6 +37,8 @@ TRUSTED = 1e-3
 """Share of a channel's bias gradient that is left unexplained, from which on it is left out at the end."""
 SPARE = 8
 """Equations beyond the unknowns that make an answer that explains them a proof."""
+TRACE = 1e-6
+"""Least singular value, relative to the largest, that is an image's own: less is rounding."""
 FITS = 1e-4
 """Share of the bias gradient that the right answer may leave unexplained: rounding."""
 
@@ -104,6 +106,8 @@ def separate(known: Sum, count: int) -> Apart | None:
     others leave, until all are.
     """
     mixture = Mixture.of(known, count)
+    if mixture is None:
+        return None
     for start in islice(mixture.starts(), TRIED):
         found = mixture.refined(start)
         if found is not None and found.left < FITS:
@@ -128,9 +132,11 @@ class Mixture:
     total: Tensor
 
     @classmethod
-    def of(cls, known: Sum, count: int) -> Mixture:
-        """From what is known of `count` images."""
+    def of(cls, known: Sum, count: int) -> Mixture | None:
+        """From what is known of `count` images; None where they leave no trace of their own."""
         left, sizes, right = torch.linalg.svd(known.gradient, full_matrices=False)
+        if len(sizes) < count or not sizes[count - 1] > TRACE * sizes[0]:
+            return None
         left = left[:, :count]
         return cls(known, left, sizes[:count, None] * right[:count], left.mT @ known.moved)
 
@@ -192,8 +198,9 @@ class Mixture:
         rows = self._distinct(solved, 300)
         for _ in range(3):
             precision = self._precision(rows)
-            pulled = torch.linalg.solve(precision, self.total.expand(len(rows), -1)[..., None])[..., 0]
+            pulled = torch.linalg.solve_ex(precision, self.total.expand(len(rows), -1)[..., None])[0][..., 0]
             rows = pulled / (pulled @ self.total)[:, None]
+            rows = rows[rows.isfinite().all(1)]
         return self._distinct(rows, KEPT)
 
     def _at_rest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +236,10 @@ class Mixture:
     # ---- refined -----------------------------------------------------------------------------------------------------
     def refined(self, start: Tensor) -> Apart | None:
         """From a rough inverse of A (B, B) on: many at random, the better half of which moves the next ones."""
-        made = torch.linalg.inv(self._around(start))
+        around = self._around(start)
+        if around is None:
+            return None
+        made = torch.linalg.inv_ex(around)[0]
         centre = torch.linalg.inv(start).mT.flatten()
         draw = stream(1, "separate")
         best, least = made[0], float("inf")
@@ -258,11 +268,13 @@ class Mixture:
             made = (centre + steps @ self.free.mT).view(-1, self.count, self.count).mT
         return self._answer(best)
 
-    def _around(self, start: Tensor) -> Tensor:
-        """Inverses of A drawn around `start`, as the inputs at rest tell (N, B, B); the first is itself."""
+    def _around(self, start: Tensor) -> Tensor | None:
+        """Inverses of A drawn around `start`, as far as the inputs at rest tell it (N, B, B); the first is itself."""
         draw = stream(2, "separate")
         plane = torch.linalg.svd(self.total[None])[2][1:].mT  # a row's product with the sum is 1
-        factor = torch.linalg.cholesky(plane.mT @ self._precision(start) @ plane)
+        factor, failed = torch.linalg.cholesky_ex(plane.mT @ self._precision(start) @ plane)
+        if bool(failed.any()):
+            return None
         fresh = torch.randn(PARTICLES, self.count, self.count - 1, generator=draw, dtype=torch.float64).to(start)
         fresh[0] = 0
         steps = torch.linalg.solve_triangular(factor.mT, fresh[..., None], upper=True)[..., 0]

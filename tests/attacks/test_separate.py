@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.cascade import Cascade
-from attacks.exact.separate import Sum, most, separate
+from attacks.exact.separate import Mixture, Sum, most, separate
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.seeds import stream
@@ -64,6 +64,7 @@ def test_images_are_told_apart_behind_a_linear_layer(count: int, gentle: float) 
 def test_two_images_that_are_one_are_not_told_apart() -> None:
     known, *_ = mixed(1)
     assert separate(known, 2) is None
+    assert Mixture.of(known, 2) is None
 
 
 def test_biases_that_contradict_are_not_believed() -> None:
