@@ -15,9 +15,11 @@ from attacks.exact.decode import LOOSE
 from attacks.exact.equations import Equations
 from attacks.exact.invert import solve
 from attacks.exact.layer import Layer
+from attacks.exact.separate import Apart, Sum, most, separate
 from attacks.exact.solved import Solved
 from attacks.headless import exact_gradient
-from attacks.layer_equations import Outputs, invert
+from attacks.layer_equations import Outputs, invert, slope_below
+from attacks.training import training
 from attacks.unroll import Stage, unroll
 from fl.tensors import dense
 from fl.types import ServerView
@@ -27,6 +29,8 @@ SURE = 0.5 / 255
 """How far a pixel may move and still counts as known."""
 ROUNDED = 0.25
 """Rounding to the nearest number, root mean square, relative to the spacing after 1."""
+MOST = 12_288
+"""Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
 RANGE = 1e-2
 """How far outside [0, 1] a pixel may come out of equations that are satisfied."""
 
@@ -37,11 +41,12 @@ class Cascade(Attack):
     """Solves for the input of one layer after the other, from the last linear layer with a bias down to the pixels.
 
     In the spirit of R-GAP (Zhu and Blaschko, ICLR 2021), which needs layers without pooling; the equations are ours.
-    For one local step on one image of a chain of convolutions, pooling, activations and linear layers. Needs neither
-    label nor classifier nor a trained prior: what flows back into a linear layer is its bias gradient, and its input
-    follows from the weight gradient, an outer product. For a convolution whose outputs and their signal are known, the
-    gradient of its weight and its own forward equations are linear in its input once it is known which position each
-    pooling cell passed on; `attacks.exact` finds that out.
+    For one local step on one image, or on a small batch, of a chain of convolutions, pooling, activations and linear
+    layers. Needs neither label nor classifier nor a trained prior: what flows back into a linear layer is its bias
+    gradient, and its input follows from the weight gradient, an outer product. The images of a batch are told apart
+    first (`attacks.exact.separate`) and come back in no particular order, verified all or none. For a convolution
+    whose outputs and their signal are known, the gradient of its weight and its own forward equations are linear in
+    its input once it is known which position each pooling cell passed on; `attacks.exact` finds that out.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
     fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
@@ -61,7 +66,7 @@ class Cascade(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
-        gradient = exact_gradient(view)
+        gradient = exact_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
         stages = unroll(view, max_pooling=True)
@@ -79,7 +84,9 @@ class Cascade(Attack):
         refused = _refusal(stages[: top + 1], gradients)
         if refused is not None:
             return NotApplicable(refused)
-        return _descend(view, stages, gradients, top)
+        count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
+        first = _single(stages, gradients, top) if count == 1 else _separated(stages, gradients, top, count)
+        return first if isinstance(first, NotApplicable) else _descend(view, stages, gradients, top, first)
 
 
 def _top(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> int | None:
@@ -144,25 +151,79 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else value
 
 
-def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> Reconstruction:
-    signal = gradients[f"{stages[top].name}.bias"]
+def _single(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> Apart:
+    """Signal and input of the top layer for one image: its gradient is their outer product."""
+    weight, signal = (gradients[f"{stages[top].name}.{kind}"] for kind in ("weight", "bias"))
+    values = (signal @ weight) / (signal @ signal)
+    return Apart(signal[None], values[None], 0.0, 0.0)
+
+
+def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> Apart | NotApplicable:
+    """Signals and inputs of the top layer for the images of a batch, or why they can't be told apart."""
+    reason = _inseparable(stages, gradients, top, count)
+    if reason is not None:
+        return NotApplicable(reason)
+    above, stage = stages[top], stages[top - 1]
+    weight, moved = (gradients[f"{above.name}.{kind}"] for kind in ("weight", "bias"))
+    assert isinstance(above.layer, nn.Linear)
+    zero = torch.zeros(1, *above.shape, dtype=weight.dtype)
+    offset = above.given(zero).flatten()
+    below = gradients[f"{stage.name}.bias"]
+    rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
+    known = Sum(
+        weight=above.layer.weight.detach(),
+        bias=above.layer.bias.detach(),
+        low=slope_below(above.activation) if rises else None,
+        gradient=weight,
+        moved=moved,
+        offset=offset,
+        slope=above.given(zero + 1).flatten() - offset,
+        gentle=slope_below(stage.activation),
+        below=below,
+        share=_normalisation(stage, below)[0],
+    )
+    found = separate(known, count)
+    return NotApplicable(f"the {count} images of the batch could not be told apart") if found is None else found
+
+
+def _inseparable(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> str | None:
+    """Why the equations for telling `count` images apart are too few, or None."""
+    if top == 0:
+        return f"nothing below {stages[0].name} tells the {count} images of the batch apart"
+    above, stage = stages[top], stages[top - 1]
+    if not isinstance(stage.activation, nn.LeakyReLU | nn.ReLU) or not above.pointwise:
+        return f"it tells images apart by the bend of a (leaky) ReLU right below {above.name}: there is none"
+    below = gradients.get(f"{stage.name}.bias")
+    if below is None or not bool(below.any()):
+        return f"the update says nothing of the bias of {stage.name}, by which images are told apart"
+    if most(len(below)) < count:
+        return f"the {len(below)} biases of {stage.name} tell at most {most(len(below))} images apart, not {count}"
+    for lower in stages[:top]:
+        if isinstance(lower.layer, nn.Conv2d) and count * lower.shape.numel() > MOST:
+            return f"{count} inputs of {lower.name} are {count * lower.shape.numel()} numbers, more than {MOST} at once"
+    return None
+
+
+def _descend(
+    view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: Apart
+) -> Reconstruction:
     residuals: dict[str, Tensor] = {}
     # an unknown defence may have shortened weight and bias apart, which only a second layer shows
     verified, off = view.threat.knows_defense or top > 0, 0.0
-    values, fixed = signal, None
+    values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
     for i in range(top, -1, -1):
         stage = stages[i]
         if i < top:
             given, signal, loose, doubt = _below(stage, stages[i + 1], values, signal, off)
         weight = gradients[f"{stage.name}.weight"]
         if isinstance(stage.layer, nn.Linear):
-            signal = gradients.get(f"{stage.name}.bias", signal.flatten())
-            values = (signal @ weight) / (signal @ signal)
-            left = weight - torch.outer(signal, values)
-            residuals[stage.name] = torch.stack([left.norm() / weight.norm(), left.new_zeros(())])
-            signal = signal @ stage.layer.weight.detach()
-            off = max(float(residuals[stage.name][0]), ROUNDED * torch.finfo(view.dtype).eps)
+            if i < top:
+                signal, values = _linear(signal, weight, gradients.get(f"{stage.name}.bias"))
+            left = weight - signal.mT @ values
+            residuals[stage.name] = torch.stack([left.norm() / weight.norm(), left.new_tensor(first.left * (i == top))])
+            off = max(float(residuals[stage.name][0]), ROUNDED * torch.finfo(view.dtype).eps, first.off)
             verified = verified and off < 1e-3
+            signal = signal @ stage.layer.weight.detach()
         else:
             known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt))
             known = replace(known, noise=max(off, _rounding(view, stage.name)))
@@ -171,20 +232,32 @@ def _descend(view: ServerView, stages: Sequence[Stage], gradients: dict[str, Ten
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
             if i == 0 and verified:
-                fixed = _fixed(solved, *_statistics(stage))
+                fixed = _apart(_fixed(solved, *_statistics(stage)), count)
                 verified = bool(fixed.all())
-            values, signal, off = found.x, solved.signal, max(found.gradient, known.noise)
-    image = stages[0].undo(values[None])
+            values, signal = _apart(found.x, count), _apart(solved.signal, count)
+            off = max(found.gradient, known.noise)
+    image = stages[0].undo(values)
     if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
         verified, fixed = False, None
     return Reconstruction(
         inputs=image.clamp(0, 1).to(view.device, view.dtype),
-        labels=view.labels,
+        labels=view.labels if count == 1 else None,  # which image has which is not known
         objective=max(float(r.max()) for r in residuals.values()),
         private={f"residual/{name}": value for name, value in residuals.items()},
         verified=verified,
-        fixed=None if fixed is None else fixed[None].to(view.device),
+        fixed=None if fixed is None else fixed.to(view.device),
     )
+
+
+def _linear(signal: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Signals (B, m) and inputs (B, n) of a linear layer from what flows back into it; of one image it is sent."""
+    signal = bias[None] if bias is not None and len(signal) == 1 else signal
+    return signal, torch.linalg.solve(signal @ signal.mT, signal @ weight)
+
+
+def _apart(x: Tensor, count: int) -> Tensor:
+    """Images that lie one above the other (I, H, W) as (N, I, ., W)."""
+    return x.view(len(x), count, -1, x.shape[2]).transpose(0, 1)
 
 
 def _fixed(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
@@ -201,7 +274,7 @@ def _fixed(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
 def _below(
     stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: float
 ) -> tuple[Outputs, Tensor, Tensor, Tensor]:
-    """What the activation of `stage` was given, pooled, and what flows back into it.
+    """What the activation of `stage` was given, pooled, and what flows back into it; image by image (B, .).
 
     And how far the first may be off, and the factor between the slopes on both sides of the bend where that leaves the
     side open; `off` is how far the values may be off, relative to their root mean square.
@@ -209,8 +282,8 @@ def _below(
     if above.pointwise:
         zero = torch.zeros(1, *above.shape, dtype=values.dtype)
         slope = (above.given(zero + 1) - above.given(zero)).flatten()
-        values, signal = above.undo(values[None]).flatten(), signal.flatten() * slope
-    values, signal = values.flatten(), signal.flatten()
+        values, signal = above.undo(values), signal.flatten(1) * slope
+    values, signal = values.flatten(1), signal.flatten(1)
     error = off * values.square().mean().sqrt()
     given, slope = invert(stage.activation, values)
     doubt = torch.ones_like(slope)
@@ -235,17 +308,21 @@ def _equations(
     weight = conv.weight.detach()
     bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
     scale, shift = _normalisation(stage, weight)
+    count = len(given.values)
     layer = Layer(
         weight * scale[:, None, None, None],
         bias * scale + shift,
-        (conv.in_channels, stage.shape[1], stage.shape[2]),
+        (conv.in_channels, count * stage.shape[1], stage.shape[2]),
         _pair(conv.padding),  # type: ignore[arg-type]
         _pair(conv.stride),  # type: ignore[arg-type]
         pooling.window,
         pooling.average,
+        count,
     )
     gradient = gradients[f"{stage.name}.weight"]
-    target, seen, signal, loose, doubt = (part.view(len(weight), -1) for part in (given.values, given.known, *rest))
+    target, seen, signal, loose, doubt = (
+        part.view(count, len(weight), -1).transpose(0, 1).flatten(1) for part in (given.values, given.known, *rest)
+    )
     return Equations(
         layer,
         gradient.flatten(1) / scale[:, None],

@@ -141,8 +141,8 @@ def astray(view: ServerView) -> str | None:
     return f"{view.method.name} does not step along the gradient of its loss alone{why}"
 
 
-def obstacle(view: ServerView) -> str | None:
-    """Why the classifier can't be cut off, or None."""
+def obstacle(view: ServerView, *, batches: bool = False) -> str | None:
+    """Why the classifier can't be cut off, or None; `batches` are left to an attack that tells their images apart."""
     if not view.update:
         return "nothing is shared"
     if (reason := astray(view)) is not None:
@@ -157,10 +157,11 @@ def obstacle(view: ServerView) -> str | None:
     if len(steps) != 1:
         several = "it takes one local step: where several are short, `first-step` works out the first"
         return several if view.schedule is not None else "the number of local steps is unknown"
-    if sum(steps[0]) != 1:
+    if sum(steps[0]) != 1 and not batches:
         return "it takes a batch of one: the signals of several images are summed in the bias gradient"
-    if view.batch_size not in {None, 1}:
-        return f"it takes a client of one image: which of {view.batch_size} the one step was on is unknown"
+    if view.batch_size not in {None, sum(steps[0])}:
+        one = "one image" if not batches else "as many images as the step's batch has"
+        return f"it takes a client of {one}: which of {view.batch_size} the one step was on is unknown"
     return None
 
 
@@ -174,9 +175,12 @@ def _last_linear(view: ServerView) -> str | None:
     return found
 
 
-def exact_gradient(view: ServerView) -> Tensors | NotApplicable:
-    """The gradient of a view's one step where it is known up to one factor for all tensors, or why it is not."""
-    if (reason := obstacle(view)) is not None:
+def exact_gradient(view: ServerView, *, batches: bool = False) -> Tensors | NotApplicable:
+    """The gradient of a view's one step where it is known up to one factor for all tensors, or why it is not.
+
+    Of one image, unless the caller takes `batches`.
+    """
+    if (reason := obstacle(view, batches=batches)) is not None:
         return NotApplicable(reason)
     if not view.client.defense.keeps_ratios():
         return NotApplicable(f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update")

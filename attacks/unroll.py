@@ -55,10 +55,10 @@ class Stage:
         return result
 
     def undo(self, given: Tensor) -> Tensor:
-        """What comes in, from what the layer is given (1, ...); for pointwise maps."""
+        """What comes in, from what the layer is given (N, ...); for pointwise maps."""
         zero = torch.zeros(1, *self.shape, dtype=given.dtype)
         offset, slope = self.given(zero), self.given(zero + 1)
-        return ((given - offset) / (slope - offset)).view(1, *self.shape)
+        return ((given - offset) / (slope - offset)).view(-1, *self.shape)
 
     def linear(self, given: Tensor) -> Tensor:
         """What the activation is given, from what the layer is given."""

@@ -1,5 +1,6 @@
 """Exact inversion of one convolution at a time: what `attacks.cascade` is made of.
 
-`layer` holds a convolution with its pooling as linear maps, `equations` what is known of one, `rowspace`, `annealing`
-and `propagation` three ways to find where the pooling looked, `polish` the last step to rounding and the check.
+`separate` tells the images of a batch apart, `layer` holds a convolution with its pooling as linear maps, `equations`
+what is known of one, `rowspace`, `annealing` and `propagation` three ways to find where the pooling looked, `polish`
+the last step to rounding and the check.
 """

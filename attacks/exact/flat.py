@@ -42,10 +42,10 @@ def flatten(now: Solved, levels: Levels) -> Solved:
         `now` itself where nothing moves, or the input is on no levels. A pixel of which two levels explain about as
         much is not fixed; nothing is once a pixel has moved.
     """
-    number = levels.number(now.found.x)
+    number, height = levels.number(now.found.x), now.known.layer.alone[1]
     loose = now.deviations() / levels.step
     order = loose.masked_fill(loose <= LOOSE, 0).flatten().argsort(descending=True).tolist()
-    tried = [index for index in order[: int((loose > LOOSE).sum())] if _flat(number, index) is not None][:MANY]
+    tried = [index for index in order[: int((loose > LOOSE).sum())] if _flat(number, index, height) is not None][:MANY]
     if not tried:
         return now
     best, moved = _at(now, number, levels), False
@@ -57,7 +57,7 @@ def flatten(now: Solved, levels: Levels) -> Solved:
     while left > 0:
         before = number.clone()
         for index in tried:
-            level = _flat(number, index)
+            level = _flat(number, index, height)
             if level is None:
                 continue
             other = number.clone()
@@ -86,10 +86,15 @@ def _at(now: Solved, number: Tensor, levels: Levels) -> Solved:
     return replace(now, found=fit(now.known, x, decided(now.known, found)))
 
 
-def _flat(number: Tensor, index: int) -> float | None:
-    """The level of at least half of the pixel's neighbours, if it is not on that itself."""
+def _flat(number: Tensor, index: int, height: int) -> float | None:
+    """The level of at least half of a pixel's neighbours in its image of `height` rows, if it is not on that itself."""
     channel, row, column = (int(i) for i in torch.unravel_index(torch.tensor(index), number.shape))
-    around = number[channel, max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2].flatten().tolist()
+    first = row // height * height
+    around = (
+        number[channel, max(row - 1, first) : min(row + 2, first + height), max(column - 1, 0) : column + 2]
+        .flatten()
+        .tolist()
+    )
     own = float(number[channel, row, column])
     around.remove(own)
     level = max(around, key=around.count)

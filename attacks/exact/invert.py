@@ -25,6 +25,9 @@ NEAR = 1e-3
 ROUGH = 1e-2
 """Equations left unexplained by less than this share may be so for a few pixels at the rim, off by several levels."""
 
+ROUGHLY = 0.1
+"""Equations of a batch left unexplained by less than this share may be settled by more rounds."""
+
 AGAIN = 4.0
 """How much nearer a propagation has to come before what follows from it is tried again."""
 
@@ -36,7 +39,7 @@ SMALL = 1500
 
 
 def schedules(unknown: int) -> tuple[Schedule, ...]:
-    """For the propagation of `unknown` pixels.
+    """For the propagation of `unknown` pixels an image.
 
     The second starts wider and moves more slowly, the third takes any pixel value.
     """
@@ -54,7 +57,7 @@ def solve(known: Equations, statistics: tuple[Tensor, Tensor] | None = None) -> 
             for one further up, of whose input nothing is expected.
     """
     if not known.layer.searched:
-        prior = None if statistics is None else image_prior(known.layer.shape, *statistics, 0.3).weakened(1e-5)
+        prior = None if statistics is None else image_prior(known.layer, *statistics, 0.3).weakened(1e-5)
         return Solved.of(known, settle(known, known.layer.weight.new_zeros(known.layer.shape), prior=prior))
     return _hidden(known) if statistics is None else _pixels(known, *statistics)
 
@@ -65,21 +68,37 @@ def _hidden(known: Equations) -> Solved:
     for stretches in COOLING:
         if best is None or not best.satisfied:
             x, _ = anneal(known, stretches, partial(_close, known))
-            best = Solved.of(known, settle(known, x)).better(best)
+            best = _again(Solved.of(known, settle(known, x))).better(best)
     assert best is not None
     if not best.satisfied:
-        best = _propagated(known, feature_prior(known), Schedule(factor=0.4)).better(best)
+        best = _again(_propagated(known, feature_prior(known), Schedule(factor=0.4))).better(best)
+    return best
+
+
+def _again(now: Solved, rounds: int = 6) -> Solved:
+    """A batch's input settled anew for as long as more of it is explained: its equations hang together worse."""
+    if now.known.layer.images == 1 or not now.found.error < ROUGHLY:
+        return now
+    best = now
+    for _ in range(rounds):
+        found = replace(now.found, shares=decided(now.known, now.found))
+        moved = system_of(now.known, found).solve(found.x, 1e-12, whole=True)
+        now = Solved.of(now.known, fit(now.known, moved))
+        done = not now.found.error < 0.9 * best.found.error
+        best = now.better(best)
+        if done and best.satisfied:
+            break
     return best
 
 
 def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
     best: Solved | None = None
-    for schedule in schedules(math.prod(known.layer.shape)):
-        prior = image_prior(known.layer.shape, mean, std, schedule.deviation)
+    for schedule in schedules(math.prod(known.layer.alone)):
+        prior = image_prior(known.layer, mean, std, schedule.deviation)
         levels = None if schedule.levels is None else Levels.of(mean, std, schedule.levels)
         best = _propagated(known, prior, schedule, levels).better(best)
         if best.found.error < ROUGH:
-            best = decode(best, image_prior(known.layer.shape, mean, std, Schedule.deviation), Levels.of(mean, std))
+            best = decode(best, image_prior(known.layer, mean, std, Schedule.deviation), Levels.of(mean, std))
         if best.found.error < NEAR:
             return flatten(best, Levels.of(mean, std))
     assert best is not None

@@ -15,16 +15,18 @@ class Layer:
     """A convolution of an input X (I, H, W) whose outputs are pooled cell by cell.
 
     Output positions are counted along rows, l in [0, L). Pooling takes K cells of P positions each; without pooling
-    every position is a cell of its own. M = I * kh * kw is the size of a patch.
+    every position is a cell of its own. M = I * kh * kw is the size of a patch. Several images lie one above the other
+    in X, and so do their positions and cells; no patch and no cell reaches from one into the next.
 
     Attributes:
         weight: (O, I, kh, kw).
         bias: (O,).
-        shape: (I, H, W).
-        padding: zeros on every side, by axis.
+        shape: (I, H, W), with H the height of all images together.
+        padding: zeros on every side of an image, by axis.
         stride: by axis.
         window: of the pooling, by axis, also its stride; (1, 1) is none.
         average: whether pooling averages instead of taking the maximum.
+        images: how many.
     """
 
     weight: Tensor
@@ -34,13 +36,24 @@ class Layer:
     stride: tuple[int, int] = (1, 1)
     window: tuple[int, int] = (1, 1)
     average: bool = False
+    images: int = 1
+
+    @cached_property
+    def alone(self) -> tuple[int, int, int]:
+        """The shape of one image."""
+        return self.shape[0], self.shape[1] // self.images, self.shape[2]
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Height and width of the outputs before pooling."""
-        sides = zip(self.shape[1:], self.padding, self.kernel, self.stride, strict=True)
+        """Height and width of an image's outputs before pooling."""
+        sides = zip(self.alone[1:], self.padding, self.kernel, self.stride, strict=True)
         height, width = ((n + 2 * p - k) // s + 1 for n, p, k, s in sides)
         return height, width
+
+    @property
+    def positions(self) -> int:
+        """How many outputs a filter has before pooling (L)."""
+        return self.images * self.size[0] * self.size[1]
 
     @property
     def kernel(self) -> tuple[int, int]:
@@ -54,16 +67,16 @@ class Layer:
 
     @cached_property
     def pooled(self) -> tuple[int, int]:
-        """Height and width after pooling."""
+        """Height and width of an image after pooling."""
         return self.size[0] // self.window[0], self.size[1] // self.window[1]
 
     @cached_property
     def cells(self) -> Tensor:
         """The positions of every cell (K, P)."""
         (height, width), (rows, columns) = self.pooled, self.window
-        grid = torch.arange(self.size[0] * self.size[1], device=self.weight.device).view(self.size)
-        grid = grid[: height * rows, : width * columns].reshape(height, rows, width, columns)
-        return grid.permute(0, 2, 1, 3).reshape(height * width, rows * columns)
+        grid = torch.arange(self.positions, device=self.weight.device).view(self.images, *self.size)
+        grid = grid[:, : height * rows, : width * columns].reshape(-1, height, rows, width, columns)
+        return grid.transpose(2, 3).reshape(-1, rows * columns)
 
     @cached_property
     def merged(self) -> Layer:
@@ -75,7 +88,8 @@ class Layer:
             for b in range(columns):
                 top, left = a * down, b * right
                 weight[:, :, top : top + self.kernel[0], left : left + self.kernel[1]] += self.weight / (rows * columns)
-        return Layer(weight, self.bias, self.shape, self.padding, (down * rows, right * columns))
+        stride = (down * rows, right * columns)
+        return Layer(weight, self.bias, self.shape, self.padding, stride, images=self.images)
 
     @cached_property
     def searched(self) -> bool:
@@ -85,16 +99,17 @@ class Layer:
     # ---- forward -----------------------------------------------------------------------------------------------------
     def patches(self, x: Tensor) -> Tensor:
         """The patch each position sees (L, M)."""
-        return F.unfold(x[None], self.kernel, padding=self.padding, stride=self.stride)[0].mT
+        return F.unfold(self._apart(x), self.kernel, padding=self.padding, stride=self.stride).mT.flatten(0, 1)
 
     def outputs(self, x: Tensor) -> Tensor:
         """Outputs by cell (O, K, P)."""
-        made = F.conv2d(x[None], self.weight, self.bias, padding=self.padding, stride=self.stride)[0]
-        return made.flatten(1)[:, self.cells]
+        made = F.conv2d(self._apart(x), self.weight, self.bias, padding=self.padding, stride=self.stride)
+        return made.transpose(0, 1).flatten(1)[:, self.cells]
 
     def convolved(self, x: Tensor) -> Tensor:
         """Outputs without the bias at every position (O, L)."""
-        return F.conv2d(x[None], self.weight, padding=self.padding, stride=self.stride)[0].flatten(1)
+        made = F.conv2d(self._apart(x), self.weight, padding=self.padding, stride=self.stride)
+        return made.transpose(0, 1).flatten(1)
 
     def pooled_outputs(self, x: Tensor) -> Tensor:
         """Outputs after pooling (O, K)."""
@@ -104,7 +119,7 @@ class Layer:
     # ---- backward ----------------------------------------------------------------------------------------------------
     def placed(self, values: Tensor) -> Tensor:
         """Values by cell (O, K, P) at their positions (O, L), zero at those that no cell covers."""
-        result = values.new_zeros(values.shape[0], self.size[0] * self.size[1])
+        result = values.new_zeros(values.shape[0], self.positions)
         result[:, self.cells.flatten()] = values.flatten(1)
         return result
 
@@ -114,11 +129,11 @@ class Layer:
 
     def pull(self, signal: Tensor) -> Tensor:
         """What flows back into X (I, H, W) from `signal` (O, L)."""
-        sides = zip(self.shape[1:], self.size, self.padding, self.kernel, self.stride, strict=True)
+        sides = zip(self.alone[1:], self.size, self.padding, self.kernel, self.stride, strict=True)
         rest = [n - ((o - 1) * s - 2 * p + k) for n, o, p, k, s in sides]
-        return F.conv_transpose2d(
-            signal.view(1, -1, *self.size), self.weight, padding=self.padding, stride=self.stride, output_padding=rest
-        )[0]
+        back = signal.view(-1, self.images, *self.size).transpose(0, 1)
+        made = F.conv_transpose2d(back, self.weight, padding=self.padding, stride=self.stride, output_padding=rest)
+        return made.transpose(0, 1).reshape(self.shape).contiguous()
 
     # ---- matrices ----------------------------------------------------------------------------------------------------
     def correlation(self, signal: Tensor) -> Tensor:
@@ -127,11 +142,11 @@ class Layer:
         It is the same for all channels: gradient[o, i] = T[o] X[i].
         """
         (height, width), (rows, columns), (down, right) = self.size, self.kernel, self.stride
-        planes = signal.view(-1, height, width)
-        result = signal.new_zeros(len(planes), rows, columns, *self._padded)
+        planes = signal.view(-1, self.images, height, width)
+        result = signal.new_zeros(len(planes), rows, columns, self.images, *self._padded)
         for a in range(rows):
             for b in range(columns):
-                result[:, a, b, a : a + down * height : down, b : b + right * width : right] = planes
+                result[:, a, b, :, a : a + down * height : down, b : b + right * width : right] = planes
         return self._cropped(result).reshape(len(planes) * rows * columns, -1)
 
     def blocks(self, weights: Tensor) -> Tensor:
@@ -145,7 +160,7 @@ class Layer:
 
         `kernels` is (L, M, M), or (M, M) for all positions.
         """
-        channels, (height, width), positions = self.shape[0], self.kernel, self.size[0] * self.size[1]
+        channels, (height, width), positions = self.shape[0], self.kernel, self.positions
         kernels = kernels.expand(positions, -1, -1)
         apart = kernels.unflatten(2, (channels, height * width)).unflatten(1, (channels, height * width))
         apart = apart.transpose(2, 3).reshape(positions, channels**2, height * width, height * width)
@@ -165,64 +180,79 @@ class Layer:
             top, left = p // columns * down, p % columns * right
             weight[:, p, :, top : top + height, left : left + width] = self.weight
         bias = self.bias.repeat_interleave(rows * columns)
-        return Layer(weight.flatten(0, 1), bias, self.shape, self.padding, (down * rows, right * columns))
+        stride = (down * rows, right * columns)
+        return Layer(weight.flatten(0, 1), bias, self.shape, self.padding, stride, images=self.images)
 
     def covariances(self, whole: Tensor) -> Tensor:
         """Of every patch (L, M, M), from that of X (N, N); the padding has none."""
-        channels, height, width = self.shape
+        channels, height, width = self.alone
         (top, left), (rows, columns) = self.padding, self._padded
-        full = whole.view(channels, height, width, channels, height, width)
-        full = F.pad(full.permute(0, 3, 1, 4, 2, 5), (left, left) * 2) if left else full.permute(0, 3, 1, 4, 2, 5)
-        full = full.permute(0, 1, 4, 5, 2, 3)  # (I, I, W, W, H, H)
-        full = F.pad(full, (top, top) * 2) if top else full
-        flat = full.permute(0, 4, 2, 1, 5, 3).reshape(channels * rows * columns, -1)
         offsets = torch.arange(channels, device=whole.device)[:, None] * (rows * columns)
         at = (offsets + self._reach[:, None]).flatten(1)  # (L, M)
-        return flat[at[:, :, None], at[:, None, :]]
+        apart, found = whole.view(channels, self.images, height, width, channels, self.images, height, width), []
+        for n in range(self.images):
+            full = apart[:, n, :, :, :, n].permute(0, 3, 1, 4, 2, 5)
+            full = F.pad(full, (left, left) * 2) if left else full
+            full = full.permute(0, 1, 4, 5, 2, 3)  # (I, I, W, W, H, H)
+            full = F.pad(full, (top, top) * 2) if top else full
+            flat = full.permute(0, 4, 2, 1, 5, 3).reshape(channels * rows * columns, -1)
+            found.append(flat[at[:, :, None], at[:, None, :]])
+        return torch.cat(found)
 
     def _summed(self, forms: Tensor, count: int) -> Tensor:
         """The matrices (count, H W, H W) of sum_l patch_l^T forms_l patch_l over one channel."""
         (rows, columns), (down, right) = self.kernel, self.stride
-        full = forms.new_zeros(count, *self._padded, *self._padded)
+        full = forms.new_zeros(count, self.images, *self._padded, *self._padded)
         for at, form in enumerate(forms):
-            y, x = at // self.size[1] * down, at % self.size[1] * right
-            block = full[:, y : y + rows, x : x + columns, y : y + rows, x : x + columns]
+            image, place = divmod(at, self.size[0] * self.size[1])
+            y, x = place // self.size[1] * down, place % self.size[1] * right
+            block = full[:, image, y : y + rows, x : x + columns, y : y + rows, x : x + columns]
             block += form.view(block.shape)
-        return self._both_cropped(full)
+        return self._diagonal(self._both_cropped(full))
 
     def pairs(self, weights: Tensor) -> Tensor:
         """The matrix (H W, H W) of sum_kpr weights[k, p, r] patch_kp . patch_kr as a form in one channel of X."""
         rows, columns = self._padded
-        reach = self._reach[self.cells]  # (K, P, kh * kw)
+        cells = self.cells[: len(self.cells) // self.images]
+        reach = self._reach[cells]  # (K, P, kh * kw), of one image
         left = reach[:, :, None].expand(-1, -1, reach.shape[1], -1)
         right = reach[:, None].expand(-1, reach.shape[1], -1, -1)
-        flat = weights.new_zeros(rows * columns * rows * columns)
+        place = (left * (rows * columns) + right).flatten()
+        flat = weights.new_zeros(self.images, rows * columns * rows * columns)
         values = weights[..., None].expand(*weights.shape, reach.shape[-1])
-        flat.index_add_(0, (left * (rows * columns) + right).flatten(), values.flatten())
-        return self._both_cropped(flat.view(1, rows, columns, rows, columns))[0]
+        flat.index_add_(1, place, values.reshape(self.images, -1))
+        return self._diagonal(self._both_cropped(flat.view(1, self.images, rows, columns, rows, columns)))[0]
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
     @property
     def _padded(self) -> tuple[int, int]:
-        (_, height, width), (top, left) = self.shape, self.padding
+        (_, height, width), (top, left) = self.alone, self.padding
         return height + 2 * top, width + 2 * left
 
     @cached_property
     def _reach(self) -> Tensor:
-        """Where in the padded plane the patch of every position lies (L, kh * kw)."""
+        """Where in its image's padded plane the patch of every position of an image lies (L / images, kh * kw)."""
         rows, columns = self._padded
         plane = torch.arange(rows * columns, dtype=torch.float64, device=self.weight.device).view(1, 1, rows, columns)
         return F.unfold(plane, self.kernel, stride=self.stride)[0].mT.round().long()
 
     def _both_cropped(self, forms: Tensor) -> Tensor:
-        """Forms over the padded plane (., rows, columns, rows, columns) as matrices over the plane (., H W, H W)."""
-        (top, left), (_, height, width) = self.padding, self.shape
-        part = forms[:, top : top + height, left : left + width, top : top + height, left : left + width]
-        return part.reshape(len(forms), height * width, height * width)
+        """Forms over padded planes (., ., rows, columns, rows, columns) as matrices over the planes (., ., n, n)."""
+        (top, left), (_, height, width) = self.padding, self.alone
+        part = forms[..., top : top + height, left : left + width, top : top + height, left : left + width]
+        return part.reshape(*forms.shape[:2], height * width, height * width)
+
+    def _diagonal(self, blocks: Tensor) -> Tensor:
+        """Matrices of one image each (., images, n, n) as matrices of all (., H W, H W)."""
+        return blocks[:, 0] if self.images == 1 else torch.stack([torch.block_diag(*own) for own in blocks])
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """X (I, H, W) as its images (images, I, ., W)."""
+        return x.view(self.shape[0], self.images, -1, self.shape[2]).transpose(0, 1)
 
     def _cropped(self, planes: Tensor) -> Tensor:
         """The last two axes without the padding."""
-        (top, left), (_, height, width) = self.padding, self.shape
+        (top, left), (_, height, width) = self.padding, self.alone
         return planes[..., top : top + height, left : left + width]
 
 

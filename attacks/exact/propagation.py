@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.exact.equations import Equations, Prior
-from attacks.exact.layer import joined
+from attacks.exact.layer import Layer, joined
 from attacks.exact.levels import Levels
 
 SINGLE = 1e-6
@@ -75,20 +75,21 @@ class State:
         return cls(flat, torch.zeros_like(shares), shares, x, x + 1, torch.stack([x, x]))
 
 
-def image_prior(shape: tuple[int, int, int], mean: Tensor, std: Tensor, deviation: float) -> Prior:
+def image_prior(layer: Layer, mean: Tensor, std: Tensor, deviation: float) -> Prior:
     """Smooth images of no particular kind, in a network's normalised units.
 
     Pixels correlate by .93 to the power of their distance and by .9 between channels; nothing is trained.
 
     Args:
-        shape: (I, H, W).
+        layer: whose input they are.
         mean: of the normalisation (I,).
         std: of the normalisation (I,).
         deviation: standard deviation of a pixel in [0, 1].
     """
-    between = torch.full((shape[0], shape[0]), 0.9).to(mean).fill_diagonal_(1.0)
+    channels = layer.shape[0]
+    between = torch.full((channels, channels), 0.9).to(mean).fill_diagonal_(1.0)
     scale = deviation / std
-    return _prior(between * scale[:, None] * scale, shape, (0.93, 0.02), (0.5 - mean) / std)
+    return _prior(between * scale[:, None] * scale, layer, (0.93, 0.02), (0.5 - mean) / std)
 
 
 def feature_prior(known: Equations) -> Prior:
@@ -96,18 +97,19 @@ def feature_prior(known: Equations) -> Prior:
     channels = known.layer.shape[0]
     size = known.forward_scale.square() / known.layer.filters.square().sum(1).mean()
     eye = torch.eye(channels).to(size)
-    return _prior(eye * size, known.layer.shape, (0.7, 0.05), torch.zeros(channels).to(size))
+    return _prior(eye * size, known.layer, (0.7, 0.05), torch.zeros(channels).to(size))
 
 
-def _prior(between: Tensor, shape: tuple[int, int, int], decay: tuple[float, float], mean: Tensor) -> Prior:
+def _prior(between: Tensor, layer: Layer, decay: tuple[float, float], mean: Tensor) -> Prior:
     """From the covariance between channels, the correlation of neighbours and the share of a pixel that is its own."""
-    _, height, width = shape
+    _, height, width = layer.alone
     rows, columns = torch.arange(height).to(mean), torch.arange(width).to(mean)
     y, x = rows.repeat_interleave(width), columns.repeat(height)
     distance = ((y[:, None] - y) ** 2 + (x[:, None] - x) ** 2).sqrt()
     near, own = decay
     pixels = (1 - own) * near**distance + own * torch.eye(height * width).to(mean)
-    return Prior(torch.linalg.inv(between).contiguous(), torch.linalg.inv(pixels).contiguous(), mean)
+    apart = torch.block_diag(*[torch.linalg.inv(pixels)] * layer.images)  # images know nothing of each other
+    return Prior(torch.linalg.inv(between).contiguous(), apart.contiguous(), mean)
 
 
 def propagate(known: Equations, prior: Prior, schedule: Schedule, levels: Levels | None = None) -> Iterator[State]:

@@ -17,7 +17,7 @@ def from_rows(known: Equations) -> Tensor | None:
     cell must add up to the known signal.
     """
     layer = known.layer
-    positions = layer.size[0] * layer.size[1]
+    positions = layer.positions
     if known.gradient.shape[0] < positions or known.gradient.shape[1] <= positions:
         return None
     _, _, rows = torch.linalg.svd(known.gradient, full_matrices=False)

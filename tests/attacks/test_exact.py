@@ -177,7 +177,7 @@ def wave() -> tuple[Equations, Tensor, Prior, Levels]:
     made = Layer(randn(12, 1, 3, 3, key="w"), randn(12, key="b"), (1, 12, 12), (1, 1), window=(2, 2))
     mean, std = torch.tensor([0.5]).double(), torch.tensor([0.25]).double()
     x = ((image[None] * 255).round().clamp(0, 255) / 255 - mean[0]) / std[0]
-    return problem(made, x), x, image_prior(made.shape, mean, std, 0.3), Levels.of(mean, std)
+    return problem(made, x), x, image_prior(made, mean, std, 0.3), Levels.of(mean, std)
 
 
 def test_propagation_approaches_the_image() -> None:

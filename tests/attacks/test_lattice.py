@@ -42,14 +42,14 @@ def test_a_number_is_fixed_where_no_close_candidate_has_another() -> None:
 
 def near(known: Equations, truth: Tensor) -> Solved:
     """A solution in real numbers at the right positions."""
-    prior = image_prior(known.layer.shape, MEAN, STD, 0.3).weakened(1e-5)
+    prior = image_prior(known.layer, MEAN, STD, 0.3).weakened(1e-5)
     return Solved.of(known, settle(known, truth, rounds=1, prior=prior))
 
 
 @pytest.mark.slow
 def test_levels_fix_what_real_numbers_leave_open() -> None:
     known, truth = problem(6, 3)  # 93 equations, 108 pixels
-    found = decode(near(known, truth), image_prior(known.layer.shape, MEAN, STD, 0.27), LEVELS)
+    found = decode(near(known, truth), image_prior(known.layer, MEAN, STD, 0.27), LEVELS)
     loose = Solved.of(known, fit(known, truth)).deviations() / LEVELS.step
     assert float(loose.min()) > 1  # real numbers may differ by more than a level, everywhere
     assert found.fixed is not None
@@ -60,7 +60,7 @@ def test_levels_fix_what_real_numbers_leave_open() -> None:
 
 def test_what_no_output_saw_is_not_said_to_be_fixed() -> None:
     known, truth = problem(7, 6)  # pooling leaves out the fifth row and column of outputs, so nothing sees the rim
-    found = decode(near(known, truth), image_prior(known.layer.shape, MEAN, STD, 0.27), LEVELS)
+    found = decode(near(known, truth), image_prior(known.layer, MEAN, STD, 0.27), LEVELS)
     assert found.fixed is not None
     assert not bool(found.fixed[:, 6].any() or found.fixed[:, :, 6].any())
     wrong = (found.found.x - truth).abs() > 1e-9
@@ -75,7 +75,7 @@ def test_an_input_on_no_levels_stays_as_it_is() -> None:
     known = replace(known, target=target, gradient=torch.zeros_like(known.gradient))
     known = replace(known, gradient=-known.residual(between, passed(known, between)))
     start = Solved.of(known, fit(known, between))
-    found = decode(start, image_prior(known.layer.shape, MEAN, STD, 0.27), LEVELS)
+    found = decode(start, image_prior(known.layer, MEAN, STD, 0.27), LEVELS)
     assert found is start
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_said_to_be_fixed_at_positions_that_were_given_up(monkeypatch
     shares = passed(known, truth)
     shares[0, 0] = shares[0, 0].roll(1)  # one cell's position is wrong
     start = Solved.of(known, fit(known, truth, shares))
-    prior = image_prior(known.layer.shape, MEAN, STD, 0.27)
+    prior = image_prior(known.layer, MEAN, STD, 0.27)
     monkeypatch.setattr("attacks.exact.decode.ROUNDS", 1)  # no round is left for the positions that follow
     short = decode(start, prior, LEVELS)
     assert not torch.equal(short.found.shares, start.found.shares)

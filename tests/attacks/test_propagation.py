@@ -32,7 +32,7 @@ def moved(known: Equations, truth: Tensor) -> State:
 def test_the_precision_is_its_matrix(told: bool) -> None:
     known, truth = problem(6, 4)
     state = moved(known, truth)
-    prior = replace(image_prior(known.layer.shape, MEAN, STD, 0.3), sites=state.levels)
+    prior = replace(image_prior(known.layer, MEAN, STD, 0.3), sites=state.levels)
     precision = Precision(known, prior, state, gradient(known, state, 0.1) if told else None)
     matrix, x = precision.dense(torch.float64), truth.flatten(1)
     assert torch.allclose(matrix, matrix.mT)
@@ -59,7 +59,7 @@ def test_a_cell_that_nothing_else_tells_keeps_its_site(size: float, moves: bool)
     # what else is known has precision 1: of a site of 1e6 single precision leaves nothing to be told from it
     precision = size * torch.eye(4).double().expand_as(state.precision)
     state = replace(state, precision=precision, shares=passed(known, truth))
-    prior = replace(image_prior(known.layer.shape, MEAN, STD, 1.0), sites=None)
+    prior = replace(image_prior(known.layer, MEAN, STD, 1.0), sites=None)
     solved = Precision(known, prior, state, None).solved(single=False)
     assert solved is not None
     site, _, shares = sites(known, state, solved[0].view_as(truth), solved[1], 1e-8, 0.6)
@@ -79,7 +79,7 @@ def test_single_precision_ends_only_where_the_outputs_are_near(monkeypatch: pyte
     monkeypatch.setattr(Precision, "solved", watched)
     monkeypatch.setattr(propagation, "SINGLE", 1e-4)
     schedule = Schedule(noise=1e-2, factor=0.1, iterations=11, least=1e-9)
-    prior = image_prior(known.layer.shape, MEAN, STD, 0.3)
+    prior = image_prior(known.layer, MEAN, STD, 0.3)
     errors = [math.inf, *(state.error for state in propagate(known, prior, schedule, LEVELS))]
     for before, single in zip(errors, cheap, strict=False):
         assert single or before < 1e-2
@@ -102,7 +102,7 @@ def test_what_came_no_nearer_is_not_tried_again_but_the_nearest_is(monkeypatch: 
 
     monkeypatch.setattr(invert, "propagate", made)
     monkeypatch.setattr(invert, "_finished", finished)
-    prior = image_prior(known.layer.shape, MEAN, STD, 0.3)
+    prior = image_prior(known.layer, MEAN, STD, 0.3)
     invert._propagated(known, prior, Schedule(), LEVELS)
     assert tried == [1e-3, 2e-4, 1.4e-4]
 
@@ -110,7 +110,7 @@ def test_what_came_no_nearer_is_not_tried_again_but_the_nearest_is(monkeypatch: 
 def test_levels_at_once_are_enough_where_the_mean_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     known, truth = problem(6, 6)
     state = replace(State.first(known), mean=truth + 0.2 * LEVELS.step, shares=passed(known, truth), error=1e-3)
-    prior = image_prior(known.layer.shape, MEAN, STD, 0.3)
+    prior = image_prior(known.layer, MEAN, STD, 0.3)
     monkeypatch.delattr(invert, "anneal")  # not needed
     found = invert._finished(known, state, prior, LEVELS)
     assert found.satisfied

@@ -1,0 +1,137 @@
+"""Batches: images are told apart behind a linear layer, and come back one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.pictures import LEAKY, POOLED, STEP, network, photograph
+from torch import Tensor, nn
+
+from attacks import NotApplicable, Reconstruction
+from attacks.cascade import Cascade
+from attacks.exact.separate import Mixture, Sum, most, separate
+from fl.client import Client
+from fl.federation import ClientData, Federation
+from fl.seeds import stream
+from fl.types import Batch, ServerView, Task
+
+
+def randn(*shape: int, key: object) -> Tensor:
+    return torch.randn(shape, generator=stream(0, "separate", str(key)), dtype=torch.float64)
+
+
+def mixed(count: int, *, low: float = 0.01, gentle: float = 0.01, channels: int = 32) -> tuple[Sum, Tensor, Tensor]:
+    """What the gradients of random layers say of `count` images, their inputs and their signals."""
+    units, outputs = channels * 12, 64
+    before = randn(count, units, key="z") + 0.5
+    offset, slope, share = randn(units, key="offset") * 0.1, randn(units, key="slope").exp(), randn(channels, key="s")
+    inputs = torch.where(before > 0, before, gentle * before) * slope + offset
+    weight, bias = randn(outputs, units, key="w") / units**0.5, randn(outputs, key="b") * 0.1
+    slopes = torch.where(inputs @ weight.mT + bias > 0, 1.0, low)
+    signals = slopes * (randn(count, 10, key="p") @ randn(10, outputs, key="head"))
+    back = (signals @ weight) * slope * torch.where(before > 0, 1.0, gentle)
+    known = Sum(
+        weight=weight,
+        bias=bias,
+        low=low,
+        gradient=signals.mT @ inputs,
+        moved=signals.sum(0),
+        offset=offset,
+        slope=slope,
+        gentle=gentle,
+        below=back.sum(0).view(channels, -1).sum(1) * share,
+        share=share,
+    )
+    return known, inputs, signals
+
+
+@pytest.mark.parametrize("gentle", [0.01, 0.0])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_images_are_told_apart_behind_a_linear_layer(count: int, gentle: float) -> None:
+    known, inputs, signals = mixed(count, gentle=gentle)
+    found = separate(known, count)
+    assert found is not None
+    which = torch.cdist(found.inputs, inputs).argmin(1)
+    assert sorted(which.tolist()) == list(range(count))
+    assert torch.allclose(found.inputs, inputs[which], atol=1e-6)
+    assert torch.allclose(found.signals, signals[which], atol=1e-6)
+    assert found.left < 1e-6
+    assert found.off < 1e-6
+
+
+def test_two_images_that_are_one_are_not_told_apart() -> None:
+    known, *_ = mixed(1)
+    assert separate(known, 2) is None
+    assert Mixture.of(known, 2) is None
+
+
+def test_biases_that_contradict_are_not_believed() -> None:
+    known, *_ = mixed(2)
+    altered = known.below.clone()
+    altered[:3] *= 2
+    assert separate(replace(known, below=altered), 2) is None
+
+
+def test_images_that_can_be_told_apart_grow_with_the_biases() -> None:
+    assert [most(channels) for channels in (4, 9, 10, 19, 20, 32, 64)] == [1, 1, 2, 3, 4, 5, 8]
+
+
+WIDE = (nn.Conv2d(1, 32, 3, padding=1), nn.MaxPool2d(2), LEAKY)
+TWO = torch.cat([photograph(14), 1 - photograph(14).transpose(2, 3)])
+
+
+def seen(task: Task, images: Tensor, labels: Tensor | None = None) -> ServerView:
+    labels = torch.arange(len(images)) % 3 if labels is None else labels
+    batch = Batch(images.to(next(iter(task.parameters.values())).dtype), labels)
+    return Federation(Client(task, replace(STEP, batch_size=None)), [ClientData(batch, batch)]).observe(0)[0]
+
+
+def test_a_batch_comes_back_to_rounding_in_no_order() -> None:
+    task = network(*WIDE)
+    labelled = replace(seen(task, TWO), labels=torch.tensor([0, 1]))
+    result, other = Cascade()(labelled), Cascade()(seen(task, TWO.flip(0), torch.tensor([1, 0])))
+    for found in (result, other):
+        assert isinstance(found, Reconstruction)
+        assert found.inputs is not None
+        assert found.verified
+        assert found.labels is None
+        assert found.fixed is not None
+        assert found.fixed.shape == TWO.shape
+        which = torch.cdist(found.inputs.flatten(1), TWO.flatten(1)).argmin(1)
+        assert sorted(which.tolist()) == [0, 1]
+        assert torch.allclose(found.inputs, TWO[which], atol=1e-5)
+
+
+def test_an_altered_batch_is_never_verified() -> None:
+    task = network(*WIDE)
+    view, other = seen(task, TWO), seen(task, 1 - TWO)
+    mixed_up = {n: other.update[n] if n == "body.0.weight" else v for n, v in view.update.items()}
+    result = Cascade()(replace(view, update=mixed_up))
+    assert isinstance(result, Reconstruction)
+    assert result.verified is False
+
+
+@pytest.mark.parametrize(
+    ("chain", "count", "reason"),
+    [
+        ((nn.Flatten(),), 2, "nothing below"),
+        ((nn.Conv2d(1, 32, 3), nn.Tanh()), 2, "bend of a (leaky) ReLU"),
+        ((nn.Conv2d(1, 32, 3, bias=False), LEAKY), 2, "says nothing of the bias"),
+        (POOLED, 3, "12 biases of body.0 tell at most 2 images apart, not 3"),
+        (WIDE, 1, ""),
+        ((*WIDE, nn.Conv2d(32, 64, 3, padding=1), LEAKY), 8, "8 inputs of body.3 are 12544 numbers"),
+    ],
+)
+def test_batches_it_cannot_tell_apart_are_refused(chain: tuple[nn.Module, ...], count: int, reason: str) -> None:
+    images = torch.cat([TWO, TWO.flip(2), TWO.flip(3), TWO.flip(2, 3)])[:count]
+    result = Cascade()(seen(network(*chain), images))
+    assert isinstance(result, NotApplicable) == bool(reason)
+    assert not isinstance(result, NotApplicable) or reason in result.reason
+
+
+def test_a_step_on_some_of_the_images_is_refused() -> None:
+    result = Cascade()(replace(seen(network(*WIDE), TWO), batch_size=4))
+    assert isinstance(result, NotApplicable)
+    assert "as many images as the step's batch has" in result.reason
