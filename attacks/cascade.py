@@ -15,7 +15,7 @@ from attacks.exact.decode import LOOSE
 from attacks.exact.equations import Equations
 from attacks.exact.invert import solve
 from attacks.exact.layer import Layer
-from attacks.exact.separate import Apart, Sum, most, separate
+from attacks.exact.separate import Apart, Mixture, Sum, most, separate
 from attacks.exact.solved import Solved
 from attacks.headless import exact_gradient
 from attacks.layer_equations import Outputs, invert, slope_below
@@ -166,8 +166,7 @@ def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, 
     above, stage = stages[top], stages[top - 1]
     weight, moved = (gradients[f"{above.name}.{kind}"] for kind in ("weight", "bias"))
     assert isinstance(above.layer, nn.Linear)
-    zero = torch.zeros(1, *above.shape, dtype=weight.dtype)
-    offset = above.given(zero).flatten()
+    offset, slope = _between(above, weight)
     below = gradients[f"{stage.name}.bias"]
     rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
     known = Sum(
@@ -177,13 +176,30 @@ def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, 
         gradient=weight,
         moved=moved,
         offset=offset,
-        slope=above.given(zero + 1).flatten() - offset,
+        slope=slope,
         gentle=slope_below(stage.activation),
         below=below,
         share=_normalisation(stage, below)[0],
     )
+    if Mixture.of(known, count) is None:
+        return NotApplicable(
+            f"the gradient of {above.name} is not of rank {count}: of the {count} images of the batch some are alike "
+            "or leave nothing, or more than these were fed"
+        )
     found = separate(known, count)
     return NotApplicable(f"the {count} images of the batch could not be told apart") if found is None else found
+
+
+def _between(above: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Offset and slope (n,) of the map from what is below a linear layer to its input, but for pooling before it.
+
+    Max pooling behind an activation that rises passes on what the activation makes of the pooled outputs.
+    """
+    if not above.pointwise:
+        return torch.zeros_like(like[0]), torch.ones_like(like[0])
+    zero = torch.zeros(1, *above.shape, dtype=like.dtype)
+    offset = above.given(zero).flatten()
+    return offset, above.given(zero + 1).flatten() - offset
 
 
 def _inseparable(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> str | None:
@@ -191,7 +207,7 @@ def _inseparable(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int
     if top == 0:
         return f"nothing below {stages[0].name} tells the {count} images of the batch apart"
     above, stage = stages[top], stages[top - 1]
-    if not isinstance(stage.activation, nn.LeakyReLU | nn.ReLU) or not above.pointwise:
+    if not isinstance(stage.activation, nn.LeakyReLU | nn.ReLU):
         return f"it tells images apart by the bend of a (leaky) ReLU right below {above.name}: there is none"
     below = gradients.get(f"{stage.name}.bias")
     if below is None or not bool(below.any()):
@@ -218,7 +234,7 @@ def _descend(
         weight = gradients[f"{stage.name}.weight"]
         if isinstance(stage.layer, nn.Linear):
             if i < top:
-                signal, values = _linear(signal, weight, gradients.get(f"{stage.name}.bias"))
+                values = torch.linalg.solve(signal @ signal.mT, signal @ weight)
             left = weight - signal.mT @ values
             residuals[stage.name] = torch.stack([left.norm() / weight.norm(), left.new_tensor(first.left * (i == top))])
             off = max(float(residuals[stage.name][0]), ROUNDED * torch.finfo(view.dtype).eps, first.off)
@@ -232,9 +248,9 @@ def _descend(
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
             if i == 0 and verified:
-                fixed = _apart(_fixed(solved, *_statistics(stage)), count)
+                fixed = known.layer.apart(_fixed(solved, *_statistics(stage)))
                 verified = bool(fixed.all())
-            values, signal = _apart(found.x, count), _apart(solved.signal, count)
+            values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
             off = max(found.gradient, known.noise)
     image = stages[0].undo(values)
     if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
@@ -247,17 +263,6 @@ def _descend(
         verified=verified,
         fixed=None if fixed is None else fixed.to(view.device),
     )
-
-
-def _linear(signal: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Signals (B, m) and inputs (B, n) of a linear layer from what flows back into it; of one image it is sent."""
-    signal = bias[None] if bias is not None and len(signal) == 1 else signal
-    return signal, torch.linalg.solve(signal @ signal.mT, signal @ weight)
-
-
-def _apart(x: Tensor, count: int) -> Tensor:
-    """Images that lie one above the other (I, H, W) as (N, I, ., W)."""
-    return x.view(len(x), count, -1, x.shape[2]).transpose(0, 1)
 
 
 def _fixed(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:

@@ -76,7 +76,10 @@ def _hidden(known: Equations) -> Solved:
 
 
 def _again(now: Solved, rounds: int = 6) -> Solved:
-    """A batch's input settled anew for as long as more of it is explained: its equations hang together worse."""
+    """The best of a batch's input settled anew several times: its equations hang together worse than one image's.
+
+    It goes on from what explains less, too, from where the next one may explain all.
+    """
     if now.known.layer.images == 1 or not now.found.error < ROUGHLY:
         return now
     best = now

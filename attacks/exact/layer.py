@@ -99,16 +99,16 @@ class Layer:
     # ---- forward -----------------------------------------------------------------------------------------------------
     def patches(self, x: Tensor) -> Tensor:
         """The patch each position sees (L, M)."""
-        return F.unfold(self._apart(x), self.kernel, padding=self.padding, stride=self.stride).mT.flatten(0, 1)
+        return F.unfold(self.apart(x), self.kernel, padding=self.padding, stride=self.stride).mT.flatten(0, 1)
 
     def outputs(self, x: Tensor) -> Tensor:
         """Outputs by cell (O, K, P)."""
-        made = F.conv2d(self._apart(x), self.weight, self.bias, padding=self.padding, stride=self.stride)
+        made = F.conv2d(self.apart(x), self.weight, self.bias, padding=self.padding, stride=self.stride)
         return made.transpose(0, 1).flatten(1)[:, self.cells]
 
     def convolved(self, x: Tensor) -> Tensor:
         """Outputs without the bias at every position (O, L)."""
-        made = F.conv2d(self._apart(x), self.weight, padding=self.padding, stride=self.stride)
+        made = F.conv2d(self.apart(x), self.weight, padding=self.padding, stride=self.stride)
         return made.transpose(0, 1).flatten(1)
 
     def pooled_outputs(self, x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class Layer:
         """Matrices of one image each (., images, n, n) as matrices of all (., H W, H W)."""
         return blocks[:, 0] if self.images == 1 else torch.stack([torch.block_diag(*own) for own in blocks])
 
-    def _apart(self, x: Tensor) -> Tensor:
+    def apart(self, x: Tensor) -> Tensor:
         """X (I, H, W) as its images (images, I, ., W)."""
         return x.view(self.shape[0], self.images, -1, self.shape[2]).transpose(0, 1)
 

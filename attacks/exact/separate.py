@@ -37,10 +37,15 @@ TRUSTED = 1e-3
 """Share of a channel's bias gradient that is left unexplained, from which on it is left out at the end."""
 SPARE = 8
 """Equations beyond the unknowns that make an answer that explains them a proof."""
-TRACE = 1e-6
-"""Least singular value, relative to the largest, that is an image's own: less is rounding."""
+TRACE, MORE = 1e-6, 0.1
+"""Least singular value, relative to the largest, that is an image's own: less is rounding. And, relative to the least
+of the images', one that is no rounding: there are more images."""
 FITS = 1e-4
 """Share of the bias gradient that the right answer may leave unexplained: rounding."""
+KNOWN = 1e-2
+"""How far off an answer may be, relative to the inputs: one that fixes nothing explains everything."""
+AT_ONCE = 2**24
+"""Inputs of candidate rows that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def separate(known: Sum, count: int) -> Apart | None:
         return None
     for start in islice(mixture.starts(), TRIED):
         found = mixture.refined(start)
-        if found is not None and found.left < FITS:
+        if found is not None and found.left < FITS and found.off < KNOWN:
             return found
     return None
 
@@ -133,9 +138,11 @@ class Mixture:
 
     @classmethod
     def of(cls, known: Sum, count: int) -> Mixture | None:
-        """From what is known of `count` images; None where they leave no trace of their own."""
+        """From what is known of `count` images; None where the gradient is plainly not of as many: of another rank."""
         left, sizes, right = torch.linalg.svd(known.gradient, full_matrices=False)
         if len(sizes) < count or not sizes[count - 1] > TRACE * sizes[0]:
+            return None
+        if len(sizes) > count and sizes[count] > MORE * sizes[count - 1]:
             return None
         left = left[:, :count]
         return cls(known, left, sizes[:count, None] * right[:count], left.mT @ known.moved)
@@ -218,10 +225,15 @@ class Mixture:
         form = form - ALONE * mean[:, :, None] * mean[:, None, :]  # what they have in common is hardly told
         return form + 1e-9 * form.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(self.count).to(form)
 
+    def _plausible(self, rows: Tensor) -> Tensor:
+        """How many more inputs are at rest than twice those that are far below zero (N,)."""
+        values, _ = self._at_rest(rows)
+        return (values.abs() < SILENT).sum(1) - 2 * (values < -SILENT).sum(1)
+
     def _distinct(self, rows: Tensor, limit: int) -> Tensor:
         """The most plausible rows that differ from each other."""
-        values, _ = self._at_rest(rows)
-        plausible = (values.abs() < SILENT).sum(1) - 2 * (values < -SILENT).sum(1)
+        parts = rows.split(max(1, AT_ONCE // self.returned.shape[1]))
+        plausible = torch.cat([self._plausible(part) for part in parts])
         rows = rows[plausible.argsort(descending=True, stable=True)]
         triangle = torch.linalg.cholesky(self.right @ self.right.mT)
         turned = rows @ triangle

@@ -10,10 +10,14 @@ from support.pictures import LEAKY, POOLED, STEP, network, photograph
 from torch import Tensor, nn
 
 from attacks import NotApplicable, Reconstruction
+from attacks.base import build
 from attacks.cascade import Cascade
-from attacks.exact.separate import Mixture, Sum, most, separate
+from attacks.exact.separate import Apart, Mixture, Sum, most, separate
+from defenses.secagg import SecAgg
 from fl.client import Client
 from fl.federation import ClientData, Federation
+from fl.methods.hyperfl import HyperFL
+from fl.models.hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.types import Batch, ServerView, Task
 
@@ -74,6 +78,13 @@ def test_biases_that_contradict_are_not_believed() -> None:
     assert separate(replace(known, below=altered), 2) is None
 
 
+def test_an_answer_that_is_known_to_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, inputs, signals = mixed(2)
+    for off, there in ((1e-3, True), (2.0, False)):
+        monkeypatch.setattr(Mixture, "refined", lambda *_, off=off: Apart(signals, inputs, off, 0.0))
+        assert (separate(known, 2) is not None) == there
+
+
 def test_images_that_can_be_told_apart_grow_with_the_biases() -> None:
     assert [most(channels) for channels in (4, 9, 10, 19, 20, 32, 64)] == [1, 1, 2, 3, 4, 5, 8]
 
@@ -102,6 +113,55 @@ def test_a_batch_comes_back_to_rounding_in_no_order() -> None:
         which = torch.cdist(found.inputs.flatten(1), TWO.flatten(1)).argmin(1)
         assert sorted(which.tolist()) == [0, 1]
         assert torch.allclose(found.inputs, TWO[which], atol=1e-5)
+
+
+def test_pooling_may_come_behind_the_activation() -> None:
+    result = Cascade()(seen(network(nn.Conv2d(1, 32, 3, padding=1), LEAKY, nn.MaxPool2d(2)), TWO))
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+    assert result.inputs is not None
+    assert torch.allclose(result.inputs.sum(0), TWO.sum(0), atol=1e-5)
+
+
+def test_a_batch_behind_two_convolutions() -> None:
+    chain = (nn.Conv2d(1, 16, 3), nn.MaxPool2d(2), LEAKY, nn.Conv2d(16, 32, 3), nn.MaxPool2d(2), LEAKY)
+    result = Cascade()(seen(network(*chain), TWO))
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    which = torch.cdist(result.inputs.flatten(1), TWO.flatten(1)).argmin(1)
+    assert sorted(which.tolist()) == [0, 1]
+    assert (result.inputs - TWO[which]).square().mean().sqrt() < 1e-2
+
+
+def test_a_group_of_clients_is_a_batch() -> None:
+    task = network(*WIDE)
+    alone = [Batch(image[None], torch.tensor([i])) for i, image in enumerate(TWO.double())]
+    run = Federation(Client(task, STEP, SecAgg(clients=2)), [ClientData(batch, batch) for batch in alone])
+    result = Cascade()(run.observe(0)[0])
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+
+
+def test_a_batch_comes_back_behind_the_peel() -> None:
+    method = HyperFL(
+        steps=1, head_epochs=0, batch_size=None, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")
+    )
+    batch = Batch(TWO.double(), torch.tensor([0, 1]))
+    view, _ = Federation(Client(network(*WIDE), method), [ClientData(batch, batch)]).observe(0)
+    result = build("peel+cascade")(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    which = torch.cdist(result.inputs.flatten(1), TWO.flatten(1)).argmin(1)
+    assert sorted(which.tolist()) == [0, 1]
+    assert torch.allclose(result.inputs, TWO[which], atol=1e-4)
+
+
+def test_of_a_batch_of_another_size_the_rank_speaks() -> None:
+    view = seen(network(*WIDE), torch.cat([TWO, TWO.flip(3)]))
+    fewer = replace(view, batch_size=2, schedule=(((2,),),))
+    result = Cascade()(fewer)
+    assert isinstance(result, NotApplicable)
+    assert "rank 2" in result.reason
 
 
 def test_an_altered_batch_is_never_verified() -> None:
