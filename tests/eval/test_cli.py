@@ -150,7 +150,8 @@ def test_without_a_terminal_an_entry_is_a_line(path, monkeypatch):
         (["--set", "method.fedavg.batch_size=0"], "expected batch_size >= 1, got 0"),
         (["--set", "method.fedavg.epochs=0"], "expected epochs >= 1, got 0"),
         (["--set", "observe.method={steps: 0}"], "observe.method 'fedavg': expected steps >= 1, got 0"),
-        (["--set", "method=local", "--set", "attack=guess"], "`against` is a setting of 'refuse' in the config"),
+        (["--set", "method=local"], "`against` is a setting of 'refuse' in the config"),
+        (["--set", "method=local", "--set", "attack=guess"], "unknown key of observe.method 'head_epochs'"),
         (["--set", "nothing"], "expected key=value"),
         (["--set", "seeds=[99999999999999999999999]"], "seeds: expected numbers in [-2^63, 2^64), got 99999999999"),
         (
