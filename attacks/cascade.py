@@ -191,12 +191,10 @@ def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, 
 
 
 def _between(above: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Offset and slope (n,) of the map from what is below a linear layer to its input, but for pooling before it.
+    """Offset and slope (n,) of the map from what is below a linear layer to its input.
 
-    Max pooling behind an activation that rises passes on what the activation makes of the pooled outputs.
+    Max pooling may lie there, too: behind an activation that rises it passes on what that makes of the pooled outputs.
     """
-    if not above.pointwise:
-        return torch.zeros_like(like[0]), torch.ones_like(like[0])
     zero = torch.zeros(1, *above.shape, dtype=like.dtype)
     offset = above.given(zero).flatten()
     return offset, above.given(zero + 1).flatten() - offset
