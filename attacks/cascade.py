@@ -191,7 +191,7 @@ def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, 
 
 
 def _between(above: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Offset and slope (n,) of the map from what is below a linear layer to its input.
+    """Offset and slope (n,) of the map from what is below a layer to its input, in the type of `like`.
 
     Max pooling may lie there, too: behind an activation that rises it passes on what that makes of the pooled outputs.
     """
@@ -283,9 +283,7 @@ def _below(
     side open; `off` is how far the values may be off, relative to their root mean square.
     """
     if above.pointwise:
-        zero = torch.zeros(1, *above.shape, dtype=values.dtype)
-        slope = (above.given(zero + 1) - above.given(zero)).flatten()
-        values, signal = above.undo(values), signal.flatten(1) * slope
+        values, signal = above.undo(values), signal.flatten(1) * _between(above, values)[1]
     values, signal = values.flatten(1), signal.flatten(1)
     error = off * values.square().mean().sqrt()
     given, slope = invert(stage.activation, values)
