@@ -94,6 +94,10 @@ class Attack:
             for view, seed in zip(single, seeds, strict=True)
         ]
 
+    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+        """The views that are best attacked together, by their indices: what may be spread over processes."""
+        return [[i] for i in range(len(views))]
+
     def single(self, view: ServerView) -> ServerView | NotApplicable:
         """The view as one of a single client, for an attack that knows no groups; else as it is."""
         if not view.parts or self.groups:
@@ -166,6 +170,10 @@ class Chain(Attack):
         built = build("peel+ig")
         assert isinstance(built, Chain)
         return cls(first=built.first, then=type(built.then).example())  # type: ignore[attr-defined]
+
+    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+        """Those of the attack on the rewritten views."""
+        return self.then.portions(views)
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Rewrite every view, attack those that could be, in one stack."""

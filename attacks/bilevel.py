@@ -10,7 +10,7 @@ import torch
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.matching import Matching, box
-from attacks.memory import GIB, cached, kept
+from attacks.memory import GIB, cached, kept, portions
 from attacks.movers import Adam
 from attacks.peel import Opened, Peeled, open_view
 from attacks.problem import INPUTS, Variables, alike, private_key, shapes
@@ -89,6 +89,10 @@ class Bilevel(Attack):
     def example(cls) -> Bilevel:
         """A few iterations of each level."""
         return cls(lower_iterations=5, iterations=5)
+
+    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+        """Those that fill a stack."""
+        return portions(views, self.stack, self.restarts)
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Embedding, extractor and images; the objective is that of the lower level, relative to its start."""

@@ -81,6 +81,10 @@ class LearningToInvert(Attack):
         """A few steps on small faces."""
         return cls(auxiliary=Faces(size=8), iterations=5, batch=4, width=8, hashed=64)
 
+    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+        """All together, for what is trained for one reads the others, too."""
+        return [range(len(views))] if views else []
+
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Attack several views; those of equal weights and settings share a network."""
         if self.auxiliary is None:

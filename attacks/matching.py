@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.latent import IMAGES, Space
-from attacks.memory import GIB, cached, per_trial
+from attacks.memory import GIB, cached, per_trial, portions
 from attacks.movers import Adam, Quasi
 from attacks.order import ranked
 from attacks.priors import Term
@@ -122,6 +122,10 @@ class Matching(Attack):
     def example(cls) -> Matching:
         """A few iterations of two restarts."""
         return cls(iterations=5, restarts=2)
+
+    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+        """Those that fill a stack."""
+        return portions(views, self.stack, self.restarts)
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Attack several views; those of equal shape share their stacks."""

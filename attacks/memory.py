@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +32,22 @@ def cached(view: ServerView) -> int:
         return sys.maxsize
     weights = sum(weight.numel() for weight in view.client.task.parameters.values())
     return max(CACHE // max(weights * view.dtype.itemsize, 1), 1)
+
+
+def portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Sequence[int]]:
+    """Consecutive views whose trials fill one stack, as evenly as can be.
+
+    Args:
+        views: of one kind, as a rule; the first tells how many trials go well together.
+        stack: trials at most.
+        restarts: trials of each view.
+    """
+    if not views:
+        return []
+    together = max(min(stack, cached(views[0])) // restarts, 1)
+    parts = -(-len(views) // together)
+    bounds = [len(views) * i // parts for i in range(parts + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def per_trial(problem: Problem, variables: Variables) -> int:

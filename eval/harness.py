@@ -7,10 +7,11 @@ import logging
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from attacks.spread import Spread
 from eval import partitions, store, training, watching
 from eval.cells import Cell, code, run_id, version
 from eval.plan import Plan, Scene, Training, Watch, prepare
@@ -50,7 +51,7 @@ class Options:
     """How a run is done; none of it changes a number.
 
     Attributes:
-        workers: processes to spread clients over.
+        workers: processes to spread clients and attacked updates over.
         every: seconds between checkpoints of a training.
         keep_checkpoints: whether they stay when no unfinished cell needs them.
         name: what the run is called.
@@ -87,17 +88,9 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
     Every number is a function of the experiment and the data alone (on one kind of device, and up to rounding of the
     libraries), whatever was finished before. The caller holds the folder's lock.
     """
-    job = _Job(plan, folder, options or Options(), progress)
-    job.say("running")
-    for note in partitions.notes([about for _, about in partitions.worlds(plan)]):
-        log.warning(note)
-    done = {cell.id: cell for _, cell in plan.cells() if folder.finished(cell)}
-    if stale := [cell for cell in done.values() if folder.about(cell)["code"] != code()]:
-        log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
-    for one in plan.trainings:
-        job.go(one)
-    job.say("failed" if job.failures else "finished")
-    return list(job.failures.values())
+    options = options or Options()
+    with closing(Spread(options.workers)) as spread:
+        return _Job(plan, folder, options, progress, spread).whole()
 
 
 @dataclass
@@ -108,7 +101,21 @@ class _Job:
     folder: RunDir
     options: Options
     progress: Progress
+    spread: Spread
     failures: dict[str, Failure] = field(default_factory=dict)
+
+    def whole(self) -> list[Failure]:
+        """All cells."""
+        self.say("running")
+        for note in partitions.notes([about for _, about in partitions.worlds(self.plan)]):
+            log.warning(note)
+        done = {cell.id: cell for _, cell in self.plan.cells() if self.folder.finished(cell)}
+        if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != code()]:
+            log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
+        for one in self.plan.trainings:
+            self.go(one)
+        self.say("failed" if self.failures else "finished")
+        return list(self.failures.values())
 
     def go(self, one: Training) -> None:
         """One training with its attacks."""
@@ -148,7 +155,7 @@ class _Job:
                         count = Counter(self.progress, stage, len(watch.scene.victims))
                         count.to(0)
                         where = self.folder.part(watch.cell)
-                        watching.attack(watch, one, seen, self.plan.perceptual, where, count.more)
+                        watching.attack(watch, one, seen, self.plan.perceptual, where, self.spread, count.more)
 
     def _seen(
         self, federation: Federation, one: Training, watch: Watch, sights: dict[Scene, watching.Seen]

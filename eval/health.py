@@ -8,7 +8,9 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 
+from eval import machine
 from eval.results import installed
+from fl.workers import threads
 
 REQUIRED = ("torch", "torchvision", "numpy", "scipy", "scikit-image", "lpips", "opacus", "pydantic", "PyYAML")
 FINE, ABSENT, FAULT = "ok", "absent", "fault"
@@ -52,10 +54,8 @@ def _versions() -> list[Check]:
 def _device() -> list[Check]:
     import torch
 
-    threads = os.environ.get("OMP_NUM_THREADS")
-    count = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
-    remedy = "" if threads else "on a busy machine set OMP_NUM_THREADS=1 and use --workers"
-    found = [Check("threads", FINE, count, remedy)]
+    number, each = machine.workers(torch.device("cpu")), threads()
+    found = [Check("processes", FINE, f"{number} of {each} thread(s); {machine.cores()} of {os.cpu_count()} cores")]
     if torch.cuda.is_available():
         return [*found, Check("GPU", FINE, torch.cuda.get_device_name())]
     reason = "this torch is built without CUDA" if torch.version.cuda is None else "no driver or no device"

@@ -236,29 +236,28 @@ def check_folder(folder: RunDir, plan: Plan) -> None:
         raise ValueError(f"{folder.path} holds another run ({name}), not this audit; choose another --out")
 
 
-def carry_out(plan: Plan, folder: RunDir, name: str, told: harness.Progress, *, kept: bool, command: str = "") -> Audit:
+def carry_out(plan: Plan, folder: RunDir, options: harness.Options, told: harness.Progress, *, kept: bool) -> Audit:
     """The audit of a method: run its plan and read what came out.
 
     Args:
         plan: of the audit.
         folder: to run it in.
-        name: of the audit.
+        options: how; with the name of the audit.
         told: how far it is.
         kept: whether the folder stays, so that table and report are of use.
-        command: what asked for it, for the record.
 
     Raises:
         ValueError: a part of it failed; says which and why.
     """
     with folder.locked(), folder.logged():
-        failures = harness.run(plan, folder, harness.Options(name=name, command=command), told)
+        failures = harness.run(plan, folder, options, told)
         rows = results.assemble(plan, folder)
         if kept and rows:
             results.publish(rows, failures, plan, folder)
         if failures:
             raise ValueError("; ".join(f"{failure.name}: {failure.reason}" for failure in failures))
         defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
-        return auditing.of_rows(name, rows, threat=plan.experiment.threat, defended=defended)
+        return auditing.of_rows(options.name, rows, threat=plan.experiment.threat, defended=defended)
 
 
 def limits(**given: float | None) -> dict[str, float]:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 FAILURE, USAGE, LEAKED = 1, 2, 3
 """Exit codes: something could not be done; it was asked for wrongly; more leaked than was allowed."""
 
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes for clients and attacks; default as many as cores and memory allow."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
 
 

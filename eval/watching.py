@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.spread import Spread
 from eval import store
 from eval.audit import forward_error, prediction_error
 from eval.floors import ceiling
@@ -30,8 +31,6 @@ from fl.simulate import Truth, observe
 from fl.types import Batch, ServerView
 
 IMAGES, PICTURES = "images.jsonl", "pictures.npz"
-STACK = 64
-"""Updates attacked at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +96,7 @@ def attack(
     seen: Seen,
     perceptual: Perceptual | None,
     folder: Path,
+    spread: Spread,
     tick: Callable[[int], None] = lambda _count: None,
 ) -> None:
     """Attack every victim; writes `images.jsonl` and, where there are images, `pictures.npz` into `folder`.
@@ -107,14 +107,12 @@ def attack(
         seen: of the watch's scene and round.
         perceptual: LPIPS, or why there is none.
         folder: empty, or with what an attempt before left.
+        spread: the processes to do it in.
         tick: told how many more updates are done.
     """
-    victims, results = watch.scene.victims, list[Result]()
-    for start in range(0, len(victims), STACK):
-        part = slice(start, start + STACK)
-        seeds = [derive(training.seed, "attack", victim.key) for victim in victims[part]]
-        results += _attacked(watch.attack.item, seen.views[part], seeds)
-        tick(len(seeds))
+    victims = watch.scene.victims
+    seeds = [derive(training.seed, "attack", victim.key) for victim in victims]
+    results = _attacked(watch.attack.item, seen.views, seeds, spread, tick)
     reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
     told = zip(victims, seen.truths, results, seen.errors, seen.pictures, strict=True)
     for victim, truth, result, error, pictures in told:
@@ -170,10 +168,17 @@ def _silent(federation: Federation, victim: Victim) -> str:
     return f"nothing is sent: {reason}; watch it in an earlier round (observe.rounds)" if reason else ""
 
 
-def _attacked(attack: Attack, views: Sequence[ServerView | NotApplicable], seeds: Sequence[int]) -> list[Result]:
+def _attacked(
+    attack: Attack,
+    views: Sequence[ServerView | NotApplicable],
+    seeds: Sequence[int],
+    spread: Spread,
+    tick: Callable[[int], None],
+) -> list[Result]:
     """What the attack makes of the views; where there is none, why."""
     pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
-    found = iter(attack.run([view for view, _ in pairs], [seed for _, seed in pairs]) if pairs else ())
+    tick(len(views) - len(pairs))
+    found = iter(spread.run(attack, [view for view, _ in pairs], [seed for _, seed in pairs], tick))
     return [next(found) if isinstance(view, ServerView) else view for view in views]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.terminal import FAILURE, LEAKED, USAGE, Json, console, emit, errors, progress, say, told, warnings_on
+from eval.terminal import FAILURE, LEAKED, USAGE, Json, Workers, console, emit, errors, progress, say, told, warnings_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,6 +83,7 @@ def audit(
     seed: Seed = 0,
     device: Device = "auto",
     out: Out = None,
+    workers: Workers = None,
     json: Json = False,
 ) -> None:
     """Attack what a client would send and say what leaked.
@@ -112,14 +113,14 @@ def audit(
         seed=seed,
         device=device,
     )
-    _report(request, out, allowed, json=json)
+    _report(request, out, allowed, workers, json=json)
 
 
-def _report(request: Request, out: Path | None, limits: dict[str, float], *, json: bool) -> None:
+def _report(request: Request, out: Path | None, limits: dict[str, float], workers: int | None, *, json: bool) -> None:
     """Carry the audit out, print it and leave with the code it comes to."""
     screen = console(as_json=json)
     own = request.target is not None or request.update is not None
-    found = _of_own(request, out, limited=bool(limits)) if own else _of_method(request, out, screen)
+    found = _of_own(request, out, limited=bool(limits)) if own else _of_method(request, out, workers, screen)
     best = {figure: found.best(figure) for figure in limits}
     above = [figure for figure, value in best.items() if value is not None and value > limits[figure]]
     unknown = [figure for figure, value in best.items() if value is None]
@@ -152,7 +153,9 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
     return replace(found, notes=(*notes, *found.notes))
 
 
-def _of_method(request: Request, out: Path | None, screen: Console) -> Audit:
+def _of_method(request: Request, out: Path | None, workers: int | None, screen: Console) -> Audit:
+    from eval.harness import Options
+    from eval.machine import settle
     from eval.request import carry_out, check_folder, make_folder
     from eval.rundir import RunDir
 
@@ -163,8 +166,8 @@ def _of_method(request: Request, out: Path | None, screen: Console) -> Audit:
             check_folder(folder, plan)
             make_folder(folder.path)
         with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
-            command = told(sys.argv[1:])
-            return carry_out(plan, folder, request.name, seen, kept=out is not None, command=command)
+            options = Options(workers=settle(workers, plan.device), name=request.name, command=told(sys.argv[1:]))
+            return carry_out(plan, folder, options, seen, kept=out is not None)
 
 
 def _print(screen: Console, found: Audit) -> None:

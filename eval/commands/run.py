@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from eval.terminal import FAILURE, USAGE, Json, console, emit, errors, progress, say, show_table, told, warnings_on
+from eval.terminal import (
+    FAILURE,
+    USAGE,
+    Json,
+    Workers,
+    console,
+    emit,
+    errors,
+    progress,
+    say,
+    show_table,
+    told,
+    warnings_on,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +52,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default results/NAME.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seeds: Annotated[int | None, typer.Option(min=1, help="Repeat with the seeds 0 to N-1.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes to spread the clients over.")] = 1,
+    workers: Workers = None,
     keep_checkpoints: Annotated[
         bool, typer.Option("--keep-checkpoints", help="Keep trained states, so that later attacks need no training.")
     ] = False,
@@ -53,6 +66,7 @@ def run(
     """
     from eval import config as configs
     from eval import harness
+    from eval.machine import settle
     from eval.rundir import RunDir
 
     signal.signal(signal.SIGTERM, _stop)  # so that a run ended politely ends its worker processes
@@ -65,7 +79,7 @@ def run(
         plan = harness.prepare(experiment, device=device)
     with _held(folder):  # last: what is wrong in itself is said rather than that the folder is taken
         options = harness.Options(
-            workers=workers,
+            workers=settle(workers, plan.device),
             every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             name=_name(path, folder, experiment.title),

@@ -16,6 +16,7 @@ from fl.engines.base import Engine
 from fl.engines.factored import Factored
 from fl.engines.process import Processes
 from fl.engines.vectorised import Vectorised
+from fl.workers import START
 
 log = logging.getLogger(__name__)
 EngineName = Literal["auto", "loop", "factored", "vmap"]
@@ -29,7 +30,7 @@ def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
     Args:
         name: "loop", "factored", "vmap", or "auto" for the fastest that applies; `vmap` is that on a GPU only.
         client: of the federation.
-        workers: processes to spread clients over; 1 is none.
+        workers: processes to spread clients over, once training has taken as long as they take to start; 1 is none.
 
     Raises:
         ValueError: an unknown name, or fewer than one worker.
@@ -47,7 +48,7 @@ def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
             break
         if name != "auto":
             log.info("%s is trained by the loop engine: %s", client.method.name, reason)
-    return Processes(engine, workers) if workers > 1 else engine
+    return Processes(engine, workers, START) if workers > 1 else engine
 
 
 def _wanted(name: EngineName, client: Client) -> list[str]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fl.engines.base import Engine
-from fl.engines.packing import Packed, pack, unpack
+from fl.packing import Packed, pack, unpack
 from fl.simulate import ClientState, Round
 from fl.tensors import LowRank, Tensors
+from fl.workers import Workers, alike, result
 
 if TYPE_CHECKING:
     from fl.federation import Federation
@@ -24,20 +25,28 @@ if TYPE_CHECKING:
 class Processes(Engine):
     """Worker processes of one thread each; the numbers are bit for bit those of the inner engine at one thread.
 
+    (Of as many threads as OMP_NUM_THREADS says, where it does.)
+
     Args:
         inner: the engine each worker runs.
         workers: how many.
+        patience: seconds of training in this process before the workers are started, which takes about as long.
     """
 
     name = "process"
 
-    def __init__(self, inner: Engine, workers: int) -> None:
-        self.inner, self.workers = inner, workers
-        self.pool: ProcessPoolExecutor | None = None
+    def __init__(self, inner: Engine, workers: int, patience: float = 0.0) -> None:
+        self.inner, self.workers, self.patience = inner, workers, patience
+        self.pool: Workers | None = None
 
     def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
-        """As `Engine.train`, but traces come empty: `Federation.start` replays them, whoever needs one."""
-        for number, packed in zip(numbers, self._spread(run, numbers, _train, evaluate), strict=True):
+        """As `Engine.train`, but workers' traces come empty: `Federation.start` replays them, whoever needs one."""
+        rest = deque(self._chunks(numbers))
+        while rest and self.patience > 0:
+            with self._here():
+                done = list(self.inner.train(run, rest.popleft(), evaluate=evaluate))
+            yield from done
+        for number, packed in self._spread(run, rest, _train, evaluate):
             done, state = (unpack(part) for part in packed)
             shared = run.download(number).shared
             upload = replace(done.upload, update=_based(done.upload.update, shared))
@@ -51,44 +60,59 @@ class Processes(Engine):
 
     def accuracy(self, run: Federation, numbers: Sequence[int]) -> list[float]:
         """As `Engine.accuracy`."""
-        return list(self._spread(run, numbers, _accuracy))
+        if self.patience > 0:
+            with self._here():
+                return self.inner.accuracy(run, numbers)
+        return [value for _, value in self._spread(run, self._chunks(numbers), _accuracy)]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, whatever they do."""
         if self.pool is not None:
-            self.pool.shutdown()
+            self.pool.kill()
             self.pool = None
 
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """Work of this process, as a worker would do it."""
+        began = time.perf_counter()
+        with alike():
+            yield
+        self.patience -= time.perf_counter() - began
+
+    def _chunks(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The clients that the inner engine trains together."""
+        size = self.inner.chunk
+        return [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
+
     def _spread(
-        self, run: Federation, numbers: Sequence[int], work: Callable[..., list[Any]], *settings: object
-    ) -> Iterator[Any]:
-        """`work` on the clients, a chunk at a time in whichever worker is free; what it gives for each, in order."""
+        self, run: Federation, chunks: Sequence[list[int]], work: Callable[..., list[Any]], *settings: object
+    ) -> Iterator[tuple[int, Any]]:
+        """`work` on the clients, a chunk at a time in whichever worker is free; each with what it gives, in order."""
+        if not chunks:
+            return
         server = pack(run.server)
         for block in server.blocks.values():
             block.share_memory_()  # one copy for all workers
-        size = self.inner.chunk
-        chunks = [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
-        tasks = deque[Future[list[Any]]]()
+        tasks = deque[tuple[list[int], Future[list[Any]]]]()
         try:
             pool = self._workers(run)
             for chunk in chunks:
                 states = pack({n: run.clients[n] for n in chunk})
-                tasks.append(pool.submit(work, server, states, chunk, *settings))
+                tasks.append((chunk, pool.submit(work, server, states, chunk, *settings)))
             while tasks:
-                yield from tasks.popleft().result()
-        except BrokenProcessPool as error:
-            self.pool = None
-            raise RuntimeError("a worker process died, probably for want of memory: use fewer workers") from error
+                chunk, task = tasks.popleft()
+                yield from zip(chunk, result(task), strict=True)
+        except RuntimeError:
+            self.close()
+            raise
         finally:
-            for task in tasks:  # of a round that has ended before its last client
+            for _, task in tasks:  # of a round that has ended before its last client
                 task.cancel()
 
-    def _workers(self, run: Federation) -> ProcessPoolExecutor:
+    def _workers(self, run: Federation) -> Workers:
         if self.pool is None:
             setup = pack((run.client, list(run.data), run.seed, run.rate))
-            spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-            begin = (setup, self.inner, not torch.cuda.is_available() or torch.backends.cudnn.allow_tf32)
-            self.pool = ProcessPoolExecutor(self.workers, spawn, initializer=_begin, initargs=begin)
+            self.pool = Workers(self.workers, _begin, setup, self.inner)
         return self.pool
 
 
@@ -97,12 +121,9 @@ _HERE: dict[str, Any] = {}
 """The federation a worker process belongs to, and its engine."""
 
 
-def _begin(setup: Packed, engine: Engine, allow_tf32: bool) -> None:
+def _begin(setup: Packed, engine: Engine) -> None:
     from fl.federation import Federation
 
-    torch.set_num_threads(1)
-    if not allow_tf32:  # as in the process that asked
-        torch.backends.cudnn.allow_tf32 = False
     client, data, seed, rate = unpack(setup)
     _HERE.update(run=Federation(client, data, seed, rate, engine="loop"), engine=engine)
 

@@ -1,7 +1,10 @@
 """Runs from end to end on a tiny experiment: rows, rounds, pictures and what they depend on."""
 
 import json
+import multiprocessing
+import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch
 from support.runs import run, tiny
 from support.tiny import Guess, Registered
 
+from attacks import spread
 from attacks.base import NotApplicable
 from eval import harness, report, tables, training, watching, worlds
 from eval.experiment import Entry
@@ -18,6 +22,7 @@ from eval.store import read_rows
 from fl.defense import Defense
 from fl.protocol import FURTHER
 from fl.tensors import dense
+from fl.workers import result
 
 
 @pytest.fixture(autouse=True)
@@ -345,3 +350,28 @@ def test_an_attacker_may_have_seen_the_same_client_before(tmp_path, monkeypatch,
                 (alone,) = seen[earlier.round]
                 assert all(torch.equal(dense(v), dense(earlier.update[n])) for n, v in alone.update.items())
                 assert all(torch.equal(dense(v), dense(earlier.shared[n])) for n, v in alone.shared.items())
+
+
+def test_attacks_spread_over_processes_leave_the_same_rows(done, tmp_path, monkeypatch):
+    here, run_here = [], spread._here
+
+    def slowly(attack, views, seeds):
+        here.extend(seeds)
+        time.sleep(0.5)
+        return run_here(attack, views, seeds)
+
+    def at_once(workers):
+        made = spread.Spread(workers, patience=0.0)
+        if workers > 1:
+            result(made._started())
+        return made
+
+    monkeypatch.setattr(spread, "_here", slowly)
+    monkeypatch.setattr(harness, "Spread", at_once)
+    folder, counts = tmp_path / "out", []
+    told = partial(run, tiny(), folder, progress=lambda stage, done, _: counts.append((stage, done)), workers=2)
+    assert told() == done[1]
+    assert 0 < len(here) < 6  # of three attacks on two updates
+    assert (folder / "images.jsonl").read_bytes() == (done[0] / "images.jsonl").read_bytes()
+    assert ("fedavg: guess", 2) in counts
+    assert not multiprocessing.active_children()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,18 +12,19 @@ from support.compare import assert_near, assert_same
 from support.probes import PROBES
 
 from defenses.noise import Noise
+from fl import workers
 from fl.client import Client
 from fl.data.augment import CropFlip
 from fl.defense import Defense, overrides
-from fl.engines import Factored, Processes, choose, process
+from fl.engines import Factored, Processes, choose
 from fl.engines.base import Engine
 from fl.engines.heads import Heads
-from fl.engines.packing import pack, unpack
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork, head_bias, head_weight
+from fl.packing import pack, unpack
 from fl.simulate import Round
 from fl.tensors import LowRank, Term, dense
 from fl.types import Phase, Task
@@ -240,6 +242,9 @@ def test_engines_are_checked(engine: str, workers: int) -> None:
 def spread() -> Iterator[dict[str, Federation]]:
     """Federations whose clients are trained by two processes."""
     runs = {"fedavg": _fedavg(2), "hyperfl": federation(HYPERFL, "loop", workers=2)}
+    for run in runs.values():
+        assert isinstance(run._engine, Processes)
+        run._engine.patience = 0.0
     yield runs
     for run in runs.values():
         run.close()
@@ -252,28 +257,20 @@ def _fedavg(workers: int) -> Federation:
 
 
 def test_a_worker_computes_in_the_precision_of_the_process_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _fedavg(2)
-    monkeypatch.setattr(process, "_HERE", {})
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    asked = _asked(run, monkeypatch)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as a process starts
-    process._begin(*asked)
-    assert not torch.backends.cudnn.allow_tf32
-
-
-def _asked(run: Federation, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
-    """What a worker of this run would begin with."""
     given: list[tuple[Any, ...]] = []
 
     def pool(*_: object, initargs: tuple[Any, ...], **__: object) -> None:
         given.append(initargs)
 
-    monkeypatch.setattr(process, "ProcessPoolExecutor", pool)
-    assert isinstance(run._engine, Processes)
-    run._engine._workers(run)
-    run._engine.pool = None
-    return given[0]
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(workers, "_until", lambda _: None)
+    workers.Workers(2)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as a process starts
+    workers._begin(*given[0])
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def test_processes_give_the_bits_of_the_loop(spread: dict[str, Federation]) -> None:
@@ -288,6 +285,36 @@ def test_processes_give_the_bits_of_the_loop(spread: dict[str, Federation]) -> N
             for mine, other in zip(run.clients, alone[name].clients, strict=True):
                 assert_same(mine.private, other.private)
                 assert_same(mine.buffers, other.buffers)
+
+
+def test_workers_start_in_the_middle_of_a_round_when_patience_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, alone = _fedavg(2), _fedavg(1)
+    assert isinstance(run._engine, Processes)
+    assert run._engine.patience == workers.START
+    here, train = list[int](), Engine.train
+
+    def slowly(self: Engine, run: Federation, numbers: Sequence[int], **settings: Any) -> Iterable[Round]:
+        time.sleep(0.3)
+        here.extend(numbers)
+        return train(self, run, numbers, **settings)
+
+    monkeypatch.setattr(Engine, "train", slowly)
+    run._engine.patience = 0.5
+    run.step()
+    monkeypatch.undo()
+    alone.step()
+    assert here == [0, 1]
+    assert run._engine.pool is not None
+    assert_same(run.server.shared, alone.server.shared)
+    run.close()
+
+
+def test_short_trainings_start_no_workers() -> None:
+    run = _fedavg(2)
+    run.step()
+    assert isinstance(run._engine, Processes)
+    assert run._engine.pool is None
+    assert run._engine.patience < workers.START
 
 
 def test_a_record_says_who_took_part_what_was_sent_and_how_well_it_does() -> None:

@@ -1,0 +1,102 @@
+"""Worker processes that end at once: with their parent or when they are told to, never by a key pressed at it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+START = 5.0
+"""Seconds that processes take to start, about: shorter work is better done without them."""
+LOST = (
+    "a worker process died, for want of memory, or because it can't import what a notebook has defined: use fewer "
+    "workers, or one"
+)
+
+
+def threads() -> int:
+    """Threads of a process that is one of several: one, or what OMP_NUM_THREADS says."""
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(told) if told.isdecimal() and int(told) else 1
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """This process with as many threads as a worker, so that it rounds as one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Workers:
+    """A pool of processes of few threads each (see `threads`); they start when there is work.
+
+    Args:
+        number: of processes.
+        begin: called in each of them first, with `given`.
+        given: what it gets.
+    """
+
+    def __init__(self, number: int, begin: Callable[..., None] | None = None, *given: object) -> None:
+        spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+        tf32 = not torch.cuda.is_available() or torch.backends.cudnn.allow_tf32
+        self._told, self._end = spawn.Pipe(duplex=False)
+        settings = (self._told, tf32, begin, given)
+        self._pool = ProcessPoolExecutor(number, spawn, initializer=_begin, initargs=settings)
+
+    def submit(self, work: Callable[..., Any], *given: object) -> Future[Any]:
+        """`work(*given)` in whichever process is free.
+
+        Raises:
+            RuntimeError: a process has died.
+        """
+        try:
+            return self._pool.submit(work, *given)
+        except BrokenProcessPool as error:
+            raise RuntimeError(LOST) from error
+
+    def kill(self) -> None:
+        """End the processes whatever they do."""
+        self._end.close()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def result(task: Future[Any]) -> Any:
+    """What the work has returned.
+
+    Raises:
+        RuntimeError: its process has died.
+    """
+    try:
+        return task.result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(LOST) from error
+
+
+# ---- in a worker -----------------------------------------------------------------------------------------------------
+def _begin(told: Connection, tf32: bool, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says what a key pressed at it means
+    threading.Thread(target=_until, args=(told,), daemon=True).start()
+    torch.set_num_threads(threads())
+    if not tf32:  # as in the process that asked
+        torch.backends.cudnn.allow_tf32 = False
+    if begin is not None:
+        begin(*given)
+
+
+def _until(told: Connection) -> None:
+    """Leave when the other end of `told` is closed, by the parent or by its death."""
+    wait([told])
+    os._exit(1)

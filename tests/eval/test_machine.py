@@ -1,0 +1,70 @@
+"""How many processes are used where nobody says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval import machine
+from fl import workers
+
+GIB = 2**30
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of eight cores whose kernel says nothing yet."""
+    monkeypatch.setattr(machine, "GROUP", tmp_path)
+    monkeypatch.setattr(machine, "KERNEL", tmp_path / "meminfo")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_worker_for_every_core(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.workers(CPU) == 8
+    assert machine.workers(torch.device("cuda")) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert machine.workers(CPU) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "12")
+    assert machine.workers(CPU) == 1
+
+
+@pytest.mark.parametrize(
+    ("quota", "found"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)]
+)
+def test_a_container_has_its_share_of_cores(files: Path, quota: str, found: int) -> None:
+    (files / "cpu.max").write_text(quota + "\n")
+    assert machine.cores() == found
+
+
+def test_memory_limits_workers(files: Path) -> None:
+    assert machine.memory() is None
+    (files / "meminfo").write_text("MemTotal: 1 kB\nMemAvailable:   10485760 kB\n")
+    assert machine.memory() == 10 * GIB
+    assert machine.workers(CPU) == 5
+    (files / "memory.max").write_text("max\n")
+    (files / "memory.current").write_text(f"{GIB}\n")
+    assert machine.workers(CPU) == 5
+    (files / "memory.max").write_text(f"{7 * GIB}\n")
+    assert machine.workers(CPU) == 3
+    (files / "memory.max").write_text(f"{GIB // 2}\n")
+    assert machine.workers(CPU) == 1
+
+
+def test_processes_round_alike_whatever_their_number(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    assert machine.settle(None, CPU) == 8
+    assert machine.settle(3, CPU) == 3
+    assert machine.settle(3, torch.device("cuda")) == 3
+    assert set_to == [1, 1]
+
+
+@pytest.mark.parametrize(("told", "found"), [("", 1), ("4", 4), ("4,2", 4), ("0", 1), ("many", 1)])
+def test_threads_are_one_or_as_the_environment_says(told: str, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    assert workers.threads() == found
