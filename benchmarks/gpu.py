@@ -24,20 +24,17 @@ from attacks.matching import Matching
 from attacks.stack import Stack
 from benchmarks.common import publish, table
 from benchmarks.speed import NETWORKS, by_hand
+from benchmarks.whole import COUNT, ITERATIONS, WHOLE, photographs, victims
 from benchmarks.worlds import BATCH, federation
 from eval.worlds import device_of
-from fl.client import Client
 from fl.engines import EngineName
-from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.seeds import stream
-from fl.types import Batch, ServerView, Task
+from fl.types import ServerView
 
-COUNT, ITERATIONS = 50, 10_000
-"""Of the papers' evaluation."""
 REPEATS = 3
 
 
@@ -48,17 +45,6 @@ def seconds(run: Callable[[], object]) -> float:
     run()
     torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def victims(task: Task, pictures: Batch, method: Method, count: int) -> list[ServerView]:
-    """So many clients' views of one step on one image each; photographs, and the same moved when these run out."""
-    run = Federation(Client(task, method), [ClientData(pictures, pictures)])
-    views = []
-    for i in range(count):
-        own = pictures.take(torch.tensor([i % len(pictures)], device="cuda"))
-        own = Batch(own.inputs.roll(i // len(pictures), -1), own.labels)
-        views.append(run.observe(0, data=own)[0])
-    return views
 
 
 def searching(views: list[ServerView], *, compiled: bool = False) -> tuple[Callable[[int], None], float]:
@@ -99,7 +85,7 @@ KINDS = {"one": (1, False), f"{COUNT}": (COUNT, False), f"{COUNT}, compiled": (C
 def searches(name: str, mode: Literal["colour", "grey"], size: int) -> dict[str, Any]:
     """Image-iterations per second on one network, and the seconds until the first of each kind was ready."""
     task = fl.models.build(name, num_classes=10, seed=0).to(device="cuda")
-    pictures = photographs(mode, size)
+    pictures = photographs(mode, size, "cuda")
     views = victims(task, pictures, FedAvg(lr=1.0, steps=1, batch_size=None), COUNT)
     found, ready = {"by hand": rate(by_hand(task.to(device="cuda"), pictures), 100, 1)}, {}
     for label, (count, compiled) in KINDS.items():
@@ -110,16 +96,10 @@ def searches(name: str, mode: Literal["colour", "grey"], size: int) -> dict[str,
     return {"image_iterations_per_second": found, "seconds_to_record": ready}
 
 
-WHOLE: dict[str, Method] = {
-    "ig": FedAvg(lr=1.0, steps=1, batch_size=None),
-    "joint": HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0),
-}
-
-
 def whole(name: str) -> dict[str, float]:
     """Seconds of 50 images and 10,000 iterations of one attack on the colour network, recording included."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0).to(device="cuda")
-    views = victims(task, photographs("colour", 32), WHOLE[name], COUNT)
+    views = victims(task, photographs("colour", 32, "cuda"), WHOLE[name], COUNT)
     attack = attacks.build({"name": name, "iterations": ITERATIONS, "stack": COUNT})
     taken = seconds(partial(attack.run, views, list(range(COUNT))))
     torch.cuda.empty_cache()
@@ -142,12 +122,6 @@ def rounds() -> Iterator[tuple[str, str, EngineName, float]]:
                 yield network, name, engine, seconds(partial(run.step, evaluate=False))
                 del run
                 torch.cuda.empty_cache()
-
-
-def photographs(mode: Literal["colour", "grey"], size: int) -> Batch:
-    """Those that come with scikit-image, on the device."""
-    pictures = fl.data.load("photos", mode=mode, size=size).train
-    return Batch(pictures.inputs.cuda(), pictures.labels.cuda())
 
 
 def copied() -> float:

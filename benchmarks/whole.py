@@ -1,0 +1,103 @@
+"""The papers' whole evaluation, 50 images and 10,000 iterations, on all cores of a CPU: `python -m benchmarks.whole`.
+
+`ig` on FedAvg and `joint` on HyperFL, both on HyperFL's colour network, as `hyperleak run` does it with
+`compiled: true`: seconds of the clock from nothing to results, starting processes and compiling included, and those of
+all processes on their cores. The clock needs an idle machine. `--uncompiled` leaves the compiler out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from contextlib import closing
+from typing import Literal
+
+import torch
+
+import attacks
+import fl.data
+import fl.models
+from attacks.base import Reconstruction
+from attacks.spread import Spread
+from benchmarks.common import publish, table
+from eval.machine import workers
+from fl.client import Client
+from fl.federation import ClientData, Federation
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.types import Batch, ServerView, Task
+
+COUNT, ITERATIONS = 50, 10_000
+"""Of the papers' evaluation."""
+WHOLE: dict[str, Method] = {
+    "ig": FedAvg(lr=1.0, steps=1, batch_size=None),
+    "joint": HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0),
+}
+
+
+def photographs(mode: Literal["colour", "grey"], size: int, device: str) -> Batch:
+    """Those that come with scikit-image, on the device."""
+    pictures = fl.data.load("photos", mode=mode, size=size).train
+    return Batch(pictures.inputs.to(device), pictures.labels.to(device))
+
+
+def victims(task: Task, pictures: Batch, method: Method, count: int) -> list[ServerView]:
+    """So many clients' views of one step on one image each; photographs, and the same moved when these run out."""
+    run = Federation(Client(task, method), [ClientData(pictures, pictures)])
+    views = []
+    for i in range(count):
+        own = pictures.take(torch.tensor([i % len(pictures)], device=pictures.inputs.device))
+        own = Batch(own.inputs.roll(i // len(pictures), -1), own.labels)
+        views.append(run.observe(0, data=own)[0])
+    return views
+
+
+def spent() -> float:
+    """CPU seconds of this process and of those that it has started and that have ended."""
+    parts = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(part.ru_utime + part.ru_stime for part in parts)
+
+
+def evaluation(name: str, number: int, *, compiled: bool) -> tuple[float, float]:
+    """Seconds of the clock and of the CPUs that one attack takes in so many processes."""
+    task = fl.models.build("hyperfl-colour", num_classes=10, seed=0)
+    views = victims(task, photographs("colour", 32, "cpu"), WHOLE[name], COUNT)
+    attack = attacks.build({"name": name, "iterations": ITERATIONS, "compiled": compiled})
+    began, before = time.perf_counter(), spent()
+    with closing(Spread(number, patience=0.0)) as spread:
+        found = spread.run(attack, views, range(COUNT))
+    if not all(isinstance(one, Reconstruction) for one in found):
+        raise RuntimeError("expected a reconstruction of every image")
+    return time.perf_counter() - began, spent() - before
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--uncompiled", action="store_true", help="replay records without machine code of them")
+    parser.add_argument("--only", choices=list(WHOLE), action="append", help="one of the two")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    number = workers(torch.device("cpu"))
+    how = "recorded" if chosen.uncompiled else "recorded and compiled"
+    found = {name: evaluation(name, number, compiled=not chosen.uncompiled) for name in chosen.only or WHOLE}
+    lines = [
+        f"# {COUNT} images, {ITERATIONS:,} iterations, on {number} processes",
+        "",
+        "HyperFL's colour network (CIFAR-10's), one step on one image each, single precision. Seconds of the clock "
+        f"from nothing to results, {how}; and those of all processes on their {os.cpu_count()} cores.",
+        "",
+        *table(
+            ["attack", "method", "seconds", "minutes", "CPU seconds"],
+            [[k, WHOLE[k].name, f"{t:.0f}", f"{t / 60:.1f}", f"{cpu:.0f}"] for k, (t, cpu) in found.items()],
+        ),
+    ]
+    rows = {name: {"seconds": clock, "cpu_seconds": cpu} for name, (clock, cpu) in found.items()}
+    publish("whole", {"processes": number, "how": how, "rows": rows}, lines)
+
+
+if __name__ == "__main__":
+    main()
