@@ -213,8 +213,8 @@ def _inseparable(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int
     if most(len(below)) < count:
         return f"the {len(below)} biases of {stage.name} tell at most {most(len(below))} images apart, not {count}"
     for lower in stages[:top]:
-        if isinstance(lower.layer, nn.Conv2d) and count * lower.shape.numel() > MOST:
-            return f"{count} inputs of {lower.name} are {count * lower.shape.numel()} numbers, more than {MOST} at once"
+        if isinstance(lower.layer, nn.Conv2d) and count * lower.taken.numel() > MOST:
+            return f"{count} inputs of {lower.name} are {count * lower.taken.numel()} numbers, more than {MOST} at once"
     return None
 
 
@@ -225,6 +225,7 @@ def _descend(
     # an unknown defence may have shortened weight and bias apart, which only a second layer shows
     verified, off = view.threat.knows_defense or top > 0, 0.0
     values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
+    kept: tuple[int, int] | None = None
     for i in range(top, -1, -1):
         stage = stages[i]
         if i < top:
@@ -239,7 +240,7 @@ def _descend(
             verified = verified and off < 1e-3
             signal = signal @ stage.layer.weight.detach()
         else:
-            known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt))
+            known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt), kept)
             known = replace(known, noise=max(off, _rounding(view, stage.name)))
             solved = solve(known, _statistics(stage) if i == 0 else None)
             found = solved.found
@@ -249,7 +250,7 @@ def _descend(
                 fixed = known.layer.apart(_fixed(solved, *_statistics(stage)))
                 verified = bool(fixed.all())
             values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
-            off = max(found.gradient, known.noise)
+            off, kept = max(found.gradient, known.noise), known.layer.reached
     image = stages[0].undo(values)
     if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
         verified, fixed = False, None
@@ -300,8 +301,18 @@ def _equations(
     gradients: dict[str, Tensor],
     given: Outputs,
     rest: tuple[Tensor, Tensor, Tensor],
+    kept: tuple[int, int] | None,
 ) -> Equations:
-    """What is known of a convolution; `given` and `rest` are what `_below` returns."""
+    """What is known of a convolution.
+
+    Args:
+        stage: with it.
+        above: what takes its outputs.
+        gradients: of the weights.
+        given: what the activation was given, as `_below` returns it.
+        rest: the other things that it returns.
+        kept: rows and columns of the outputs, pooled, that the layer above saw.
+    """
     conv = stage.layer
     assert isinstance(conv, nn.Conv2d)
     pooling = _pooling(stage, above)
@@ -309,20 +320,25 @@ def _equations(
     weight = conv.weight.detach()
     bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
     scale, shift = _normalisation(stage, weight)
-    count = len(given.values)
+    count, (channels, height, width) = len(given.values), stage.taken
     layer = Layer(
         weight * scale[:, None, None, None],
         bias * scale + shift,
-        (conv.in_channels, count * stage.shape[1], stage.shape[2]),
+        (channels, count * height, width),
         _pair(conv.padding),  # type: ignore[arg-type]
         _pair(conv.stride),  # type: ignore[arg-type]
         pooling.window,
         pooling.average,
         count,
+        kept,
     )
+    rows, columns = replace(layer, kept=None).pooled
     gradient = gradients[f"{stage.name}.weight"]
     target, seen, signal, loose, doubt = (
-        part.view(count, len(weight), -1).transpose(0, 1).flatten(1) for part in (given.values, given.known, *rest)
+        part.view(count, len(weight), rows, columns)[..., : layer.pooled[0], : layer.pooled[1]]
+        .transpose(0, 1)
+        .flatten(1)
+        for part in (given.values, given.known, *rest)
     )
     return Equations(
         layer,

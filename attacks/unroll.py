@@ -49,6 +49,11 @@ class Stage:
         """Whether what comes in follows from what the layer is given."""
         return all(isinstance(module, POINTWISE) for module in self.before)
 
+    @property
+    def taken(self) -> torch.Size:
+        """Shape of what the layer is given, which pooling below makes smaller than what comes in."""
+        return self.given(torch.zeros(1, *self.shape, dtype=torch.float64)).shape[1:]
+
     def given(self, values: Tensor) -> Tensor:
         """What the layer is given, from what comes in (N, *shape)."""
         result: Tensor = self.before(values)

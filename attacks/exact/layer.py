@@ -27,6 +27,8 @@ class Layer:
         window: of the pooling, by axis, also its stride; (1, 1) is none.
         average: whether pooling averages instead of taking the maximum.
         images: how many.
+        kept: rows and columns of each image's cells of which anything is known: the layer above saw no others. All
+            if None.
     """
 
     weight: Tensor
@@ -37,6 +39,7 @@ class Layer:
     window: tuple[int, int] = (1, 1)
     average: bool = False
     images: int = 1
+    kept: tuple[int, int] | None = None
 
     @cached_property
     def alone(self) -> tuple[int, int, int]:
@@ -44,10 +47,17 @@ class Layer:
         return self.shape[0], self.shape[1] // self.images, self.shape[2]
 
     @cached_property
-    def size(self) -> tuple[int, int]:
+    def whole(self) -> tuple[int, int]:
         """Height and width of an image's outputs before pooling."""
         sides = zip(self.alone[1:], self.padding, self.kernel, self.stride, strict=True)
         height, width = ((n + 2 * p - k) // s + 1 for n, p, k, s in sides)
+        return height, width
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """The same without the rows and columns beyond the cells kept: only these positions are counted."""
+        kept = self.kept or self.whole
+        height, width = (min(n, k * w) for n, k, w in zip(self.whole, kept, self.window, strict=True))
         return height, width
 
     @property
@@ -67,8 +77,15 @@ class Layer:
 
     @cached_property
     def pooled(self) -> tuple[int, int]:
-        """Height and width of an image after pooling."""
+        """Height and width of an image after pooling, as far as it is kept."""
         return self.size[0] // self.window[0], self.size[1] // self.window[1]
+
+    @cached_property
+    def reached(self) -> tuple[int, int]:
+        """Height and width of the part of an image that the cells see: pooling leaves out what fills no window."""
+        sides = zip(self.alone[1:], self.pooled, self.window, self.stride, self.kernel, self.padding, strict=True)
+        height, width = (min(n, (c * w - 1) * s + k - p) for n, c, w, s, k, p in sides)
+        return height, width
 
     @cached_property
     def cells(self) -> Tensor:
@@ -89,7 +106,7 @@ class Layer:
                 top, left = a * down, b * right
                 weight[:, :, top : top + self.kernel[0], left : left + self.kernel[1]] += self.weight / (rows * columns)
         stride = (down * rows, right * columns)
-        return Layer(weight, self.bias, self.shape, self.padding, stride, images=self.images)
+        return Layer(weight, self.bias, self.shape, self.padding, stride, images=self.images, kept=self.kept)
 
     @cached_property
     def searched(self) -> bool:
@@ -99,17 +116,16 @@ class Layer:
     # ---- forward -----------------------------------------------------------------------------------------------------
     def patches(self, x: Tensor) -> Tensor:
         """The patch each position sees (L, M)."""
-        return F.unfold(self.apart(x), self.kernel, padding=self.padding, stride=self.stride).mT.flatten(0, 1)
+        seen = F.unfold(self.apart(x), self.kernel, padding=self.padding, stride=self.stride)
+        return self._counted(seen).mT.flatten(0, 1)
 
     def outputs(self, x: Tensor) -> Tensor:
         """Outputs by cell (O, K, P)."""
-        made = F.conv2d(self.apart(x), self.weight, self.bias, padding=self.padding, stride=self.stride)
-        return made.transpose(0, 1).flatten(1)[:, self.cells]
+        return self._convolved(x, self.bias)[:, self.cells]
 
     def convolved(self, x: Tensor) -> Tensor:
         """Outputs without the bias at every position (O, L)."""
-        made = F.conv2d(self.apart(x), self.weight, padding=self.padding, stride=self.stride)
-        return made.transpose(0, 1).flatten(1)
+        return self._convolved(x, None)
 
     def pooled_outputs(self, x: Tensor) -> Tensor:
         """Outputs after pooling (O, K)."""
@@ -129,9 +145,10 @@ class Layer:
 
     def pull(self, signal: Tensor) -> Tensor:
         """What flows back into X (I, H, W) from `signal` (O, L)."""
-        sides = zip(self.alone[1:], self.size, self.padding, self.kernel, self.stride, strict=True)
+        sides = zip(self.alone[1:], self.whole, self.padding, self.kernel, self.stride, strict=True)
         rest = [n - ((o - 1) * s - 2 * p + k) for n, o, p, k, s in sides]
-        back = signal.view(-1, self.images, *self.size).transpose(0, 1)
+        below, beside = (n - m for n, m in zip(self.whole, self.size, strict=True))
+        back = F.pad(signal.view(-1, self.images, *self.size).transpose(0, 1), (0, beside, 0, below))
         made = F.conv_transpose2d(back, self.weight, padding=self.padding, stride=self.stride, output_padding=rest)
         return made.transpose(0, 1).reshape(self.shape).contiguous()
 
@@ -181,7 +198,7 @@ class Layer:
             weight[:, p, :, top : top + height, left : left + width] = self.weight
         bias = self.bias.repeat_interleave(rows * columns)
         stride = (down * rows, right * columns)
-        return Layer(weight.flatten(0, 1), bias, self.shape, self.padding, stride, images=self.images)
+        return Layer(weight.flatten(0, 1), bias, self.shape, self.padding, stride, images=self.images, kept=self.kept)
 
     def covariances(self, whole: Tensor) -> Tensor:
         """Of every patch (L, M, M), from that of X (N, N); the padding has none."""
@@ -224,6 +241,11 @@ class Layer:
         return self._diagonal(self._both_cropped(flat.view(1, self.images, rows, columns, rows, columns)))[0]
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _convolved(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Outputs at every position (O, L)."""
+        made = F.conv2d(self.apart(x), self.weight, bias, padding=self.padding, stride=self.stride)
+        return self._counted(made.flatten(2)).transpose(0, 1).flatten(1)
+
     @property
     def _padded(self) -> tuple[int, int]:
         (_, height, width), (top, left) = self.alone, self.padding
@@ -234,7 +256,11 @@ class Layer:
         """Where in its image's padded plane the patch of every position of an image lies (L / images, kh * kw)."""
         rows, columns = self._padded
         plane = torch.arange(rows * columns, dtype=torch.float64, device=self.weight.device).view(1, 1, rows, columns)
-        return F.unfold(plane, self.kernel, stride=self.stride)[0].mT.round().long()
+        return self._counted(F.unfold(plane, self.kernel, stride=self.stride))[0].mT.round().long()
+
+    def _counted(self, values: Tensor) -> Tensor:
+        """Of values (., ., outputs of an image) those at the positions counted."""
+        return values.unflatten(2, self.whole)[..., : self.size[0], : self.size[1]].flatten(2)
 
     def _both_cropped(self, forms: Tensor) -> Tensor:
         """Forms over padded planes (., ., rows, columns, rows, columns) as matrices over the planes (., ., n, n)."""

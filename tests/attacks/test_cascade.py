@@ -37,6 +37,14 @@ CHAINS = {
         *(nn.Conv2d(1, 8, 3, padding=1), nn.MaxPool2d(2), LEAKY),
         *(nn.Conv2d(8, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY),
     ),
+    "two convolutions, activation first": (
+        *(nn.Conv2d(1, 8, 3, padding=1), LEAKY, nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 12, 3, padding=1), LEAKY, nn.MaxPool2d(2)),
+    ),
+    "two convolutions, relu first": (
+        *(nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(24, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+    ),
     "two linear layers": (
         *(nn.Conv2d(1, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY, nn.Flatten()),
         *(nn.Linear(588, 20), LEAKY),
@@ -47,11 +55,26 @@ CHAINS = {
 
 @pytest.mark.parametrize("chain", list(CHAINS))
 def test_the_image_comes_back_to_rounding(chain: str) -> None:
-    method = replace(STEP, train_mode=False) if chain == "batch norm" else STEP
+    method = replace(STEP, train_mode=False) if any(isinstance(m, nn.BatchNorm2d) for m in CHAINS[chain]) else STEP
     image = photograph(14)
     result = attack(victim(network(*CHAINS[chain]), image, method))
     assert result.verified
     assert error(result, image) < 1e-5
+
+
+def test_what_no_layer_sees_is_not_said_to_be_known() -> None:
+    """A second convolution without padding and its pooling see six of the seven rows and columns of the first's."""
+    first = (nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    task = network(*first, nn.Conv2d(24, 32, 3), nn.ReLU(), nn.MaxPool2d(2))
+    image = photograph(14)
+    result = attack(victim(task, image))
+    assert result.inputs is not None
+    assert result.fixed is not None
+    assert not result.verified
+    seen = torch.zeros(14, 14, dtype=torch.bool)
+    seen[:13, :13] = True
+    assert torch.equal(result.fixed[0, 0], seen)
+    assert float((result.inputs - image)[0, 0][seen].abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["cascade", "peel+cascade"])
