@@ -99,6 +99,11 @@ class Client:
         """Who holds each of `names`."""
         return {name: self.method.scope(name, self.task) for name in names}
 
+    @property
+    def draws(self) -> bool:
+        """Whether a step may take random numbers."""
+        return type(self.method).draw is not Method.draw or type(self.defense).draw is not Defense.draw
+
     def draw(self, batch: Batch, generator: torch.Generator | None) -> dict[str, Tensor]:
         """The random numbers of a step on `batch`: the method's, and those of the defence under `defense/buffer`."""
         own = self.defense.draw(batch, self.task, generator)

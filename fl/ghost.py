@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from fl import windows
 from fl.method import Method
 from fl.types import Batch
 
@@ -46,20 +47,24 @@ class Passed:
     def squares(self) -> Tensor:
         """Squared norms (B,) of the samples' gradients, over all its weights."""
         if not self._vectors:
-            return torch.stack([part.flatten(1).square().sum(1) for part in self.samples.values()]).sum(0)
+            return torch.stack([_in_memory(part).square().sum(1) for part in self.samples.values()]).sum(0)
         back, entered = self.back.square().sum(1), self.entered.square().sum(1)
         return torch.stack([back * entered if key == "weight" else back for key in self.names]).sum(0)
 
     def sums(self, factors: Tensor) -> dict[str, Tensor]:
         """The sum of the samples' gradients, each times its own factor (B,), by name."""
         if not self._vectors:
-            return {name: torch.tensordot(factors, part, 1) for name, part in self.samples.items()}
+            return {name: _weighted(factors, part) for name, part in self.samples.items()}
         back = self.back * factors[:, None]
         return {n: back.mT @ self.entered if key == "weight" else back.sum(0) for key, n in self.names.items()}
 
     @cached_property
     def samples(self) -> dict[str, Tensor]:
         """The samples' gradients (B, ...), by name."""
+        if windows.known(self.layer):
+            assert isinstance(self.layer, nn.Conv2d)
+            weight = windows.weight_samples(self.layer, self.entered, self.back)
+            return {n: weight if key == "weight" else self.back.sum((2, 3)) for key, n in self.names.items()}
         from opacus.grad_sample import GradSampleModule  # seconds to import, so not before it is used
 
         rule = GradSampleModule.GRAD_SAMPLERS[type(self.layer)]
@@ -69,6 +74,22 @@ class Passed:
     @property
     def _vectors(self) -> bool:
         return type(self.layer) is nn.Linear and self.entered.ndim == 2
+
+
+def _in_memory(part: Tensor) -> Tensor:
+    """The entries of each sample's gradient (B, ...) as they lie in memory, as a view (B, N)."""
+    return part.permute(0, *_order(part)).flatten(1)
+
+
+def _order(part: Tensor) -> list[int]:
+    return sorted(range(1, part.ndim), key=part.stride, reverse=True)
+
+
+def _weighted(factors: Tensor, part: Tensor) -> Tensor:
+    """The sum of the samples' gradients (B, ...), each times its factor (B,), without moving them in memory."""
+    order = _order(part)
+    total = torch.tensordot(factors, _in_memory(part), 1).view([part.shape[i] for i in order])
+    return total.permute([order.index(i) for i in range(1, part.ndim)]).contiguous()
 
 
 def obstacle(grad: Gradient) -> str | None:

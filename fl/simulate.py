@@ -260,7 +260,9 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
             tuple(tuple(torch.searchsorted(indices, chosen) for chosen in step) for step in steps) for steps in order
         )
     whole = Batch(inputs, labels)
-    draws: Draws = tuple(tuple(client.draw(whole.take(step[0]), generator) for step in steps) for steps in order)
+    draws: Draws = tuple(tuple({} for _ in steps) for steps in order)
+    if client.draws:  # else the batches need not be taken out here, too
+        draws = tuple(tuple(client.draw(whole.take(step[0]), generator) for step in steps) for steps in order)
     return Trace(order, inputs, labels, indices, draws)
 
 

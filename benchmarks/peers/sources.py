@@ -58,10 +58,10 @@ class Source:
         return "as named" if digest == self.sha256 else f"another one (sha256 of {self.file}: {digest})"
 
 
-def _cloned(name: str, repository: str, commit: str, file: str, sha256: str) -> Source:
+def _cloned(name: str, repository: str, commit: str, file: str, sha256: str, needs: str = "") -> Source:
     folder = repository.rsplit("/", 1)[1]
     get = f"`git clone https://github.com/{repository} && git -C {folder} checkout {commit}`"
-    return Source(name, folder, get, file, sha256)
+    return Source(name, folder, f"{get}, then `{needs}`" if needs else get, file, sha256)
 
 
 IG = _cloned(
@@ -85,6 +85,31 @@ ROG = _cloned(
     "src/attack/attacker.py",
     "b8c741fe44059ff1fc7a193d971ddf08982815094cea4ffa68c88c56aaf4ba9e",
 )
+PFLLIB = _cloned(
+    "PFLlib",
+    "TsingZ0/PFLlib",
+    "d832e76f6a23b833038949ec1e4fdefe63a4d350",
+    "system/flcore/clients/clientavg.py",
+    "9c06e53b3dd5713cfa0475a17a109cc4a7bf792fcb11832d4a82d5068f8bd98d",
+    f"pip install --no-deps --target {SITE} scikit-learn==1.9.1 joblib==1.6.0 threadpoolctl==3.8.0 "
+    "cloudpickle==3.1.2 narwhals==2.29.0",
+)
+PFL_RESEARCH = _cloned(
+    "pfl-research",
+    "apple/pfl-research",
+    "c9d1f32f6e84fec984f448e2bc19a3e3fd5a4807",
+    "pfl/model/pytorch.py",
+    "05b6cc369424f75f6d8329a00cf0107c6b7926c4bd88f3dc0a90baf9545958f5",
+    f"pip install --no-deps --target {SITE} multiprocess==0.70.19 dill==0.4.1 dp-accounting==0.5.0 "
+    "prv-accountant==0.2.0 attrs absl-py",
+)
+HYPERFL = _cloned(
+    "the HyperFL authors' code",
+    "Pengxin-Guo/HyperFL",
+    "a62bd1035a74f4229edbf1848e21d77b11ff3f35",
+    "cnn/methods/dp_fedavg.py",
+    "f93f968b46f47e461c28fbfd27fa099215f3783b7a338f94f9378674dac0c1ea",
+)
 BREACHING = Source(
     "breaching",
     SITE,
@@ -95,9 +120,9 @@ BREACHING = Source(
 )
 
 
-def importable(folder: Path) -> None:
-    """Let packages in `folder`, and those installed beside it, be imported; what is installed here goes first."""
-    for path in (str(folder), str(folder.parent / SITE)):
+def importable(folder: Path, inside: str = "") -> None:
+    """Let packages in `folder`/`inside`, and those installed beside it, be imported; those installed here go first."""
+    for path in (str(folder / inside), str(folder.parent / SITE)):
         if path not in sys.path:
             sys.path.append(path)
 

@@ -255,3 +255,33 @@ def test_gather_gives_the_batches_of_an_order() -> None:
     (((first,), (second,)),) = gather(data.inputs, data.labels, order)
     assert torch.equal(first.inputs, data.inputs[[3, 1]])
     assert torch.equal(second.labels, data.labels[[0]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dice(Defense):
+    """Draws a number at every step."""
+
+    name: ClassVar[str] = "dice"
+
+    def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
+        return {} if generator is None else {"dice": torch.rand(len(batch), generator=generator)}
+
+
+@pytest.mark.parametrize(("method", "defense"), [(METHOD, Defense()), (METHOD, Dice()), (HyperFedZero.example(), None)])
+def test_batches_are_taken_once_more_only_where_something_is_drawn(
+    method: Any, defense: Defense | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sizes, take = worlds.federation(method, defense or Defense()), [], Batch.take
+
+    def counted(self: Batch, index: torch.Tensor) -> Batch:
+        sizes.append(len(index))
+        return take(self, index)
+
+    monkeypatch.setattr(Batch, "take", counted)
+    done = run.train(0)
+    drawn = [bool(draws) for steps in done.trace.draws for draws in steps]
+    fed = [len(batch) for steps in done.trace.order for step in steps for batch in step]
+    assert len(set(drawn)) == 1
+    assert sizes == (fed + fed if drawn[0] else fed)
+    assert len(drawn) == sum(map(len, done.trace.order))
+    assert drawn[0] == (not (method is METHOD and type(defense) is Defense))
