@@ -92,9 +92,13 @@ def run(
         emit(_summary(plan, folder, failures, found))
     elif found is not None:
         show_table(screen, found)
-    screen.print(f"\nWritten to {folder.path}; open {folder.path / 'report.html'}", highlight=False, soft_wrap=True)
+    if found is not None:
+        written = f"\nWritten to {folder.path}; open {folder.path / 'report.html'}"
+        screen.print(written, highlight=False, soft_wrap=True)
     for failure in failures:
         say(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
+    if found is None:
+        say(f"nothing is finished, so there is no table and no report; the same command goes on ({folder.path})")
     if failures:
         raise typer.Exit(FAILURE)
 
@@ -163,10 +167,14 @@ def _name(path: Path, folder: RunDir, title: str) -> str:
 
 def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> list[Failure]:
     from eval import harness
+    from fl.guard import UnguardedError
 
     try:
         with warnings_on(screen), progress(screen) as told:
             return harness.run(plan, folder, options, told)
+    except UnguardedError as error:
+        say(f"error: {error}")
+        raise typer.Exit(USAGE) from error
     except KeyboardInterrupt as error:
         say(f"stopped; the same command goes on from here ({folder.path})")
         raise typer.Exit(128 + signal.SIGINT) from error
