@@ -2,8 +2,10 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from eval import cells, cli, config, imports, terminal, yamlfile
 from fl.capture import from_batch
 from fl.workers import result
 
+ROOT = Path(__file__).parents[2]
 ATTACK = '''
 """An attack that says in which process it ran."""
 import os
@@ -116,6 +119,13 @@ def test_what_can_not_be_imported_is_said_in_a_line(tmp_path, word, text, said):
     assert shown.exit_code == terminal.USAGE
     assert shown.output.startswith("error: ")
     assert shown.output.count("\n") == 1
+
+
+def test_a_name_of_ours_is_taken_in_a_fresh_process_too(tmp_path):
+    (tmp_path / "broken.py").write_text(ATTACK.replace("own-attack", "ig"))  # imported before anything of ours is found
+    words = [sys.executable, "-c", "from eval import imports; imports.bring(['broken.py'])"]
+    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert "ValueError: broken.py, line 8: ValueError: attack 'ig' is taken by attacks.ig" in done.stderr
 
 
 def test_an_error_below_is_said_of_the_line_that_led_to_it(tmp_path):
