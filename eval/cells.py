@@ -19,7 +19,7 @@ from typing import Any
 
 from attacks.base import Attack
 from defenses import Defense, defenses
-from eval import config
+from eval import config, imports
 from eval.experiment import Experiment, FederationSpec, Observe, Score
 from eval.perceptual import Lpips, Perceptual
 from eval.plain import attack_spec, section_spec
@@ -133,8 +133,9 @@ def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_id(experiment: Experiment) -> str:
-    """A name for a run: a hash of the resolved config and the package's version."""
-    return short_hash({"config": config.plain(experiment), "version": version()})
+    """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
+    plain = {key: value for key, value in config.plain(experiment).items() if key != "imports"}
+    return short_hash({"config": plain, "version": version()})
 
 
 def short_hash(value: Any) -> str:
@@ -149,15 +150,22 @@ def version() -> str:
     return metadata.version("hyperleak")
 
 
-@cache
 def code() -> str:
-    """A hash of the package's source: says whether a cell was computed by the code that runs now."""
+    """A hash of the source, imported modules included: says whether the code that runs now computed a cell."""
+    digest = _package().copy()
+    for name, source in sorted(imports.sources().items()):
+        digest.update(f"{name}\0".encode() + source)
+    return digest.hexdigest()[:DIGITS]
+
+
+@cache
+def _package() -> hashlib._Hash:
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for package in ("fl", "defenses", "attacks", "eval"):
         for path in sorted((root / package).rglob("*.py")):
             digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:DIGITS]
+    return digest
 
 
 def _spec(defense: Defense) -> dict[str, Any]:

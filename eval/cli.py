@@ -7,6 +7,7 @@ import sys
 import typer
 
 from eval.commands import audit, compare, doctor, list_, report, run, show
+from fl.guard import leave_if_unguarded
 
 app = typer.Typer(
     help="What a federated update gives away, and what each way of hiding it costs in accuracy.",
@@ -15,6 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
 )
+app.callback()(leave_if_unguarded)
 app.command()(run.run)
 app.command()(audit.audit)
 app.command()(report.report)

@@ -2,6 +2,7 @@
 
 ```yaml
 title: Faces, one image at a time
+imports: [my_attacks.py]                 # modules of one's own that register what is named below; none by default
 task: {dataset: faces, model: hyperfl-grey}
 federation: {partition: {name: iid, clients: 4}, rounds: 5}
 method:                                  # one or several; `as` gives an entry its own label
@@ -23,21 +24,42 @@ sweep: {attack.ig.tv: [1e-4, 1e-2]}      # each value becomes an entry of its ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import reduce
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from eval import grid, yamlfile
+from eval.changes import State, apply
 from eval.experiment import Experiment, check_taken
 from eval.grid import override
+from eval.imports import bring
+from eval.narrow import narrow, with_figures
 from eval.plain import build, mapping, plain
 
 __all__ = ["dump", "load", "override", "plain", "read"]
+log = logging.getLogger(__name__)
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
-    """The experiment in a YAML file, with `key=value` overrides (see `eval.grid`).
+def load(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    imports: Sequence[str] = (),
+    without: Sequence[str] = (),
+    only: Sequence[str] = (),
+    note: Callable[[str], None] = log.warning,
+) -> Experiment:
+    """The experiment in a YAML file, changed as the command line asks for; imports what it `imports`.
+
+    Args:
+        path: of the file.
+        overrides: `key=value` (see `eval.changes`).
+        imports: further modules of the user's own (see `eval.imports`).
+        without: labels of entries to leave out (see `eval.narrow`).
+        only: labels of the entries to keep.
+        note: told of published figures that are left out with what they are of.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -47,48 +69,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         raise FileNotFoundError(f"no config file {path}")
     try:
         data = yamlfile.parse(path.read_text(encoding="utf-8"))
-        experiment, sweep = _split(data)
+        experiment, sweep = _split(data, path.parent, imports)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return grid.spread(*_overridden(experiment, sweep, overrides))
-
-
-def _overridden(
-    experiment: Experiment, sweep: Mapping[str, Any], overrides: Sequence[str]
-) -> tuple[Experiment, Mapping[str, Any]]:
-    """Experiment and sweep after the overrides, in their order; one that does not fit yet waits for the others.
-
-    When its turn comes, those given after it are applied once more: they go before it.
-    """
-    state = experiment, sweep
-    waiting, fit = list(range(len(overrides))), set[int]()
-    while waiting:
-        refused: dict[int, ValueError] = {}
-        for i in waiting:
-            try:
-                state = reduce(_with, [overrides[j] for j in (i, *sorted(k for k in fit if k > i))], state)
-            except ValueError as error:
-                refused[i] = error
-            else:
-                fit.add(i)
-        if len(refused) == len(waiting):
-            raise next(iter(refused.values()))
-        waiting = list(refused)
-    return state
-
-
-def _with(state: tuple[Experiment, Mapping[str, Any]], text: str) -> tuple[Experiment, Mapping[str, Any]]:
-    """Experiment and sweep after one override, which takes the place of a sweep over the same key."""
-    experiment, sweep = state
-    several = grid.several(experiment, text)
-    if several is not None:
-        return experiment, {**sweep, **several}
-    key = text.partition("=")[0].strip()
-    return override(experiment, text), {name: values for name, values in sweep.items() if name != key}
+    if not (overrides or without or only):
+        return grid.spread(experiment, sweep)
+    changed = apply(State(replace(experiment, published=()), sweep, experiment.published), overrides)
+    found, lost = with_figures(narrow(grid.spread(changed.experiment, changed.sweep), without, only), changed.published)
+    if lost:
+        note(f"published figures of what is not run are left out: {', '.join(lost)}")
+    return found
 
 
 def read(data: Any) -> Experiment:
-    """The experiment that plain data (a parsed YAML document) describes.
+    """The experiment that plain data (a parsed YAML document) describes; imports what it `imports`.
 
     Raises:
         ValueError: as `load`.
@@ -101,9 +95,10 @@ def dump(experiment: Experiment) -> str:
     return yamlfile.dump(plain(experiment))
 
 
-def _split(data: Any) -> tuple[Experiment, dict[str, Any]]:
+def _split(data: Any, folder: Path = Path(), given: Sequence[str] = ()) -> tuple[Experiment, dict[str, Any]]:
     """The experiment without its sweep, and the sweep."""
     values = dict(mapping(data, "the config"))
+    values["imports"] = list(bring(_words(values.get("imports", [])), folder, given))
     sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
     experiment = build(values)
     given = values["method"] if isinstance(values["method"], list) else [values["method"]]
@@ -111,3 +106,10 @@ def _split(data: Any) -> tuple[Experiment, dict[str, Any]]:
         for name in settings if isinstance(settings, dict) else ():
             check_taken(settings[name], taken.get(name, settings[name]), f"method.{taken['name']}.{name}")
     return experiment, sweep
+
+
+def _words(value: Any) -> list[str]:
+    words = value if isinstance(value, list) else [value]
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError(f"imports: expected files or modules such as my_attack.py, got {value!r}")
+    return words

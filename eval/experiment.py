@@ -234,7 +234,10 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Everything a run depends on; the attributes are the sections of the YAML file."""
+    """Everything a run depends on; the attributes are the sections of the YAML file.
+
+    `imports` names the modules that register what others name (`eval.imports`); an experiment itself imports nothing.
+    """
 
     task: TaskSpec
     method: tuple[Entry[Method], ...]
@@ -247,6 +250,7 @@ class Experiment:
     seeds: tuple[int, ...] = (0,)
     score: Score = field(default_factory=Score)
     published: tuple[Published, ...] = ()
+    imports: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         labels = [entry.label for entry in self.method]
@@ -306,15 +310,23 @@ def check_published(experiment: Experiment, *, swept: bool = True) -> None:
     Raises:
         UnknownNameError: one is not; says what is close.
     """
+    for figures in experiment.published:
+        if (found := lacking(experiment, figures, swept=swept)) is not None:
+            place, label, known = found
+            raise UnknownNameError(f"{place} in published", label, known)
+
+
+def lacking(experiment: Experiment, figures: Published, *, swept: bool = True) -> tuple[str, str, list[str]] | None:
+    """Which key of published figures names what is not there, its label and those that are; None where all is well."""
     places = (("method", experiment.method), ("beside", experiment.method), ("attack", experiment.attack))
     for place, entries in places:
         known = sorted({name for e in entries for name in (e.label, e.label.partition("@")[0])})
-        for figures in experiment.published:
-            label = getattr(figures, place)
-            if label is None or (place == "beside" and not label):
-                continue
-            if (label if swept else label.partition("@")[0]) not in known:
-                raise UnknownNameError(f"{place} in published", label, known)
+        label = getattr(figures, place)
+        if label is None or (place == "beside" and not label):
+            continue
+        if (label if swept else label.partition("@")[0]) not in known:
+            return place, label, known
+    return None
 
 
 def _check_shares(where: str, values: Iterable[float]) -> None:

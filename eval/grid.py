@@ -29,9 +29,9 @@ def override(experiment: Experiment, text: str) -> Experiment:
         UnknownNameError: nothing has such a setting; says what is close.
         ValueError: not `key=value`, a value that does not fit, or one that another setting overrules.
     """
-    keys, value = _parsed(text)
+    keys, value = parsed(text)
     try:
-        return _set(experiment, keys, yamlfile.parse(value), text)
+        return _set(experiment, keys, yamlfile.parse(value))
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
 
@@ -42,7 +42,7 @@ def several(experiment: Experiment, text: str) -> dict[str, Any] | None:
     Raises:
         ValueError: as `override`.
     """
-    keys, value = _parsed(text)
+    keys, value = parsed(text)
     try:
         given = yamlfile.parse(value)
         if not isinstance(given, list) or len(keys) == 1 or not given:
@@ -53,7 +53,7 @@ def several(experiment: Experiment, text: str) -> dict[str, Any] | None:
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
     try:
-        _set(experiment, keys, given, text)
+        _set(experiment, keys, given)
     except ValueError:  # it takes one value, then
         return {".".join(keys): given}
     return None
@@ -85,7 +85,12 @@ def part(experiment: Experiment, method: Entry[Any], attack: Entry[Any] | None) 
     return changed(experiment, changes, f"{method.label} under {attack.label}" if attack else method.label)
 
 
-def _parsed(text: str) -> tuple[list[str], str]:
+def parsed(text: str) -> tuple[list[str], str]:
+    """The keys and the value, still text, of `key=value`.
+
+    Raises:
+        ValueError: it is no such thing.
+    """
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -93,15 +98,24 @@ def _parsed(text: str) -> tuple[list[str], str]:
     return keys, value
 
 
-def _set(experiment: Experiment, keys: Sequence[str], value: Any, where: str) -> Experiment:
-    data = plain(experiment)
+def _set(experiment: Experiment, keys: Sequence[str], value: Any) -> Experiment:
+    data = {"published": [], **plain(experiment)}
     for place in places(data, keys):
+        if len(keys) == 2 and any(place.get(keys[1]) is entry for entry in _listed(data, keys[0])):
+            raise ValueError(
+                f"{keys[1]!r} is an entry, not a setting: --without {keys[1]} leaves it out, "
+                f"{'.'.join(keys)}.KEY=VALUE changes a setting of it"
+            )
         place[keys[-1]] = copy.deepcopy(value)
     after = build(data)
     if len(keys) > 1 and list(keys[:2]) != ["observe", "method"]:  # the experiment itself checks the latter
         for place in places(plain(after), keys):
-            check_taken(value, place[keys[-1]], where)
+            check_taken(value, place[keys[-1]], keys[-1])
     return after
+
+
+def _listed(data: Mapping[str, Any], key: str) -> list[Any]:
+    return data[key] if key in LISTS else []
 
 
 def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
@@ -119,7 +133,7 @@ def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
             f"expected a single setting of {allowed}: this one is the same for a whole table; run the experiment once "
             "for each value and set the results side by side with `hyperleak compare`"
         )
-    versions = [_set(experiment, keys, value, key) for value in values]  # each must do on its own
+    versions = [_set(experiment, keys, value) for value in values]  # each must do on its own
     if owner is None:
         kind, choices = keys[0], [getattr(version, keys[0]) for version in versions]
     else:

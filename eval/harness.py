@@ -17,6 +17,7 @@ from eval.cells import Cell, code, run_id, version
 from eval.plan import Plan, Scene, Training, Watch, prepare
 from eval.rundir import RUN, RunDir
 from fl.federation import Federation
+from fl.guard import UnguardedError
 
 __all__ = ["Failure", "Options", "Progress", "prepare", "run", "silent"]
 log = logging.getLogger(__name__)
@@ -184,6 +185,8 @@ class _Job:
         try:
             yield
             self.folder.finish(cell, time.perf_counter() - began)
+        except UnguardedError:  # true of every other cell as well
+            raise
         except FAULTS as error:
             kept = self.folder.fail(cell, traceback.format_exc()).relative_to(self.folder.path)
             self.failures[cell.id] = Failure(cell.id, name, f"{type(error).__name__}: {error}", str(kept))

@@ -54,7 +54,7 @@ def _built(data: Any) -> Experiment:
     if absent := [key for key in ("task", "method") if key not in values]:
         raise ValueError(f"expected a value for {', '.join(absent)}, got none")
     built: dict[str, Any] = {
-        key: _checked(Experiment, key, values[key], key) for key in ("title", "seeds") if key in values
+        key: _checked(Experiment, key, values[key], key) for key in ("title", "imports", "seeds") if key in values
     }
     for key, kind in SECTIONS.items():
         if key in values:
@@ -85,6 +85,8 @@ def _grid_hint(error: ListError) -> str:
 def plain(experiment: Experiment) -> dict[str, Any]:
     """The experiment in plain data with every default written out; `build(plain(x)) == x`."""
     result: dict[str, Any] = {"title": experiment.title}
+    if experiment.imports:
+        result["imports"] = list(experiment.imports)
     for key, registry in {**SECTIONS, **LISTS}.items():
         value = getattr(experiment, key)
         result[key] = [_entry_spec(e, registry) for e in value] if key in LISTS else section_spec(value)

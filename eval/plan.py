@@ -138,6 +138,21 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
     return Plan(experiment, tuple(trainings), perceptual, maker.device)
 
 
+def count(experiment: Experiment) -> tuple[int, int]:
+    """How many trainings and attacks (each after a round of a training) the experiment comes to; loads no data.
+
+    Raises:
+        ValueError: settings that don't fit each other.
+    """
+    attacked = 0
+    for method in experiment.method:
+        for attack in experiment.attack:
+            if not attack.against or method.label in attack.against:
+                attacked += len(_watched(grid.part(experiment, method, attack), method))
+    times = len(experiment.seeds) * len(experiment.defense)
+    return times * len(experiment.method), times * attacked
+
+
 def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
     """After how many rounds clients are watched: where nothing else is asked for, before the last update they send.
 

@@ -25,8 +25,9 @@ from typing import Any
 from eval import store
 from eval.cells import Cell, code
 from fl.files import sync
+from fl.guard import leave_if_unguarded
 
-RUN, LOG, CELL, TRACEBACK, LOCK = "run.json", "log.txt", "cell.json", "traceback.txt", ".lock"
+RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
 OLDER = {"config.yaml", "images.jsonl"}
 """What a result folder held before there were run directories."""
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class RunDir:
             BusyError: another process has it.
             ValueError: as `check`.
         """
+        leave_if_unguarded()
         self.check()
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a") as file:
@@ -166,6 +168,20 @@ class RunDir:
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
+
+    def unfinished(self) -> str | None:
+        """Why a run has left nothing to report, and what to do; None where it has, or where there is no run."""
+        rows, about = self.path / ROWS, self.about_run()
+        if not about or (rows.is_file() and rows.stat().st_size):
+            return None
+        cells = [cell for cell in about.get("cells", []) if isinstance(cell, dict)]
+        failed = [cell for cell in cells if cell.get("status") == "failed"]
+        done = sum(cell.get("status") == "finished" for cell in cells)
+        why = f"{done} of its {len(cells)} cells are finished, {len(failed)} failed"
+        if failed:
+            why += f", the first for {failed[0].get('reason')} ({failed[0].get('traceback')})"
+        again = about.get("command") or "the command that began it"
+        return f"{self.path} holds nothing to report yet: {why}; `{again}` goes on with it"
 
     def file(self, cell: Cell, name: str) -> Path:
         """A file of a finished cell."""

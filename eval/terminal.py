@@ -26,6 +26,14 @@ Workers = Annotated[
     int | None,
     typer.Option(min=1, help="Processes for clients and attacks; default as many as cores and memory allow."),
 ]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="FILE|MODULE",
+        help="A file or module of your own that registers methods, attacks, ...: my_attack.py. Repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
 
 
@@ -165,16 +173,17 @@ def told(words: Sequence[str], config: str = "") -> str:
     """
     own = list(words)
     for number, word in enumerate(words):
-        if number and words[number - 1] == "--out":
-            own[number] = _below(word)
-        elif word.startswith("--out="):
-            own[number] = f"--out={_below(word.removeprefix('--out='))}"
+        if number and words[number - 1] in {"--out", "--import"}:
+            own[number] = below(word)
+        elif word.startswith(("--out=", "--import=")):
+            option, _, path = word.partition("=")
+            own[number] = f"{option}={below(path)}"
         elif word == config and Path(word).is_absolute():
-            own[number] = _below(word)
+            own[number] = below(word)
     return shlex.join(["hyperleak", *own])
 
 
-def _below(path: str) -> str:
+def below(path: str) -> str:
     """A path relative to the current folder where it lies below it, else its last part."""
     here, whole = Path.cwd(), Path(os.path.abspath(path))
     for place in (whole, whole.resolve()):

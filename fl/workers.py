@@ -6,17 +6,23 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, ClassVar
 
 import torch
 
+from fl.guard import CODE, UnguardedError
+
 START = 5.0
 """Seconds that processes take to start, about: shorter work is better done without them."""
+REAP = 2.0
+"""Seconds at most until another thread of this process knows with what code a dead process has left."""
 LOST = (
     "a worker process died, for want of memory, or because it can't import what a notebook has defined: use fewer "
     "workers, or one"
@@ -47,7 +53,12 @@ class Workers:
         number: of processes.
         begin: called in each of them first, with `given`.
         given: what it gets.
+
+    Attributes:
+        children: all processes that pools have started and that may be running.
     """
+
+    children: ClassVar[set[BaseProcess]] = set()
 
     def __init__(self, number: int, begin: Callable[..., None] | None = None, *given: object) -> None:
         spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -61,16 +72,21 @@ class Workers:
 
         Raises:
             RuntimeError: a process has died.
+            UnguardedError: for want of a guard in the script that was started.
         """
+        before = set(multiprocessing.active_children())
         try:
             return self._pool.submit(work, *given)
         except BrokenProcessPool as error:
-            raise RuntimeError(LOST) from error
+            raise _lost() from error
+        finally:
+            self.children.update(set(multiprocessing.active_children()) - before)
 
     def kill(self) -> None:
         """End the processes whatever they do."""
         self._end.close()
         self._pool.shutdown(cancel_futures=True)
+        _codes()  # these have left as they were told to
 
 
 def result(task: Future[Any]) -> Any:
@@ -78,11 +94,28 @@ def result(task: Future[Any]) -> Any:
 
     Raises:
         RuntimeError: its process has died.
+        UnguardedError: for want of a guard in the script that was started.
     """
     try:
         return task.result()
     except BrokenProcessPool as error:
-        raise RuntimeError(LOST) from error
+        raise _lost() from error
+
+
+def _lost() -> Exception:
+    """What is to be said of a process that has died."""
+    codes, waited = _codes(), time.monotonic() + REAP
+    while not codes and time.monotonic() < waited:
+        time.sleep(REAP / 100)
+        codes = _codes()
+    return UnguardedError() if CODE in codes else RuntimeError(LOST)
+
+
+def _codes() -> set[int]:
+    """With what processes have left since this was last asked."""
+    codes = {child: child.exitcode for child in tuple(Workers.children)}
+    Workers.children.difference_update(child for child, code in codes.items() if code is not None)
+    return {code for code in codes.values() if code is not None}
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import pytest
 import torch
 import typer
 
-from eval import config, yamlfile
+from eval import catalogue, config, yamlfile
 from eval.cli import app
-from eval.commands.list_ import KINDS, registries
-from eval.commands.run import find_config
+from eval.commands.list_ import CONFIGS, KINDS, registries
 from eval.commands.show import describe
+from eval.experiment import Experiment
 from eval.request import Request
 from fl.registry import UnknownNameError
 
@@ -161,14 +161,20 @@ def test_commands_parse(page: str, line: str) -> None:
             check(str(name), inner.params)
 
 
+def changed(given: dict) -> Experiment:
+    """The config of a command line as its options leave it; files that it imports are the reader's own."""
+    narrowed = {key: given[key] or () for key in ("without", "only")}
+    return config.load(catalogue.find(given["config"]), given["set_"] or (), **narrowed)
+
+
 def check(command: str, given: dict) -> None:
     """What the options say beside being options: names and settings that exist."""
     if command == "run" and not given["config"].startswith(tuple(PLACEHOLDERS)):
-        assert config.load(find_config(given["config"]), given["set_"] or ()).attack
+        assert changed(given).attack
     elif command == "show" and given["name"] not in PLACEHOLDERS:
         assert describe(given["name"])
     elif command == "list":
-        assert given["kind"] in {None, *KINDS}
+        assert given["kind"] in {None, *KINDS, CONFIGS}
     elif command == "audit":
         fields = Request.__dataclass_fields__
         asked = {name: value for name, value in given.items() if name in fields and value is not None}

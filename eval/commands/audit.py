@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.terminal import FAILURE, LEAKED, USAGE, Json, Workers, console, emit, errors, progress, say, told, warnings_on
+from eval.terminal import (
+    FAILURE,
+    LEAKED,
+    USAGE,
+    Imports,
+    Json,
+    Workers,
+    console,
+    emit,
+    errors,
+    progress,
+    say,
+    told,
+    warnings_on,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,6 +98,7 @@ def audit(
     device: Device = "auto",
     out: Out = None,
     workers: Workers = None,
+    import_: Imports = None,
     json: Json = False,
 ) -> None:
     """Attack what a client would send and say what leaked.
@@ -91,9 +106,11 @@ def audit(
     Three things can be audited: a method (--method hyperfl --dataset faces), your own model (my_model:build), and an
     update that you captured (--update update.npz --model my_model:build).
     """
+    from eval.imports import bring
     from eval.request import Request, limits
 
     with errors(USAGE):
+        imports = bring(import_ or ())
         allowed = limits(psnr=max_psnr, ssim=max_ssim)
     request = Request(
         target=target,
@@ -113,14 +130,22 @@ def audit(
         seed=seed,
         device=device,
     )
-    _report(request, out, allowed, workers, json=json)
+    _report(request, out, allowed, workers, imports, json=json)
 
 
-def _report(request: Request, out: Path | None, limits: dict[str, float], workers: int | None, *, json: bool) -> None:
+def _report(
+    request: Request,
+    out: Path | None,
+    limits: dict[str, float],
+    workers: int | None,
+    imports: tuple[str, ...],
+    *,
+    json: bool,
+) -> None:
     """Carry the audit out, print it and leave with the code it comes to."""
     screen = console(as_json=json)
     own = request.target is not None or request.update is not None
-    found = _of_own(request, out, limited=bool(limits)) if own else _of_method(request, out, workers, screen)
+    found = _of_own(request, out, limited=bool(limits)) if own else _of_method(request, out, workers, imports, screen)
     best = {figure: found.best(figure) for figure in limits}
     above = [figure for figure, value in best.items() if value is not None and value > limits[figure]]
     unknown = [figure for figure, value in best.items() if value is None]
@@ -153,7 +178,9 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
     return replace(found, notes=(*notes, *found.notes))
 
 
-def _of_method(request: Request, out: Path | None, workers: int | None, screen: Console) -> Audit:
+def _of_method(
+    request: Request, out: Path | None, workers: int | None, imports: tuple[str, ...], screen: Console
+) -> Audit:
     from eval.harness import Options
     from eval.machine import settle
     from eval.request import carry_out, check_folder, make_folder
@@ -163,6 +190,7 @@ def _of_method(request: Request, out: Path | None, workers: int | None, screen: 
         folder = RunDir(out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
         with errors(USAGE):
             plan = request.plan()
+            plan = replace(plan, experiment=replace(plan.experiment, imports=imports))
             check_folder(folder, plan)
             make_folder(folder.path)
         with errors(FAILURE), warnings_on(screen), progress(screen) as seen:

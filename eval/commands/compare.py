@@ -16,8 +16,12 @@ def compare(
 ) -> None:
     """Set several runs side by side: settings that differ, scores, and differences with their intervals."""
     from eval import compare as comparing
+    from eval.rundir import RunDir
 
     with errors(USAGE):
+        for folder in folders:
+            if why := RunDir(folder).unfinished():
+                raise ValueError(why)
         found = comparing.compare(folders)
     if json:
         emit(found.plain())

@@ -6,27 +6,39 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.terminal import USAGE, Json, console, emit, errors, rows
+from eval.terminal import USAGE, Imports, Json, console, emit, errors, rows
 
 if TYPE_CHECKING:
     from fl.registry import Registry
 
 KINDS = ("methods", "attacks", "defenses", "datasets", "models", "partitions", "augmentations")
+CONFIGS = "configs"
 
 
 def list_(
-    kind: Annotated[str | None, typer.Argument(help=f"One of {', '.join(KINDS)}.")] = None, json: Json = False
+    kind: Annotated[str | None, typer.Argument(help=f"One of {', '.join(KINDS)}, {CONFIGS}.")] = None,
+    prefix: Annotated[str, typer.Argument(help="How the names begin, or their last parts: hyperfl/table3.")] = "",
+    import_: Imports = None,
+    json: Json = False,
 ) -> None:
-    """What there is to choose from: methods, attacks, defenses, datasets, models, partitions and augmentations.
+    """What there is to choose from: methods, attacks, defenses, datasets, models, partitions, augmentations, configs.
 
-    Where there is no terminal each is a line of its own, its columns set apart by tabs (without KIND, that first).
+    Where there is no terminal each is a line of its own, its columns set apart by tabs (without KIND, that first, and
+    all but the configs).
     """
+    from eval.catalogue import named
+    from eval.imports import bring
     from fl.registry import UnknownNameError
 
     with errors(USAGE):
-        if kind is not None and kind not in KINDS:
-            raise UnknownNameError("kind", kind, KINDS)
-    found = {name: _entries(registry) for name, registry in registries().items() if kind in {None, name}}
+        if kind is not None and kind not in {*KINDS, CONFIGS}:
+            raise UnknownNameError("kind", kind, (*KINDS, CONFIGS))
+        bring(import_ or ())
+    if kind == CONFIGS:
+        found = {kind: _configs()}
+    else:
+        found = {name: _entries(registry) for name, registry in registries().items() if kind in {None, name}}
+    found = {name: {k: v for k, v in own.items() if named(k, prefix)} for name, own in found.items()}
     if json:
         emit(found)
         return
@@ -46,16 +58,9 @@ def list_(
 
 def registries() -> dict[str, Registry[Any]]:
     """Every registry by its plural."""
-    import attacks
-    import defenses
-    from fl.data import datasets
-    from fl.data.augment import augmentations
-    from fl.data.partition import partitions
-    from fl.method import methods
-    from fl.models import models
+    from eval.imports import REGISTRIES
 
-    found = (methods, attacks.attacks, defenses.defenses, datasets, models, partitions, augmentations)
-    return dict(zip(KINDS, found, strict=True))
+    return dict(zip(KINDS, REGISTRIES, strict=True))
 
 
 def _entries(registry: Registry[Any]) -> dict[str, str]:
@@ -63,3 +68,10 @@ def _entries(registry: Registry[Any]) -> dict[str, str]:
     from eval.tables import summary
 
     return {name: summary(registry.get(name)) for name in registry.names()} | registry.skips()
+
+
+def _configs() -> dict[str, str]:
+    """Name and title of every config."""
+    from eval import catalogue
+
+    return {name: catalogue.title(name) for name in catalogue.names()}

@@ -22,7 +22,10 @@ def report(
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
         from eval import report as reports
+        from eval.rundir import RunDir
 
+        if why := RunDir(folder).unfinished():
+            raise ValueError(why)
         paths = reports.write(folder, show=not hide_pictures)
     if json:
         emit([str(path) for path in paths])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ import typer
 from eval.terminal import (
     FAILURE,
     USAGE,
+    Imports,
     Json,
     Workers,
     console,
@@ -36,11 +38,11 @@ if TYPE_CHECKING:
     from eval.rundir import RunDir
     from eval.tables import Table
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+log = logging.getLogger(__name__)
 
 
 def run(
-    config: Annotated[str, typer.Argument(help="A YAML file, or the name of one in configs/.")],
+    config: Annotated[str, typer.Argument(help="A YAML file, or a name that `hyperleak list configs` shows.")],
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,6 +51,15 @@ def run(
             help="Change a setting: attack.iterations=500; a list makes a grid: attack.tv=[1e-4,1e-2]. Repeatable.",
         ),
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL", help="Leave out a method, an attack or a defence. Repeatable."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL", help="Of methods, attacks or defences run this one alone. Repeatable."),
+    ] = None,
+    import_: Imports = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default results/NAME.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seeds: Annotated[int | None, typer.Option(min=1, help="Repeat with the seeds 0 to N-1.")] = None,
@@ -64,17 +75,18 @@ def run(
     A run that was stopped goes on where it was when it is started again with the same folder. What is finished is not
     computed twice, also when attacks, methods or seeds are added.
     """
+    from eval import catalogue, harness
     from eval import config as configs
-    from eval import harness
     from eval.machine import settle
     from eval.rundir import RunDir
 
     signal.signal(signal.SIGTERM, _stop)  # so that a run ended politely ends its worker processes
-    screen = console(as_json=json)
+    screen, notes = console(as_json=json), list[str]()
     with errors(USAGE):
-        path = find_config(config)
+        path = catalogue.find(config)
         overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
-        experiment = configs.load(path, overrides)
+        chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
+        experiment = configs.load(path, overrides, **chosen, note=notes.append)
         folder = RunDir(out or default_folder(path))
         plan = harness.prepare(experiment, device=device)
     with _held(folder):  # last: what is wrong in itself is said rather than that the folder is taken
@@ -85,6 +97,9 @@ def run(
             name=_name(path, folder, experiment.title),
             command=told(sys.argv[1:], config),
         )
+        for note in notes:
+            say(f"note: {note}")
+            log.info(note)
         failures = _compute(plan, folder, options, screen)
         with errors(FAILURE):
             found = _write(plan, folder, failures)
@@ -92,29 +107,15 @@ def run(
         emit(_summary(plan, folder, failures, found))
     elif found is not None:
         show_table(screen, found)
-    screen.print(f"\nWritten to {folder.path}; open {folder.path / 'report.html'}", highlight=False, soft_wrap=True)
+    if found is not None:
+        written = f"\nWritten to {folder.path}; open {folder.path / 'report.html'}"
+        screen.print(written, highlight=False, soft_wrap=True)
     for failure in failures:
         say(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
+    if found is None:
+        say(f"nothing is finished, so there is no table and no report; the same command goes on ({folder.path})")
     if failures:
         raise typer.Exit(FAILURE)
-
-
-def find_config(name: str) -> Path:
-    """The config file at a path, or of that name in the checkout's `configs`.
-
-    Raises:
-        FileNotFoundError: neither; says what is close.
-    """
-    places = [Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"]
-    for path in places:
-        if path.is_file():
-            return path
-    from fl.registry import close
-
-    known = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
-    likely = close(Path(name).stem, known)
-    hint = f"did you mean {likely!r}? " if likely else ""
-    raise FileNotFoundError(f"no config {name!r}; {hint}known names: {', '.join(known) or 'none'}")
 
 
 def default_folder(path: Path) -> Path:
@@ -163,10 +164,14 @@ def _name(path: Path, folder: RunDir, title: str) -> str:
 
 def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> list[Failure]:
     from eval import harness
+    from fl.guard import UnguardedError
 
     try:
         with warnings_on(screen), progress(screen) as told:
             return harness.run(plan, folder, options, told)
+    except UnguardedError as error:
+        say(f"error: {error}")
+        raise typer.Exit(USAGE) from error
     except KeyboardInterrupt as error:
         say(f"stopped; the same command goes on from here ({folder.path})")
         raise typer.Exit(128 + signal.SIGINT) from error

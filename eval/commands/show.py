@@ -1,4 +1,4 @@
-"""`hyperleak show NAME`: settings, defaults and meaning of one thing."""
+"""`hyperleak show NAME`: settings, defaults and meaning of one thing, or what a config runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.commands.list_ import registries
-from eval.terminal import USAGE, Json, console, emit, errors, line, rows
+from eval.terminal import USAGE, Imports, Json, console, emit, errors, line, rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="Of a method, attack, defence, data set, ..., or a config section.")],
+    name: Annotated[str, typer.Argument(help="Of a method, attack, data set, ..., a config or a config's section.")],
+    import_: Imports = None,
     as_json: Json = False,
 ) -> None:
-    """The settings of one thing: their defaults, what they mean, and the paper it comes from."""
+    """The settings of one thing: their defaults, what they mean, and the paper it comes from; what a config runs."""
+    from eval.imports import bring
+
     with errors(USAGE):
+        bring(import_ or ())
         found = describe(name)
     if as_json:
         emit(found)
@@ -41,7 +45,6 @@ def describe(name: str) -> list[dict[str, Any]]:
         UnknownNameError: nothing is; says what is close.
     """
     from eval.plain import SECTIONS
-    from fl.registry import UnknownNameError
 
     known = registries()
     found = [_about(kind, registry.get(name)) for kind, registry in known.items() if name in registry.names()]
@@ -52,10 +55,8 @@ def describe(name: str) -> list[dict[str, Any]]:
 
         attacks.build(name)  # says what is wrong with a part
         return [about for part in name.split("+") for about in describe(part)]
-    if not found:
-        every = {entry for registry in known.values() for entry in registry.names()} | set(SECTIONS)
-        raise UnknownNameError("name", name, sorted(every))
-    return found
+    every = {entry for registry in known.values() for entry in registry.names()} | set(SECTIONS)
+    return found or [_config(name, sorted(every))]
 
 
 def meanings(kind: type) -> dict[str, str]:
@@ -91,6 +92,30 @@ def _about(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
     return {**about, "fields": fields, **({"presets": presets} if presets else {})}
 
 
+def _config(name: str, others: Sequence[str]) -> dict[str, Any]:
+    """What a config says of itself, its entries, and to how many cells they come.
+
+    Raises:
+        UnknownNameError: nothing is called so, neither a config nor one of `others`; says what is close.
+        FileNotFoundError: likewise, where a config is closer.
+    """
+    from eval import catalogue, config, plan
+    from fl.registry import UnknownNameError, close
+
+    try:
+        path = catalogue.find(name)
+    except catalogue.UnknownConfigError as error:
+        if close(name, (*others, *error.near)) in error.near:
+            raise
+        raise UnknownNameError("name", name, others, "; configs: `hyperleak list configs`") from error
+    experiment = config.load(path)
+    trainings, attacked = plan.count(experiment)
+    entries = {kind: [entry.label for entry in getattr(experiment, kind)] for kind in ("method", "defense", "attack")}
+    about = {"kind": "config", "name": catalogue.name_of(path), "plain": "", "papers": [], "text": experiment.title}
+    cells = {"trainings": trainings, "attacks": attacked}
+    return {**about, "comment": catalogue.comment(path), "fields": {}, **entries, "cells": cells}
+
+
 def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """Whether a field needs a value, and what it is without one, in plain data."""
     from fl.registry import Registry
@@ -114,6 +139,8 @@ def _print(screen: Console, about: dict[str, Any]) -> None:
     if about["papers"]:
         line(screen, f"Paper: {'; '.join(about['papers'])}")
     line(screen, about["text"])
+    if about["kind"] == "config":
+        _print_config(screen, about)
     settings = [(name, _shown(field), field["meaning"]) for name, field in about["fields"].items()]
     if settings:
         _print_settings(screen, settings)
@@ -121,6 +148,15 @@ def _print(screen: Console, about: dict[str, Any]) -> None:
         own = ", ".join(f"{key} {json.dumps(value)}".replace('"', "") for key, value in preset["settings"].items())
         line(screen, f"preset {name}: {own} ({preset['source']})")
     screen.print()
+
+
+def _print_config(screen: Console, about: dict[str, Any]) -> None:
+    if about["comment"]:
+        line(screen, about["comment"])
+    for kind, words in (("method", "methods"), ("defense", "defences"), ("attack", "attacks")):
+        line(screen, f"{words}: {', '.join(about[kind]) or 'none'}")
+    trainings, attacked = about["cells"]["trainings"], about["cells"]["attacks"]
+    line(screen, f"cells: {trainings + attacked} ({trainings} trainings, {attacked} attacks)")
 
 
 def _shown(field: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 from support.tiny import CONFIG, Registered
 from typer.testing import CliRunner
 
-from eval import cli, terminal
+from eval import catalogue, cli, terminal
 from eval.commands import run as running
 from eval.rundir import BusyError, RunDir
 from eval.store import read_rows
@@ -233,9 +233,9 @@ def test_another_run_in_the_folder_is_said(path):
 
 
 def test_config_by_name():
-    assert running.find_config("quickstart") == running.CONFIGS / "quickstart.yaml"
+    assert catalogue.find("quickstart") == catalogue.CONFIGS / "quickstart.yaml"
     with pytest.raises(FileNotFoundError, match="did you mean 'quickstart'"):
-        running.find_config("quickstrat")
+        catalogue.find("quickstrat")
     result = call("run", "quickstrat")
     assert result.exit_code == terminal.USAGE
 

@@ -189,3 +189,78 @@ def test_where_no_grid_would_do_none_is_offered(path, line, replacement):
     with pytest.raises(ValueError, match="Input should be") as error:
         config.load(path)
     assert "for a grid" not in str(error.value)
+
+
+SWEPT = """
+sweep: {federation.rounds: [1, 5], attack.ig.tv: [1e-4, 1e-2]}
+published:
+  - {method: fedavg, accuracy: 0.5, source: A paper}
+  - {method: fedavg@rounds=1, accuracy: 0.6, source: A paper}
+  - {method: fedavg@rounds=5, attack: ig@tv=0.01, psnr: 16.0, source: A paper}
+"""
+
+
+@pytest.fixture
+def swept(path):
+    """Labels of methods and attacks, what published figures are of, and what is noted, after overrides."""
+    path.write_text(TEXT + SWEPT)
+
+    def found(*overrides):
+        notes = []
+        experiment = config.load(path, overrides, note=notes.append)
+        assert "sweep" not in config.plain(experiment)
+        return (
+            [label.removeprefix("fedavg") for label in labels(experiment, "method") if label.startswith("fedavg")],
+            [label.removeprefix("ig") for label in labels(experiment, "attack") if label.startswith("ig")],
+            [figures.method.removeprefix("fedavg") for figures in experiment.published],
+            [note.partition(": ")[2] for note in notes],
+        )
+
+    return found
+
+
+ROUNDS, TVS = ["@rounds=1", "@rounds=5"], ["@tv=0.0001", "@tv=0.01"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "left"),
+    [
+        ([], (ROUNDS, TVS, ["", *ROUNDS], [])),
+        (["federation.rounds=1"], (ROUNDS[:1], TVS, ["", ROUNDS[0]], ["fedavg@rounds=5"])),
+        (["federation.rounds=2"], (["@rounds=2"], TVS, [""], ["fedavg@rounds=1, fedavg@rounds=5"])),
+        (["attack.ig.tv=1e-4"], (ROUNDS, TVS[:1], ["", ROUNDS[0]], ["ig@tv=0.01"])),
+        (["sweep={}"], ([""], [""], [""], ["fedavg@rounds=1, fedavg@rounds=5"])),
+        (["sweep={attack.ig.tv: [1e-2]}"], ([""], TVS[1:], [""], ["fedavg@rounds=1, fedavg@rounds=5"])),
+        (["sweep.federation.rounds=[5]"], (ROUNDS[1:], TVS, ["", ROUNDS[1]], ["fedavg@rounds=1"])),
+        (["sweep.attack.ig.tv=[]"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv=0.01"])),
+        (["sweep.attack.ig.tv=null"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv=0.01"])),
+        (["published=[]"], (ROUNDS, TVS, [], [])),
+        (["observe.batch_size=16", "published=[]", "observe.images=16"], (ROUNDS, TVS, [], [])),  # the first waits
+        (["published=[{method: fedavg, seconds: 1, source: Ours}]"], (ROUNDS, TVS, [""], [])),
+        (["method=fedavg", "attack=ig"], (ROUNDS, TVS, ["", *ROUNDS], [])),
+    ],
+)
+def test_a_sweep_of_a_file_can_be_cut_down(swept, overrides, left):
+    assert swept(*overrides) == left
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("sweep=3", "sweep=3: expected settings"),
+        ("sweep.atack.ig.tv=[1, 2]", "did you mean 'attack'"),
+        ("sweep.attack.ig.tv=3", "expected a list of single values, got 3"),
+        ("attack.ig.tv=fast", "tv: .*'fast'"),
+        ("federation.rounds=-1", "federation.rounds: expected 0 or more, got -1"),
+        ("published=[{method: fedagv, source: Ours}]", "did you mean 'fedavg'"),
+    ],
+)
+def test_what_makes_no_sweep_is_still_refused(swept, text, said):
+    with pytest.raises(ValueError, match=said):
+        swept(text)
+
+
+def test_a_slip_in_a_file_is_no_entry_left_out(path):
+    path.write_text(TEXT + SWEPT.replace("fedavg@rounds=5", "fedavg@rounds=6"))
+    with pytest.raises(ValueError, match="did you mean 'fedavg@rounds=1'"):
+        config.load(path)

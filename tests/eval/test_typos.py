@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eval import config
+from eval.catalogue import CONFIGS
 from eval.commands.list_ import registries
-from eval.commands.run import CONFIGS
 
 MUTANTS, RIGHT = 300, 0.95
 Path = tuple[str | int, ...]

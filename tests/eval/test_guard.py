@@ -1,0 +1,97 @@
+"""A script without a guard that starts processes is told so in a line; a run that ends with nothing says so."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from support.tiny import CONFIG, Registered
+from typer.testing import CliRunner
+
+from eval import cli, harness, terminal
+from eval.rundir import RunDir
+from fl.guard import CODE, MAIN, UnguardedError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+from fl.guard import UnguardedError, leave_if_unguarded
+{guard}leave_if_unguarded()
+from fl.workers import Workers, result
+if __name__ != "__main__":
+    raise SystemExit("got on")
+pool = Workers(1)
+try:
+    print(result(pool.submit(abs, -3)))
+except UnguardedError as error:
+    print(error)
+finally:
+    pool.kill()
+"""
+
+
+def call(*words):
+    return CliRunner().invoke(cli.app, list(map(str, words)))
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setattr("eval.commands.run.signal.signal", lambda *_: None)
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    with Registered():
+        yield tmp_path / "tiny.yaml"
+
+
+def run(path, *words):
+    return call("run", path, "--out", path.parent / "out", "--device", "cpu", *words)
+
+
+def test_a_worker_of_a_script_without_a_guard_leaves_and_its_parent_says_why(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.format(guard=""))
+    words = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.stdout.startswith("the script that was started has no guard"), done.stderr
+    assert '`if __name__ == "__main__":`' in done.stdout
+    assert not done.stderr
+
+
+def test_a_command_in_such_a_worker_does_nothing(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, MAIN, types.ModuleType(MAIN))
+    for done in (run(path), call("list")):
+        assert (done.exit_code, done.output) == (CODE, "")
+    with pytest.raises(SystemExit, match=str(CODE)), RunDir(path.parent / "out").locked():
+        pass
+    assert not (path.parent / "out").exists()
+
+
+def test_a_run_for_want_of_a_guard_stops_at_once(path, monkeypatch):
+    def unguarded(*_, **__):
+        raise UnguardedError
+
+    monkeypatch.setattr("eval.training.train", unguarded)
+    done = run(path)
+    assert done.exit_code == terminal.USAGE
+    assert done.stderr.count("has no guard") == 1
+    assert done.stderr.startswith("error: the script that was started")
+    assert not list((path.parent / "out").glob("cells/*.part/traceback.txt"))
+
+
+def test_a_run_that_ends_with_nothing_points_to_no_report(path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("rain")
+
+    monkeypatch.setattr(harness.training, "train", fail)
+    done, out = run(path), path.parent / "out"
+    assert done.exit_code == terminal.FAILURE
+    assert "report.html" not in done.output
+    assert "nothing is finished, so there is no table and no report" in done.stderr
+    for command in (("report", out), ("compare", out, out)):
+        told = call(*command)
+        assert told.exit_code == terminal.USAGE
+        assert "holds nothing to report yet: 0 of its 5 cells are finished, 2 failed, the first for " in told.stderr
+        assert "RuntimeError: rain (cells/" in told.stderr
+        assert "goes on with it" in told.stderr
+    monkeypatch.undo()
+    monkeypatch.setattr("eval.commands.run.signal.signal", lambda *_: None)
+    assert run(path).exit_code == 0
+    assert call("report", out).exit_code == 0

@@ -1,0 +1,209 @@
+"""Modules of the user's own: found, imported once, kept in the run's config, and known to worker processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import tiny
+from support.tiny import CONFIG, Registered
+from typer.testing import CliRunner
+
+import attacks
+from attacks import spread
+from eval import cells, cli, config, imports, terminal, yamlfile
+from fl.capture import from_batch
+from fl.workers import result
+
+ROOT = Path(__file__).parents[2]
+ATTACK = '''
+"""An attack that says in which process it ran."""
+import os
+from dataclasses import dataclass
+import torch
+from attacks.base import Attack, Reconstruction, attacks
+
+@attacks.register("own-attack")
+@dataclass(frozen=True, kw_only=True)
+class Own(Attack):
+    """Guesses grey (Nobody et al., 2020)."""
+    grey: float = 0.5
+
+    def one(self, view, seed):
+        inputs = torch.full((view.batch_size, *view.task.input_shape), self.grey)
+        return Reconstruction(inputs, private={"process": torch.tensor(os.getpid())})
+'''
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch, tmp_path):
+    """Registries, modules and places as they were, whatever is imported; the current folder is a new one."""
+    monkeypatch.setattr("eval.commands.run.signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(imports, "_sources", {})
+    monkeypatch.chdir(tmp_path)
+    before, modules = [set(registry.names()) for registry in imports.REGISTRIES], set(sys.modules)
+    with Registered():
+        yield
+    for registry, names in zip(imports.REGISTRIES, before, strict=True):
+        for name in set(registry.names()) - names:
+            del registry._entries[name]
+    for name in {"own_attack", "broken", "helped", "helper"} - modules:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own_attack.py").write_text(ATTACK)
+    return tmp_path / "own_attack.py"
+
+
+def call(*words):
+    return CliRunner().invoke(cli.app, list(map(str, words)))
+
+
+def settings(**changes):
+    return {**yamlfile.parse(CONFIG), "attack": "own-attack", **changes}
+
+
+def test_a_config_says_what_it_imports(own):
+    with pytest.raises(ValueError, match="unknown attack 'own-attack'"):
+        config.read(settings())
+    found = config.read(settings(imports="own_attack.py"))
+    assert found.imports == ("own_attack.py",)
+    assert found.attack[0].item.grey == 0.5
+    assert config.read(yamlfile.parse(config.dump(found))) == found
+    assert "imports" not in config.dump(tiny())
+
+
+def test_a_file_beside_the_config_comes_before_that_in_the_current_folder(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "own_attack.py").write_text(ATTACK)
+    (tmp_path / "own_attack.py").write_text("raise ValueError('the wrong one')")
+    (tmp_path / "below" / "tiny.yaml").write_text(yamlfile.dump(settings(imports=["own_attack.py"])))
+    assert config.load(tmp_path / "below" / "tiny.yaml").imports == ("below/own_attack.py",)
+
+
+def test_a_module_goes_by_its_name_and_a_file_elsewhere_by_its_last_part(own, tmp_path_factory, monkeypatch):
+    assert imports.bring(["own_attack"]) == ("own_attack",)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    assert imports.bring(["own_attack.py"], given=[str(own)]) == ("own_attack.py",)
+    with pytest.raises(FileNotFoundError, match=r"no file own_attack\.py to import in .*; give it by --import"):
+        imports.bring(["own_attack.py"])
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "said"),
+    [
+        ("none.py", None, r"no file none\.py"),
+        ("none_such", None, "no module 'none_such' in"),
+        ("broken.py", "x = 1\ny = 1 / 0\n", r"broken\.py, line 2: ZeroDivisionError: division by zero"),
+        ("broken.py", "x = 1\ny = = 2\n", r"broken\.py: SyntaxError: .*line 2"),
+        ("broken.py", "\nimport not_there\n", r"broken\.py, line 2: ModuleNotFoundError: No module named 'not_there'"),
+        ("broken.py", ATTACK.replace("own-attack", "ig"), r"broken\.py, line \d+: .*'ig' is taken by attacks\.ig\."),
+        ("json.py", "x = 1\n", r"json\.py: there is another module 'json' \(.*\); rename the file"),
+        ("bro.ken.py", "x = 1\n", "holds no dot"),
+    ],
+)
+def test_what_can_not_be_imported_is_said_in_a_line(tmp_path, word, text, said):
+    if text is not None:
+        (tmp_path / word).write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        imports.bring([word])
+    shown = call("show", "ig", "--import", word)
+    assert shown.exit_code == terminal.USAGE
+    assert shown.output.startswith("error: ")
+    assert shown.output.count("\n") == 1
+
+
+def test_a_name_of_ours_is_taken_in_a_fresh_process_too(tmp_path):
+    (tmp_path / "broken.py").write_text(ATTACK.replace("own-attack", "ig"))  # imported before anything of ours is found
+    words = [sys.executable, "-c", "from eval import imports; imports.bring(['broken.py'])"]
+    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert "ValueError: broken.py, line 8: ValueError: attack 'ig' is taken by attacks.ig" in done.stderr
+
+
+def test_an_error_below_is_said_of_the_line_that_led_to_it(tmp_path):
+    (tmp_path / "helped.py").write_text("\n\nimport helper\n")
+    (tmp_path / "helper.py").write_text("raise RuntimeError('rain')")
+    with pytest.raises(ValueError, match=r"helped\.py, line 3: RuntimeError: rain"):
+        imports.bring(["helped.py"])
+
+
+def test_the_hash_of_the_source_knows_imported_files(own):
+    before = cells.code()
+    imports.bring(["own_attack.py"])
+    mine = cells.code()
+    assert mine != before
+    imports._sources["own_attack"] += b"\n"
+    assert len({before, mine, cells.code()}) == 3
+
+
+def test_a_runs_name_does_not_tell_where_its_modules_lie(own):
+    found = config.read(settings(imports="own_attack.py"))
+    elsewhere = config.read({**config.plain(found), "imports": ["own_attack"]})
+    assert found != elsewhere
+    assert cells.run_id(found) == cells.run_id(elsewhere)
+
+
+def test_commands_import(own, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(yamlfile.dump(settings()))
+    words = ("--device", "cpu", "--out", "out", "--without", "hyperfl")
+    assert "unknown attack 'own-attack'" in call("run", "tiny.yaml", *words).output
+    assert "own-attack\tGuesses grey" in call("list", "attacks", "--import", own).output
+    assert "Nobody et al., 2020" in call("show", "own-attack", "--import", own).output
+    assert call("run", "tiny.yaml", "--import", own, *words).exit_code == 0
+    assert yamlfile.parse((tmp_path / "out" / "config.yaml").read_text())["imports"] == ["own_attack.py"]
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["code"] == cells.code()
+    again = call("run", "out/config.yaml", "--device", "cpu")
+    assert again.exit_code == 0
+    assert "warning" not in again.output
+    with own.open("a") as file:
+        file.write("# changed\n")
+    imports._sources["own_attack"] = own.read_bytes()  # as a new process reads it
+    assert "finished cells are of other source code" in call("run", "out/config.yaml", "--device", "cpu").output
+
+
+def test_audits_import(own, tmp_path):
+    words = ("audit", "--method", "fedavg", "--dataset", "faces", "--attack", "own-attack", "--count", "1")
+    found = call(*words, "--import", own, "--device", "cpu", "--out", "out", "--workers", "1")
+    assert found.exit_code == 0, found.output
+    assert "own-attack: " in found.output
+    assert yamlfile.parse((tmp_path / "out" / "config.yaml").read_text())["imports"] == ["own_attack.py"]
+
+
+@pytest.mark.parametrize("words", [["--import", "/elsewhere/own.py"], ["--import=/elsewhere/own.py"]])
+def test_the_command_that_is_kept_tells_no_folder(words):
+    assert "elsewhere" not in terminal.told(["run", "quickstart", *words], "quickstart")
+    assert "own.py" in terminal.told(["run", "quickstart", *words], "quickstart")
+
+
+def test_settings_of_the_command_line_import_nothing(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    with pytest.raises(ValueError, match="modules are given by --import"):
+        config.load(tmp_path / "tiny.yaml", ["imports=[os]"])
+
+
+def test_worker_processes_find_imported_files(own, monkeypatch):
+    imports.bring([str(own)])
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+    views = [from_batch(model, torch.full((1, 1, 4, 4), 0.5), torch.tensor([0]))[0] for _ in range(6)]
+    here = spread._here
+
+    def slowly(*given):
+        time.sleep(1.0)
+        return here(*given)
+
+    monkeypatch.setattr(spread, "_here", slowly)
+    processes = spread.Spread(2, patience=0.0)
+    try:
+        result(processes._started())
+        found = processes.run(attacks.build("own-attack"), views, range(6))
+    finally:
+        processes.close()
+    assert {int(one.private["process"]) == os.getpid() for one in found} == {True, False}
