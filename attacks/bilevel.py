@@ -12,7 +12,8 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.matching import Matching, box
 from attacks.memory import GIB, cached, kept, portions
 from attacks.movers import Adam
-from attacks.peel import Opened, Peeled, open_view
+from attacks.opened import Opened, open_view
+from attacks.peel import Peeled
 from attacks.problem import INPUTS, Variables, alike, private_key, shapes
 from attacks.stack import Stack, stacked
 from attacks.tailored import Lower, Upper

@@ -3,64 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.headless import Headless, Signal, astray, signs_only
+from attacks.headless import Headless, Signal, astray
 from attacks.layer_inputs import given
+from attacks.opened import Opened, open_view
 from attacks.rank_one import HypernetUpdate
 from attacks.training import training
-from fl.decay import decay_shares, without_decay
-from fl.defense import Defense, overrides
+from fl.decay import decay_shares
+from fl.defense import Defense
+from fl.dp import Private
 from fl.method import Method
+from fl.methods.centaur import Centaur
+from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
-from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork
+from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS
 from fl.tensors import Tensors, dense, norm
-from fl.types import Group, Phase, Scope, ServerView
+from fl.types import Scope, ServerView
 
 FITS = 1e-2
 """Equations that the update satisfies up to this share of itself confirm their solution."""
 
 PEELED = "peeled"
 """The payload of a rewritten view that holds what the peel recovered: read off the update, not sent by the server."""
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A view of a hypernetwork's update, with the part that weight decay makes taken off.
-
-    Attributes:
-        view: the server's.
-        phase: index of the phase that trains the hypernetwork.
-        change: the shared tensors' update without decay.
-        update: the same as equations.
-    """
-
-    view: ServerView
-    phase: int
-    change: Tensors
-    update: HypernetUpdate
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """Local training."""
-        return self.view.method.phases(self.view.client.task, self.view.round)
-
-    @property
-    def steps(self) -> int | None:
-        """Steps of the hypernetwork's phase, None if unknown."""
-        return None if self.view.schedule is None else len(self.view.schedule[self.phase])
-
-    @property
-    def group(self) -> Group:
-        """How the hypernetwork is trained."""
-        return self.phases[self.phase].assign({TRUNK_WEIGHT: None})[TRUNK_WEIGHT]
 
 
 @dataclass(frozen=True)
@@ -118,8 +90,8 @@ class Peeled:
         return found
 
     def read(self) -> Tensors:
-        """The same with what layers were given, where one step tells (`attacks.layer_inputs`)."""
-        if self.opened.steps != 1:
+        """The same with what layers were given, where one step without noise tells (`attacks.layer_inputs`)."""
+        if self.opened.steps != 1 or astray(self.view) is not None:
             return self.private()
         return {**self.private(), **given(self.view, self.extractor, self.gradient)}
 
@@ -148,6 +120,9 @@ class Peel(ViewAttack):
 
     Of a network with generated adapters (hyperfl-lpm) it gives these and their gradient: the rest is known to all. In
     one step it also reads what layers were given (`attacks.layer_inputs`).
+
+    Noise that a method adds to the generated weights' gradient (dp-hyperfl) leaves all of that exact: what is pulled
+    back through the hypernetwork is an outer product, whatever it is made of. Only the gradient that comes out has it.
 
     Over several steps both are weighted means over the round, and the fits' residuals say how far to trust them.
     As a rewrite, the view becomes that of the network itself: extractor shared, classifier private (`peel+ig`).
@@ -239,66 +214,6 @@ def _apart(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> f
     return float((trunk - heads).norm() / torch.maximum(trunk.norm(), heads.norm()))
 
 
-def open_view(view: ServerView) -> Opened | NotApplicable:
-    """The hypernetwork's update without decay, or why it can't be had."""
-    reason = _obstacle(view)
-    if reason is not None:
-        return NotApplicable(reason)
-    generator, task = view.method.parametrisation, view.client.task
-    assert isinstance(generator, Hypernetwork)
-    phases = view.method.phases(task, view.round)
-    shares = decay_shares(phases, view.schedule, view.shared)
-    if missing := [n for n in view.shared if n not in shares]:
-        return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
-    (phase,) = _training(view)
-    steps = len(view.schedule[phase]) if view.schedule is not None else 1
-    defense = view.client.defense
-    cuts = overrides(defense, "surrogate")
-    change = without_decay(view.update, view.shared, shares, partial(defense.passed, observed=view.update))
-    update = HypernetUpdate.of(
-        view.shared,
-        change,
-        tuple(generator.generates(task)),
-        bias=generator.bias,
-        rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
-        single=view.schedule is not None and steps == 1,
-        passed=partial(defense.rescaled().passed, observed=view.update) if cuts else None,
-    )
-    return Opened(view, phase, change, update)
-
-
-def _training(view: ServerView) -> list[int]:
-    """The phases that train the hypernetwork, empty ones left out."""
-    method, phases = view.method, view.method.phases(view.client.task, view.round)
-    counts = [1] * len(phases) if view.schedule is None else [len(steps) for steps in view.schedule]
-    chosen = [p for p, phase in enumerate(phases) if counts[p] and method.trains(phase)]
-    return [p for p in chosen if any(group.owns(TRUNK_WEIGHT) for group in phases[p].groups)]
-
-
-def _obstacle(view: ServerView) -> str | None:
-    """Why the view can't be peeled, or None."""
-    method = view.method
-    if not view.update:
-        return "nothing is shared"
-    if not isinstance(method.parametrisation, Hypernetwork):
-        return "the update is that of the network itself: there is nothing to peel"
-    if TRUNK_WEIGHT not in view.update:
-        return "the hypernetwork is not sent"
-    if (reason := astray(view)) is not None:
-        return reason
-    phases = method.phases(view.client.task, view.round)
-    owners = _training(view)
-    if len(owners) != 1:
-        return f"expected one phase that trains the hypernetwork, got {len(owners)}"
-    if phases[owners[0]].optimizer != "sgd":
-        return f"{phases[owners[0]].optimizer} rescales every number apart: its steps are not sums of outer products"
-    if not view.client.defense.keeps_ratios():
-        return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
-    if signs_only(view.update[TRUNK_WEIGHT]):
-        return "only signs are sent: they satisfy the equations of an outer product whatever its factors are"
-    return None
-
-
 def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
     """The view of the generated network, its classifier private unless it is shared."""
     view, opened = peeled.view, peeled.opened
@@ -308,6 +223,9 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
     direct = [n for n in view.shared if n in names]  # a shared classifier
     if direct and opened.steps != 1:
         return NotApplicable("a shared classifier moves at another rate than the generated weights: one step only")
+    noisy = astray(view) is not None
+    if noisy and any(view.method.scope(n, view.client.task) is Scope.PRIVATE for n in opened.moving(names)):
+        return NotApplicable("each image's gradient is clipped together with that of the private classifier")
     method, update = _one_step(peeled, direct) if opened.steps == 1 else _several_steps(peeled)
     kept = [n for n in view.private if n in names or n in view.client.task.buffers]
     private = {n: view.private[n] for n in kept if method.scope(n, view.client.task) is Scope.PRIVATE}
@@ -324,7 +242,7 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
         private_init=None if start is None else {n: v for n, v in start.items() if n in private},
         schedule=None if view.schedule is None else view.schedule[part],
         order=None if view.order is None else view.order[part],
-        draws=None,
+        draws=view.draws[part] if noisy and view.draws is not None else None,  # of a private method: its noise
         received={},
         history=(),
     )
@@ -348,8 +266,17 @@ def _one_step(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
     gradient: Tensors = {n: g / phase.first_step(opened.group) for n, g in peeled.gradient.items()}
     groups = phase.assign(dict.fromkeys(direct))
     gradient.update({n: opened.change[n] * (1 / phase.first_step(groups[n])) for n in groups})
-    kind = FedAvg if direct else FedPer
-    return kind(lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode), gradient
+    settings = {"lr": 1.0, "steps": 1, "batch_size": None, "momentum": 0.0, "weight_decay": 0.0}
+    return _trained(view.method, FedAvg if direct else FedPer, settings), gradient
+
+
+def _trained(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Method:
+    """A method of that kind on the network itself, with what a private method clips and adds to each of its steps."""
+    if not isinstance(method, Private) or method.plain_gradient(None):
+        return kind(**settings, train_mode=method.train_mode)
+    ours = {field.name for field in fields(Private)} - {"parametrisation", "epochs", "steps"}
+    kept = {**settings, **{name: getattr(method, name) for name in ours}}  # the noise, and what the sum is divided by
+    return DPFedAvg(**kept) if kind is FedAvg else Centaur(**{**kept, "head_epochs": 0})
 
 
 def _several_steps(peeled: Peeled) -> tuple[Method, Tensors]:
@@ -362,18 +289,18 @@ def _several_steps(peeled: Peeled) -> tuple[Method, Tensors]:
     opened, view = peeled.opened, peeled.view
     phase, group = opened.phases[opened.phase], opened.group
     gain = float(peeled.hidden @ peeled.hidden) + (1.0 if peeled.update.bias else 0.0)
-    plain = FedPer(
-        lr=group.lr * gain,
-        head_lr=0.0,
-        momentum=phase.momentum,
-        weight_decay=group.weight_decay / gain,
-        max_norm=None if group.max_norm is None else group.max_norm / gain**0.5,
-        epochs=phase.epochs,
-        steps=phase.steps,
-        batch_size=phase.batch_size,
-        sampler=phase.sampler,  # type: ignore[arg-type]
-        train_mode=view.method.train_mode,
-    )
+    settings = {
+        "lr": group.lr * gain,
+        "head_lr": 0.0,
+        "momentum": phase.momentum,
+        "weight_decay": group.weight_decay / gain,
+        "max_norm": None if group.max_norm is None else group.max_norm / gain**0.5,
+        "epochs": phase.epochs,
+        "steps": phase.steps,
+        "batch_size": phase.batch_size,
+        "sampler": phase.sampler,
+    }
+    plain = _trained(view.method, FedPer, settings)
     schedule = None if view.schedule is None else view.schedule[opened.phase : opened.phase + 1]
     shares = decay_shares(plain.phases(view.task, view.round), schedule, peeled.gradient)
     decayed = {n: w * shares.get(n, 0.0) for n, w in peeled.extractor.items()}

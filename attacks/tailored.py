@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.objectives import direction, squared
-from attacks.peel import Opened
+from attacks.opened import Opened
 from attacks.priors import total_variation
 from attacks.problem import INPUTS, Variables, private_key
 from fl.client import Client

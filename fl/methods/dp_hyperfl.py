@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fl.dp import Private
 from fl.method import methods
@@ -11,6 +11,9 @@ from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
 from fl.parametrisation import Parametrisation
 from fl.privacy import Where
+
+if TYPE_CHECKING:
+    from fl.defense import Defense
 
 
 @methods.register("dp-hyperfl")
@@ -46,6 +49,27 @@ class DPHyperFL(Private, HyperFL):
         """What gets the noise."""
         what = "the generated extractor" if self.noise_on == "extractor" else "hypernetwork and embedding"
         return f"the gradients of the classifier and then of {what}" if self.head_epochs else f"the gradient of {what}"
+
+    @property
+    def detour(self) -> str:  # type: ignore[override]
+        """What its noise leaves of an update's equations."""
+        if self.noise_on == "extractor":
+            return (
+                "each image's gradient of the generated weights is clipped and noise is added to their sum, of which "
+                "no equation below the hypernetwork survives; `peel` takes the hypernetwork off, for a search "
+                "(peel+joint)"
+            )
+        return (
+            "each image's gradient is clipped and noise is added to every number that the hypernetwork gets, which "
+            "leaves no outer product; search with joint"
+        )
+
+    def _objection(self, sigma: float, defense: Defense | None) -> str:
+        """As in any private method, with what the update says of an embedding that moved without noise."""
+        found = super()._objection(sigma, defense)
+        if found and self.mode == "as-published" and self.learn_embedding and sigma and self.noise_on == "extractor":
+            return f"{found}; the update also gives the embedding away (`peel`), which moved without noise"
+        return found
 
     @classmethod
     def example(cls) -> DPHyperFL:

@@ -8,7 +8,8 @@ from support import worlds
 
 from attacks import NotApplicable, Reconstruction
 from attacks.bilevel import Bilevel
-from attacks.peel import Peel, open_view
+from attacks.opened import open_view
+from attacks.peel import Peel
 from attacks.problem import INPUTS, private_key
 from attacks.stack import Stack, stacked
 from attacks.tailored import Lower, Upper

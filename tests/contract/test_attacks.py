@@ -38,7 +38,7 @@ def _every(often: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize(("row", "name"), pairs)
 
 
-KINDS = ("fedavg", "fedper", "hyperfl", "local", "scaffold", "hyperfedzero", "fedprox+hfn")
+KINDS = ("fedavg", "fedper", "hyperfl", "dp-hyperfl", "local", "scaffold", "hyperfedzero", "fedprox+hfn")
 EVERY, SOME = _every(KINDS), _every(("fedavg", "hyperfl"))
 
 

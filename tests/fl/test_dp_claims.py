@@ -96,3 +96,10 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
 def test_running_statistics_are_refused() -> None:
     with pytest.raises(ValueError, match="without batch statistics"):
         worlds.federation(DPFedAvg.example(), task_=worlds.task(batch_norm=True), rounds=0)
+
+
+@pytest.mark.parametrize(("noise_on", "given"), [("extractor", True), ("hypernetwork", False)])
+def test_as_published_it_is_said_where_the_update_gives_the_embedding_away(noise_on: Any, given: bool) -> None:
+    method = DPHyperFL(mode="as-published", noise_multiplier=10.0, noise_on=noise_on)
+    assert ("gives the embedding away" in method.privacy([600], rounds=200).reason) == given
+    assert "embedding" not in replace(method, mode="dp-joint").privacy([600], rounds=1).reason
