@@ -31,6 +31,10 @@ from fl.types import Scope, ServerView
 FITS = 1e-2
 """Equations that the update satisfies up to this share of itself confirm their solution."""
 
+SILENT = (
+    "no gradient reached the hypernetwork: its update is its decay and rounding, as of images that the network is "
+    "certain of"
+)
 PEELED = "peeled"
 """The payload of a rewritten view that holds what the peel recovered: read off the update, not sent by the server."""
 
@@ -173,9 +177,10 @@ class Peel(ViewAttack):
     def _solve(self, opened: Opened) -> Peeled | NotApplicable:
         update = opened.update
         embedding = None if update.trunk_silent else update.embedding()
-        if update.heads_silent and embedding is None:
-            if not update.bias or update.biases_silent:
-                return NotApplicable("no gradient reached the hypernetwork: its update is its decay and rounding")
+        drowned = embedding is None and (update.biases_silent if update.bias else update.heads_silent)
+        if drowned and update.heads_silent:
+            return NotApplicable(SILENT)
+        if embedding is None and update.heads_silent:
             nothing = torch.zeros_like(dense(update.change[TRUNK_BIAS]))
             return Peeled(opened, nothing, None, "biases", update.unheard())
         if embedding is None and (self.route == "trunk" or not update.bias):
@@ -193,6 +198,8 @@ class Peel(ViewAttack):
         ):
             embedding, heads = update.reconciled(embedding, heads)
         residual = math.hypot(update.heads_residual(heads), update.length_residual(heads))
+        if drowned and not (usable and residual < 1):  # of outer products the factors may be had all the same
+            return NotApplicable(SILENT)
         if embedding is not None:
             trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
             if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):

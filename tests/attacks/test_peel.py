@@ -9,7 +9,7 @@ from support import worlds
 from support.compare import assert_near
 
 from attacks import NotApplicable, Reconstruction
-from attacks.base import build
+from attacks.base import Attack, build
 from attacks.peel import FITS, Peel, Peeled
 from defenses.noise import Noise
 from defenses.prune import Prune
@@ -25,7 +25,7 @@ from fl.models.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernet
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulate import Truth
-from fl.tensors import dense, minus
+from fl.tensors import LowRank, dense, minus
 from fl.types import Batch, Candidate, ServerView, Task, ThreatModel
 
 TINY = Hypernetwork(embedding=8, hidden=16, init="scaled")
@@ -333,3 +333,20 @@ def test_a_gradient_of_zero_is_not_taken_for_a_dead_layer() -> None:
     answer = Peel()(still)
     assert isinstance(answer, NotApplicable)
     assert "no gradient" in answer.reason
+
+
+@pytest.mark.parametrize("chain", [Peel(), build({"name": "peel+ig", "iterations": 2})])
+def test_what_is_drowned_in_rounding_is_not_taken_for_an_extractor(chain: Attack) -> None:
+    """Of an image that the network is certain of hardly anything flows back; outer products keep the factors of it."""
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, weight_decay=5e-4)
+    view, _ = victim(network("hyperfl-grey", num_classes=10), method)
+    rounded = {n: 1e-5 * dense(view.shared[n]) for n in view.update}
+    tiny = {
+        n: replace(u, base=view.shared[n], scale=1e-5, terms=tuple(replace(t, coef=1e-16 * t.coef) for t in u.terms))
+        if isinstance(u, LowRank)
+        else dense(view.shared[n]) - minus(view.shared[n], rounded[n])
+        for n, u in view.update.items()
+    }
+    found = chain(replace(view, update=tiny))
+    assert isinstance(found, NotApplicable)
+    assert "no gradient reached the hypernetwork" in found.reason
