@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -13,7 +13,7 @@ import attacks
 from attacks.base import Attack
 from defenses import defenses
 from eval import auditing, harness, plain, results, subjects, yamlfile
-from eval.auditing import Audit
+from eval.auditing import Audit, Finding
 from eval.plan import Plan
 from eval.rundir import RunDir
 from eval.subjects import Subject
@@ -237,27 +237,30 @@ def check_folder(folder: RunDir, plan: Plan) -> None:
 
 
 def carry_out(plan: Plan, folder: RunDir, options: harness.Options, told: harness.Progress, *, kept: bool) -> Audit:
-    """The audit of a method: run its plan and read what came out.
+    """The audit of a method: run its plan and read what came out; a part that fails is among the findings.
 
     Args:
         plan: of the audit.
         folder: to run it in.
         options: how; with the name of the audit.
         told: how far it is.
-        kept: whether the folder stays, so that table and report are of use.
-
-    Raises:
-        ValueError: a part of it failed; says which and why.
+        kept: whether the folder stays, so that table, report and tracebacks are of use.
     """
     with folder.locked(), folder.logged():
         failures = harness.run(plan, folder, options, told)
         rows = results.assemble(plan, folder)
         if kept and rows:
             results.publish(rows, failures, plan, folder)
-        if failures:
-            raise ValueError("; ".join(f"{failure.name}: {failure.reason}" for failure in failures))
         defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
-        return auditing.of_rows(options.name, rows, threat=plan.experiment.threat, defended=defended)
+        audit = auditing.of_rows(options.name, rows, threat=plan.experiment.threat, defended=defended)
+    names = {watch.cell.id: watch.attack.label for one in plan.trainings for watch in one.watches}
+    failed = [
+        Finding.of_failure(
+            names.get(failure.id, failure.name), failure.reason, folder.path / failure.traceback if kept else None
+        )
+        for failure in failures
+    ]
+    return replace(audit, findings=[*audit.findings, *failed])
 
 
 def limits(**given: float | None) -> dict[str, float]:
