@@ -72,7 +72,7 @@ class Audit:
         subject: what was audited.
         findings: by attack.
         notes: what to know of the subject itself.
-        mismatch: in words, if an update is not what the model makes of its images.
+        mismatch: in words, if an update is not what the model makes of its images, or can be of no images.
     """
 
     subject: str
@@ -151,7 +151,7 @@ def examine(
             if kept is not None:
                 store.write_text(kept, traceback.format_exc())
             found.append(Finding.of_failure(label, f"{type(error).__name__}: {error}", kept))
-    return Audit(name, found, mismatch=next((_mismatch(subject) for subject in subjects if subject.mismatched), ""))
+    return Audit(name, found, mismatch=next(filter(None, map(_mismatch, subjects)), ""))
 
 
 def _try(
@@ -223,10 +223,11 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
     private = secrets(rows)
     if not images and not private:
         said.append(_bare(rows))
-    labels = [row["label_correct"] for row in rows if row.get("label_correct") is not None]
-    labels = labels or [row["label_overlap"] for row in rows if row.get("label_overlap") is not None]
-    if labels:
-        said.append(f"{round(sum(labels))} of {len(labels)} label(s) recovered")
+    labels = [_label(row) for row in rows]
+    if any(
+        label is not None for label in labels
+    ):  # an image for which none came back counts as one whose label did not
+        said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered")
     for what, secret in private.items():
         word = "leaked: " if secret.hits else ""
         closest = "" if secret.best is None else f", at best {secret.best:.0e}"
@@ -235,6 +236,12 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
             f"(relative error below {RECOVERED:g}{closest})"
         )
     return "; ".join(said)
+
+
+def _label(row: Row) -> float | None:
+    """Whether an image's label was recovered, or the share of its batch's that were; None if none came back."""
+    found = [row[column] for column in ("label_correct", "label_overlap") if row.get(column) is not None]
+    return float(found[0]) if found else None
 
 
 def _bare(rows: Sequence[Row]) -> str:
@@ -258,9 +265,14 @@ def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def _mismatch(subject: Subject) -> str:
+    if not subject.mismatched or subject.truth is None:
+        return subject.doubt
+    doubt = f"{subject.doubt}. Otherwise " if subject.doubt else ""
+    used = len(subject.truth.inputs)
+    which = f", and the images: the first {used} of {subject.given} given, in their order" if subject.given else ""
     return (
-        f"the update is not what this model makes of these images (relative error {subject.error:.2g}): check the "
-        "sign, mean and std, --method, --batch-size"
+        f"the update is not what this model makes of these images (relative error {subject.error:.2g}): {doubt}check "
+        f"the sign, mean and std, --method, --batch-size{which}"
     )
 
 

@@ -191,7 +191,8 @@ def _print(screen: Console, found: Audit) -> None:
                 label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
                 line(f"  image {number}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}")
         if not finding.rows and finding.labels:
-            line(f"  recovered labels: {', '.join(str(label) for labels in finding.labels for label in labels)}")
+            doubt = " (doubtful, see the warning)" if found.mismatch else ""
+            line(f"  recovered labels{doubt}: {', '.join(str(label) for labels in finding.labels for label in labels)}")
         if finding.flags:
             line(f"  flags: {', '.join(finding.flags)}")
     for flag in FLAGS:
