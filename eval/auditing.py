@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction
-from eval import checks
+from attacks.spread import Spread
+from eval import checks, store
+from eval.harness import FAULTS, Counter, Progress, silent
 from eval.report.summary import RECOVERED, secrets
 from eval.report.words import join
 from eval.results import draw
@@ -36,6 +39,8 @@ class Finding:
         labels: recovered labels of every update, where the attack recovers any.
         verified: whether the attack could check its own success; None if it can't tell.
         flags: what to know before trusting the figures (see `eval.checks`).
+        failed: the error that it ended with, or nothing.
+        traceback: the file that has the traceback of that, where one was kept.
     """
 
     attack: str
@@ -45,6 +50,14 @@ class Finding:
     labels: list[list[int]] = field(default_factory=list)
     verified: bool | None = None
     flags: list[str] = field(default_factory=list)
+    failed: str = ""
+    traceback: Path | None = None
+
+    @classmethod
+    def of_failure(cls, attack: str, reason: str, kept: Path | None) -> Finding:
+        """What is left of an attack that ended with an error."""
+        words = " ".join(reason.split())
+        return cls(attack, [], "", f"failed: {words}", failed=words, traceback=kept)
 
     def best(self, figure: str) -> float | None:
         """The highest value of a figure over the images, or None."""
@@ -59,7 +72,7 @@ class Audit:
         subject: what was audited.
         findings: by attack.
         notes: what to know of the subject itself.
-        mismatch: in words, if an update is not what the model makes of its images.
+        mismatch: in words, if an update is not what the model makes of its images, or can be of no images.
     """
 
     subject: str
@@ -94,6 +107,8 @@ class Audit:
                 {
                     "attack": found.attack,
                     "refused": found.refused or None,
+                    "failed": found.failed or None,
+                    "traceback": None if found.traceback is None else str(found.traceback),
                     "verdict": found.verdict,
                     "labels": found.labels,
                     "verified": found.verified,
@@ -109,45 +124,66 @@ class Audit:
 
 
 def examine(
-    name: str, subjects: Sequence[Subject], tried: Mapping[str, Attack], *, seed: int = 0, out: Path | None = None
+    name: str,
+    subjects: Sequence[Subject],
+    tried: Mapping[str, Attack],
+    *,
+    seed: int = 0,
+    out: Path | None = None,
+    told: Progress = silent,
 ) -> Audit:
-    """Run attacks on the updates of one subject.
+    """Run attacks on the updates of one subject; one that fails stops no other.
 
     Args:
         name: of the subject.
         subjects: its updates.
         tried: the attacks, by label.
         seed: of their randomness.
-        out: folder for the pictures; none are kept without.
-
-    Raises:
-        ValueError: an attack that can't be run.
+        out: folder for pictures and tracebacks; none are kept without.
+        told: of how many images every attack is done with.
     """
     found = []
     for label, attack in tried.items():
-        seeds = [derive(seed, "attack", number) for number in range(len(subjects))]
-        results = attack.run([subject.view for subject in subjects], seeds)
-        pairs = [
-            (number, subject, result)
-            for number, (subject, result) in enumerate(zip(subjects, results, strict=True))
-            if isinstance(result, Reconstruction)
-        ]
-        rows: list[Row] = []
-        for number, subject, result in pairs:
-            if subject.truth is not None:
-                scored = score(result, subject.truth, seed=derive(seed, "floor", number))
-                own = _about(subject, result)
-                rows += [{**own, "update": number, "picture": f"{number}:{row['image']}", **row} for row in scored]
-        refused = [result.reason for result in results if isinstance(result, NotApplicable)]
-        labels = [result.labels.tolist() for _, _, result in pairs if result.labels is not None]
-        verified = _all(result.verified for _, _, result in pairs)
-        said = _said(rows, refused, "" if rows or not pairs else _unscored(verified))
-        view = subjects[0].view
-        flags = _flags(rows, view.threat, defended=view.defense.name != "none", tolerance=subjects[0].tolerance)
-        found.append(Finding(label, rows, refused[0] if refused else "", said, labels, verified, flags))
-        if out is not None and pairs:
-            _keep(out / label, pairs)
-    return Audit(name, found, mismatch=next((_mismatch(subject) for subject in subjects if subject.mismatched), ""))
+        try:
+            found.append(_try(label, attack, subjects, seed, out, told))
+        except FAULTS as error:
+            kept = None if out is None else out / f"{label}-traceback.txt"
+            if kept is not None:
+                store.write_text(kept, traceback.format_exc())
+            found.append(Finding.of_failure(label, f"{type(error).__name__}: {error}", kept))
+    return Audit(name, found, mismatch=next(filter(None, map(_mismatch, subjects)), ""))
+
+
+def _try(
+    label: str, attack: Attack, subjects: Sequence[Subject], seed: int, out: Path | None, told: Progress
+) -> Finding:
+    """What one attack finds."""
+    size = subjects[0].view.batch_size or 1
+    count = Counter(told, f"{label}: images", size * len(subjects))
+    count.to(0)
+    seeds = [derive(seed, "attack", number) for number in range(len(subjects))]
+    views = [subject.view for subject in subjects]
+    results = Spread().run(attack, views, seeds, lambda done: count.more(size * done))
+    pairs = [
+        (number, subject, result)
+        for number, (subject, result) in enumerate(zip(subjects, results, strict=True))
+        if isinstance(result, Reconstruction)
+    ]
+    rows: list[Row] = []
+    for number, subject, result in pairs:
+        if subject.truth is not None:
+            scored = score(result, subject.truth, seed=derive(seed, "floor", number))
+            own = _about(subject, result)
+            rows += [{**own, "update": number, "picture": f"{number}:{row['image']}", **row} for row in scored]
+    refused = [result.reason for result in results if isinstance(result, NotApplicable)]
+    labels = [result.labels.tolist() for _, _, result in pairs if result.labels is not None]
+    verified = _all(result.verified for _, _, result in pairs)
+    said = _said(rows, refused, "" if rows or not pairs else _unscored(verified))
+    view = views[0]
+    flags = _flags(rows, view.threat, defended=view.defense.name != "none", tolerance=subjects[0].tolerance)
+    if out is not None and pairs:
+        _keep(out / label, pairs)
+    return Finding(label, rows, refused[0] if refused else "", said, labels, verified, flags)
 
 
 def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bool) -> Audit:
@@ -187,10 +223,11 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
     private = secrets(rows)
     if not images and not private:
         said.append(_bare(rows))
-    labels = [row["label_correct"] for row in rows if row.get("label_correct") is not None]
-    labels = labels or [row["label_overlap"] for row in rows if row.get("label_overlap") is not None]
-    if labels:
-        said.append(f"{round(sum(labels))} of {len(labels)} label(s) recovered")
+    labels = [_label(row) for row in rows]
+    if any(
+        label is not None for label in labels
+    ):  # an image for which none came back counts as one whose label did not
+        said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered")
     for what, secret in private.items():
         word = "leaked: " if secret.hits else ""
         closest = "" if secret.best is None else f", at best {secret.best:.0e}"
@@ -199,6 +236,12 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
             f"(relative error below {RECOVERED:g}{closest})"
         )
     return "; ".join(said)
+
+
+def _label(row: Row) -> float | None:
+    """Whether an image's label was recovered, or the share of its batch's that were; None if none came back."""
+    found = [row[column] for column in ("label_correct", "label_overlap") if row.get(column) is not None]
+    return float(found[0]) if found else None
 
 
 def _bare(rows: Sequence[Row]) -> str:
@@ -222,9 +265,14 @@ def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 
 
 def _mismatch(subject: Subject) -> str:
+    if not subject.mismatched or subject.truth is None:
+        return subject.doubt
+    doubt = f"{subject.doubt}. Otherwise " if subject.doubt else ""
+    used = len(subject.truth.inputs)
+    which = f", and the images: the first {used} of {subject.given} given, in their order" if subject.given else ""
     return (
-        f"the update is not what this model makes of these images (relative error {subject.error:.2g}): check the "
-        "sign, mean and std, --method, --batch-size"
+        f"the update is not what this model makes of these images (relative error {subject.error:.2g}): {doubt}check "
+        f"the sign, mean and std, --method, --batch-size{which}"
     )
 
 

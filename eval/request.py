@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import attacks
 from attacks.base import Attack
 from defenses import defenses
-from eval import auditing, harness, plain, results, subjects, yamlfile
-from eval.auditing import Audit
+from eval import auditing, captured, harness, plain, results, subjects, yamlfile
+from eval.auditing import Audit, Finding
 from eval.plan import Plan
 from eval.rundir import RunDir
 from eval.subjects import Subject
@@ -180,19 +180,21 @@ class Request:
         }
         if data is not None:
             data = Batch(data.inputs.to(where), data.labels.to(where))
+        source = self.images or target
         if self.update is None:
             if data is None:
                 raise ValueError(f"{target} returns a model alone: expected --images FILE.npz or a data set's name")
             given = len(data)
             data = data if self.images is not None else subjects.first(data, self.count or given, target)
             note = (f"the first {len(data)} of {given} images that {target} gives",) if len(data) < given else ()
-            return subjects.of_batches(model, data, self.batch_size, **rule, seed=self.seed), note
-        update = subjects.update_file(self.update)
-        truth = None if data is None else subjects.first(data, self.batch_size, self.images or target, "--batch-size")
-        shape = _shape(self.input_shape, truth)
-        rule |= {"input_shape": shape, "batch_size": self.batch_size, "truth": truth}
-        subject = subjects.of_update(model, update, **rule)
-        return [subject], (UNTOLD,) if truth is not None and subject.error is None else ()
+            return subjects.of_batches(model, data, self.batch_size, **rule, source=source, seed=self.seed), note
+        if data is not None:
+            subjects.first(data, self.batch_size, source, "--batch-size")
+        update = captured.fitted(captured.load(self.update), model)
+        rule |= {"input_shape": _shape(self.input_shape, data), "batch_size": self.batch_size, "given": data}
+        rule["source"] = "" if self.input_shape or data is None else source
+        subject = captured.of_update(model, update, **rule)
+        return [subject], (*update.notes, *_about(subject, source))
 
     @property
     def _count(self) -> int:
@@ -203,7 +205,7 @@ class Request:
         assert self.images is not None
         if self.update is None:
             return subjects.images(self.images, self._count)
-        return subjects.images(self.images, self.batch_size, "--batch-size")
+        return subjects.whole(self.images)
 
     def _network(self) -> dict[str, Any]:
         assert self.dataset is not None
@@ -214,6 +216,15 @@ class Request:
                 f"expected --model for images of {sizes}: '{{name: lenet-zhu, input_shape: {list(shape)}}}'"
             )
         return yamlfile.named(self.model or NETWORKS[shape])
+
+
+def _about(subject: Subject, source: str) -> list[str]:
+    """What to know of a captured update's true images."""
+    if subject.truth is None:
+        return []
+    used = len(subject.truth.inputs)
+    fewer = f"scored against the first {used} of {subject.given} images in {source} (--batch-size {used})"
+    return [fewer] * (used < subject.given) + [UNTOLD] * (subject.error is None)
 
 
 def _in_options(words: str) -> str:
@@ -237,27 +248,30 @@ def check_folder(folder: RunDir, plan: Plan) -> None:
 
 
 def carry_out(plan: Plan, folder: RunDir, options: harness.Options, told: harness.Progress, *, kept: bool) -> Audit:
-    """The audit of a method: run its plan and read what came out.
+    """The audit of a method: run its plan and read what came out; a part that fails is among the findings.
 
     Args:
         plan: of the audit.
         folder: to run it in.
         options: how; with the name of the audit.
         told: how far it is.
-        kept: whether the folder stays, so that table and report are of use.
-
-    Raises:
-        ValueError: a part of it failed; says which and why.
+        kept: whether the folder stays, so that table, report and tracebacks are of use.
     """
     with folder.locked(), folder.logged():
         failures = harness.run(plan, folder, options, told)
         rows = results.assemble(plan, folder)
         if kept and rows:
             results.publish(rows, failures, plan, folder)
-        if failures:
-            raise ValueError("; ".join(f"{failure.name}: {failure.reason}" for failure in failures))
         defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
-        return auditing.of_rows(options.name, rows, threat=plan.experiment.threat, defended=defended)
+        audit = auditing.of_rows(options.name, rows, threat=plan.experiment.threat, defended=defended)
+    names = {watch.cell.id: watch.attack.label for one in plan.trainings for watch in one.watches}
+    failed = [
+        Finding.of_failure(
+            names.get(failure.id, failure.name), failure.reason, folder.path / failure.traceback if kept else None
+        )
+        for failure in failures
+    ]
+    return replace(audit, findings=[*audit.findings, *failed])
 
 
 def limits(**given: float | None) -> dict[str, float]:
@@ -297,11 +311,11 @@ def _numbers(text: str, what: str) -> tuple[float, ...]:
         raise ValueError(f"expected --{what} as numbers such as 0.5,0.5,0.5, got {text!r}") from error
 
 
-def _shape(text: str | None, truth: Batch | None) -> tuple[int, int, int]:
+def _shape(text: str | None, given: Batch | None) -> tuple[int, int, int]:
     if text is None:
-        if truth is None:
+        if given is None:
             raise ValueError("expected --input-shape C,H,W of the images behind the update, or the images themselves")
-        channels, height, width = truth.inputs.shape[1:]
+        channels, height, width = given.inputs.shape[1:]
         return channels, height, width
     try:
         channels, height, width = (int(word) for word in text.split(","))

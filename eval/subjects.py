@@ -1,4 +1,4 @@
-"""What is audited when it is not one of our own methods: a user's model with a batch, or an update they captured."""
+"""What is audited when it is not one of our own methods: a user's model with images (for updates see `captured`)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from defenses import Defense
 from eval import yamlfile
-from eval.audit import MISMATCH, prediction_error
-from eval.report.load import DAMAGED
-from fl.capture import from_batch, from_update
+from eval.audit import prediction_error
+from eval.fitting import classes, said_for_the_command
+from fl.capture import from_batch
 from fl.data import Source, datasets
 from fl.data.stored import read
 from fl.method import Method
 from fl.registry import UnknownNameError, close
 from fl.simulate import Truth
-from fl.types import Batch, ServerView, Trace
-
-LOOSE = 0.5
-"""The tolerance where the order of the images in local training is not known."""
+from fl.types import Batch, ServerView
 
 
 @dataclass(frozen=True)
@@ -52,12 +48,16 @@ class Subject:
         truth: what the client fed, if known.
         error: relative error of what the view predicts of the truth; None if it can't be told.
         tolerance: from which on such an error says that view, truth and update do not belong together.
+        given: how many images the truth is the first of.
+        doubt: what else says that the update is not of this model and these settings, in words.
     """
 
     view: ServerView
     truth: Truth | None
     error: float | None = None
     tolerance: float = 1e-4
+    given: int = 0
+    doubt: str = ""
 
     @property
     def mismatched(self) -> bool:
@@ -131,14 +131,21 @@ def images(source: str, count: int, option: str = "--count") -> Batch:
         FileNotFoundError: there is no such file or folder.
         ValueError: a damaged file, a setting that is missing or does not fit, or fewer images than asked for.
     """
-    if source.endswith(".npz"):
-        path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"no file {path}; expected arrays `images` and `labels` in it (see --help)")
-        found, _ = read(path)
-    else:
-        found = data_set(source).load().train
-    return first(found, count, source, option)
+    return first(whole(source), count, source, option)
+
+
+def whole(source: str) -> Batch:
+    """All images of a data set or an `.npz` file.
+
+    Raises:
+        UnknownNameError, FileNotFoundError, ValueError: as `images`.
+    """
+    if not source.endswith(".npz"):
+        return data_set(source).load().train
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; expected arrays `images` and `labels` in it (see --help)")
+    return read(path)[0]
 
 
 def data_set(text: str) -> Source:
@@ -170,151 +177,32 @@ def first(data: Batch, count: int, source: str, option: str = "--count") -> Batc
     return Batch(data.inputs[:count], data.labels[:count])
 
 
-def update_file(path: Path) -> dict[str, Tensor]:
-    """A captured update: tensors by parameter name, from an `.npz` or a `.pt` file; nothing in it is executed.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds something else.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}; expected the update as .npz or .pt, tensors by parameter name")
-    wanted = f"expected tensors by parameter name in {path}"
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                return {name: torch.from_numpy(file[name]) for name in file.files}
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except PermissionError as error:
-        raise ValueError(f"{wanted}, got a file that must not be read") from error
-    except (*DAMAGED, TypeError, AttributeError) as error:  # what they say is of their own workings, and of pickle
-        kind = ".npz" if path.suffix == ".npz" else ".pt"
-        raise ValueError(f"{wanted}, got a file that can't be read as {kind}, or other objects in it") from error
-    except Exception as error:
-        if type(error).__name__ == "UnpicklingError":  # torch's word for objects that loading could run
-            raise ValueError(f"{wanted}, got other objects") from error
-        raise
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"expected a dictionary of tensors in {path}, got {type(found).__name__}")
-    return {str(name): value for name, value in found.items()}
-
-
 def of_batches(
     model: nn.Module,
     data: Batch,
     batch_size: int,
     *,
+    source: str,
     method: Method | None,
     defense: Defense,
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
     seed: int = 0,
 ) -> list[Subject]:
-    """One update for every batch of `data`.
+    """One update for every batch of `data`, which `source` gave.
 
     Raises:
         ValueError: model and images do not fit each other, or the last batch would be smaller.
     """
     if len(data) % batch_size:
         raise ValueError(f"expected a number of images that {batch_size} (--batch-size) divides, got {len(data)}")
+    channels, height, width = data.inputs.shape[1:]
+    classes(model, (channels, height, width), source=source)
     found = []
     for number, start in enumerate(range(0, len(data), batch_size)):
         part = slice(start, start + batch_size)
         own: dict[str, Any] = {"method": method, "defense": defense, "mean": mean, "std": std, "seed": seed + number}
-        with _said_for_the_command(model, method):
+        with said_for_the_command(model, method):
             view, truth = from_batch(model, data.inputs[part], data.labels[part], **own)
         found.append(Subject(view, truth, prediction_error(view, truth)))
     return found
-
-
-def of_update(
-    model: nn.Module,
-    update: dict[str, Tensor],
-    *,
-    input_shape: tuple[int, int, int],
-    batch_size: int,
-    truth: Batch | None,
-    method: Method | None,
-    defense: Defense,
-    mean: Sequence[float] = (),
-    std: Sequence[float] = (),
-) -> Subject:
-    """The one captured update, with the images it was made of if they are known.
-
-    Raises:
-        ValueError: model, update and images do not fit each other; says which tensor.
-    """
-    classes = _classes(model, input_shape)
-    if truth is not None:
-        _check_truth(truth, batch_size, input_shape, classes)
-    with _said_for_the_command(model, method):
-        view = from_update(
-            model,
-            update,
-            input_shape=input_shape,
-            num_classes=classes,
-            method=method,
-            defense=defense,
-            batch_size=batch_size,
-            mean=mean,
-            std=std,
-        )
-    if truth is None:
-        return Subject(view, None)
-    trace = Trace(indices=torch.arange(batch_size), inputs=truth.inputs, labels=truth.labels, order=(), draws=())
-    known = Truth(trace=trace, private={})
-    # without a method the step size is a guess
-    error = prediction_error(view, known, scaled=method is None)
-    return Subject(view, known, error, _tolerance(view, batch_size))
-
-
-def _check_truth(truth: Batch, batch_size: int, input_shape: tuple[int, int, int], classes: int) -> None:
-    if len(truth) != batch_size:
-        raise ValueError(f"expected {batch_size} true image(s), as many as --batch-size says, got {len(truth)}")
-    if truth.inputs.shape[1:] != input_shape:
-        raise ValueError(f"expected true images of --input-shape {input_shape}, got {tuple(truth.inputs.shape[1:])}")
-    low, high = int(truth.labels.min()), int(truth.labels.max())
-    if low < 0 or high >= classes:
-        raise ValueError(f"expected labels in [0, {classes}), got {low} to {high}")
-
-
-def _tolerance(view: ServerView, batch_size: int) -> float:
-    """Small steps on parts of the batch come close to each other in any order, but not within `MISMATCH`."""
-    sizes = [size for steps in view.schedule or () for step in steps for size in step]
-    return MISMATCH if all(size == batch_size for size in sizes) else LOOSE
-
-
-@contextmanager
-def _said_for_the_command(model: nn.Module, method: Method | None) -> Iterator[None]:
-    """Add to errors about training mode, and about what the server sent, what helps on the command line."""
-    try:
-        yield
-    except ValueError as error:
-        if remedy := _remedy(str(error), model, method):
-            raise ValueError(f"{error}. On the command line: {remedy}") from error
-        raise
-
-
-def _remedy(words: str, model: nn.Module, method: Method | None) -> str:
-    if "what the server sent as `shared`" in words:
-        return "no option takes it; call fl.capture.from_update(..., shared=...) in a script"
-    if "train mode" not in words or not (model.training if method is None else method.train_mode):
-        return ""
-    if method is not None:
-        return f"--method '{{name: {method.name}, ..., train_mode: false}}'"
-    return "--method '{name: fedavg, train_mode: false}', or let your function return model.eval()"
-
-
-def _classes(model: nn.Module, input_shape: tuple[int, int, int]) -> int:
-    like = next(iter(model.parameters()))
-    training = model.training
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            logits = model.eval()(torch.full((1, *input_shape), 0.5).to(like))
-    except RuntimeError as error:
-        raise ValueError(f"expected --input-shape of images that fit the model, got {input_shape}: {error}") from error
-    finally:
-        model.train(training)
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        raise ValueError("expected a model that returns logits (B, K)")
-    return int(logits.shape[1])

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,17 +118,19 @@ def progress(screen: Console) -> Iterator[Progress]:
 
 
 class _Lines:
-    """A line when a stage begins and when it ends."""
+    """A line when a stage begins and when it ends, with the seconds between."""
 
     def __init__(self, screen: Console) -> None:
         self.screen = screen
-        self.begun: set[str] = set()
+        self.begun: dict[str, float] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """As `eval.harness.Progress`."""
-        if stage not in self.begun or done == total:
-            self.begun.add(stage)
-            self.screen.print(f"{stage} ({done}/{total})", highlight=False, markup=False, soft_wrap=True)
+        if stage in self.begun and done < total:
+            return
+        began = self.begun.setdefault(stage, time.monotonic())
+        took = f", {time.monotonic() - began:.1f} s" if done and done == total else ""
+        self.screen.print(f"{stage} ({done}/{total}){took}", highlight=False, markup=False, soft_wrap=True)
 
 
 def show_table(screen: Console, found: Table) -> None:

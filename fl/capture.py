@@ -23,6 +23,9 @@ from fl.simulate import Truth
 from fl.tensors import Tensors, Value, dense, flatten
 from fl.types import Batch, Scope, ServerView, Task, ThreatModel, frozen
 
+MOST = 5
+"""So many names stand in an error; of a large network nobody reads them all."""
+
 
 def from_batch(
     model: nn.Module,
@@ -308,7 +311,7 @@ def _head(model: nn.Module, head: str | None, num_classes: int) -> str:
     names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
     if head is not None:
         if not any(name.startswith(head) for name in names):
-            raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {', '.join(names)}")
+            raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {_some(names)}")
         return head
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linear:
@@ -327,8 +330,9 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
     missing = [name for name in expected if name not in given]
     unknown = [name for name in given if name not in expected]
     if missing or unknown:
-        parts = [f"missing {', '.join(map(repr, missing))}"] if missing else []
-        parts += [f"unexpected {_hint(name, missing or list(expected), why)}" for name in unknown]
+        parts = [f"missing {_some([repr(name) for name in missing])}"] if missing else []
+        likely = missing or list(expected)
+        parts += [f"unexpected {_some([_hint(name, likely, why) for name in unknown])}"] if unknown else []
         raise ValueError(f"{what}: expected a tensor for each of {len(expected)} names; {'; '.join(parts)}")
     result: Tensors = {}
     for name, like in expected.items():
@@ -342,6 +346,12 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
             raise ValueError(f"{what}: expected finite numbers, got NaN or infinity in {name!r} ({bad} of them)")
         result[name] = value.detach().clone().to(like)
     return result
+
+
+def _some(words: Sequence[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    more = len(words) - MOST
+    return ", ".join(words[:MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _hint(name: str, names: Collection[str], why: Mapping[str, str]) -> str:

@@ -159,7 +159,11 @@ def _report(
         say(f"error: no {figure.upper()} could be taken, so nothing can be said about the limit {limits[figure]:g}")
     if found.mismatch:
         say(f"{'error' if limits else 'warning'}: {found.mismatch}")
-    if above or unknown or (limits and found.mismatch):
+    failed = [finding for finding in found.findings if finding.failed]
+    for finding in failed:
+        kept = f"the traceback is in {finding.traceback}" if finding.traceback else "--out FOLDER keeps the traceback"
+        say(f"error: {finding.attack} failed: {finding.failed} ({kept})")
+    if above or unknown or failed or (limits and found.mismatch):
         raise typer.Exit(LEAKED if above else FAILURE)
 
 
@@ -173,8 +177,8 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
         if limited and subjects[0].truth is None:
             raise ValueError("expected the true images (--images) beside a limit: nothing can be scored without them")
         make_folder(out)
-    with errors(FAILURE):
-        found = auditing.examine(request.name, subjects, tried, seed=request.seed, out=out)
+    with errors(FAILURE), progress(console(as_json=True)) as seen:  # on stderr: stdout is for what was found
+        found = auditing.examine(request.name, subjects, tried, seed=request.seed, out=out, told=seen)
     return replace(found, notes=(*notes, *found.notes))
 
 
@@ -215,7 +219,8 @@ def _print(screen: Console, found: Audit) -> None:
                 label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
                 line(f"  image {number}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}")
         if not finding.rows and finding.labels:
-            line(f"  recovered labels: {', '.join(str(label) for labels in finding.labels for label in labels)}")
+            doubt = " (doubtful, see the warning)" if found.mismatch else ""
+            line(f"  recovered labels{doubt}: {', '.join(str(label) for labels in finding.labels for label in labels)}")
         if finding.flags:
             line(f"  flags: {', '.join(finding.flags)}")
     for flag in FLAGS:

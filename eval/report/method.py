@@ -56,7 +56,8 @@ JUDGED = [
     ),
     (
         "Intervals",
-        "95 %, by bootstrap over images and, within each, over seeds; of shares with one seed Wilson's. "
+        "95 %, by bootstrap over images and, within each, over seeds; of shares with one seed, and of images "
+        "that are named, Clopper and Pearson's. "
         "Differences from floors are taken image by image. Where one image, or images that are all alike, can tell "
         "nothing there is none. Intervals speak of images like these, for this model and these settings.",
     ),

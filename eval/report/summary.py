@@ -157,8 +157,14 @@ class Group:
     @cached_property
     def labels(self) -> Interval | None:
         """Share of images whose class was recovered."""
-        known = [row for row in self.pictured if row.get("label_correct") is not None]
-        return share([{**row, "hit": float(row["label_correct"])} for row in known], "hit")
+        return share([{**row, "hit": float(row["label_correct"])} for row in self.labelled], "hit")
+
+    @cached_property
+    def labelled(self) -> list[Row]:
+        """All images, once the attack names a label of any: one for which it names none has none recovered."""
+        if all(row.get("label_correct") is None for row in self.pictured):
+            return []
+        return [{**row, "label_correct": bool(row.get("label_correct"))} for row in self.pictured]
 
     @cached_property
     def named(self) -> Named | None:
@@ -175,7 +181,7 @@ class Group:
     @cached_property
     def label_gain(self) -> Interval | None:
         """Share of labels recovered above what the commonest class of these images gets by itself."""
-        known = [row for row in self.pictured if row.get("label_correct") is not None]
+        known = self.labelled
         if not known:
             return None
         common = Counter(str(row["label"]) for row in known).most_common(1)[0][0]
@@ -185,7 +191,7 @@ class Group:
     @cached_property
     def common_label(self) -> float | None:
         """Share of the commonest class among these images: what naming it every time gets."""
-        known = [str(row["label"]) for row in self.pictured if row.get("label_correct") is not None]
+        known = [str(row["label"]) for row in self.labelled]
         return Counter(known).most_common(1)[0][1] / len(known) if known else None
 
     @cached_property
@@ -279,13 +285,15 @@ def reaching(rows: Sequence[Row], level: float, column: str = "psnr") -> Interva
 def share(rows: Sequence[Row], column: str) -> Interval | None:
     """Share of ones in a column of zeros and ones, with an interval that has images as its units.
 
-    Wilson's where every image has one seed; otherwise the bootstrap over images and seeds, and no interval where it
-    has none (all images alike).
+    Clopper and Pearson's where every image has one seed; otherwise the bootstrap over images and seeds, and no interval
+    where it has none (all images alike).
     """
     if not rows:
         return None
     if len({row["seed"] for row in rows}) == 1:
-        return statistics.success_rate(rows, 0.5, column, image=IMAGE)
+        hits = round(sum(row[column] for row in rows))
+        low, high = statistics.exact_interval(hits, len(rows))
+        return Interval(hits / len(rows), low, high, len({row[IMAGE] for row in rows}), len(rows))
     found = statistics.mean_interval(rows, column, image=IMAGE)
     if found.low == found.high:
         return Interval(found.value, None, None, found.images, found.count, found.missing)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from attacks.base import Reconstruction
 from eval import cli, terminal
 from eval.auditing import Audit, Finding, verdict
+from eval.report.summary import IMAGE, Group, Named, share
 from eval.request import Request
 from eval.score import score
 from eval.subjects import images
@@ -103,3 +104,30 @@ def test_what_came_back_without_a_picture_is_said():
         "the attack recovered no images, nor any private tensor"
     )
     assert "unscored" not in score(Reconstruction(truth.inputs, labels, 0.0, private=features), truth)[0]
+
+
+def test_an_image_for_which_no_label_came_back_is_counted():
+    truth = SimpleNamespace(inputs=torch.rand(2, 1, 8, 8), labels=torch.tensor([0, 1]), private={}, extractor={})
+    named = score(Reconstruction(truth.inputs, truth.labels, 0.0), truth)
+    silent = score(Reconstruction(truth.inputs, None, 0.0), truth)
+    for update, rows in enumerate((named, silent)):
+        for row in rows:
+            row[IMAGE] = f"{update}:{row['image']}"
+    assert verdict([*named, *silent]).endswith("; 2 of 4 label(s) recovered")
+    assert verdict(named).endswith("; 2 of 2 label(s) recovered")
+    assert "label(s)" not in verdict(silent)
+    rows = tuple(
+        {**row, "seed": 0, IMAGE: number, "label": number} for number, row in enumerate([*named[:1], *silent, *silent])
+    )
+    group = Group("fedavg", "none", "ig", 0, rows)
+    assert group.labels.value == pytest.approx(1 / 5)
+    assert group.common_label == pytest.approx(1 / 5)
+    assert group.label_gain.value == 0
+    assert Group("fedavg", "none", "ig", 0, rows[1:]).labels is None
+
+
+def test_shares_of_one_report_have_one_kind_of_interval():
+    rows = [{"seed": 0, IMAGE: number, "hit": float(number < 3)} for number in range(4)]
+    found = share(rows, "hit")
+    assert (found.low, found.high) == Named(3, 4, 0.02).interval
+    assert (found.value, found.images, found.count) == (0.75, 4, 4)

@@ -184,6 +184,18 @@ def test_from_update_says_which_tensor(model, gradient, change, said):
         from_update(model, values, input_shape=SHAPE, num_classes=CLASSES)
 
 
+def test_errors_show_a_few_names_and_count_the_rest(gradient):
+    strange = {f"layer{number}.weight": torch.zeros(1) for number in range(40)}
+    with pytest.raises(ValueError, match=r"unexpected .layer0.weight.*, .layer4\.weight. .* and 35 more$") as caught:
+        from_update(own_model(), {**gradient, **strange}, input_shape=SHAPE, num_classes=CLASSES)
+    assert "layer5" not in str(caught.value)
+    deep = nn.Sequential(nn.Flatten(), *(nn.Linear(36, 36) for _ in range(4)), nn.Linear(36, CLASSES))
+    with pytest.raises(ValueError, match=r"missing '1.weight', .* '3.weight' and 5 more$"):
+        from_update(deep, {}, input_shape=SHAPE, num_classes=CLASSES)
+    with pytest.raises(ValueError, match=r"names: 1.weight, .*, 3.weight and 5 more$"):
+        from_update(deep, {}, input_shape=SHAPE, num_classes=CLASSES, head="top.")
+
+
 def test_buffers_are_no_parameters(batch):
     model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, CLASSES))
     update = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}

@@ -1,0 +1,61 @@
+"""What a captured update says of itself without its images: whether its sign and its number of images can be right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attacks.labels import classifier
+from fl.predict import predict
+from fl.types import Candidate, ServerView
+
+SUM = 0.05
+"""Share of its size that the bias's update may sum to: what half precision makes of zero stays below."""
+LEAST = 1e-4
+"""Entries smaller than this share of the largest have no sign: rounding may have given it."""
+
+
+def doubt(view: ServerView) -> str:
+    """Why the update can't be what a client sends under the view's settings; empty where it may be, or nothing tells.
+
+    The gradient of cross entropy in the classifier's bias is the mean of softmax - one-hot over the images (Zhao et
+    al. 2020, Eq. 3). It sums to zero, and only the images' own classes are negative in it; so do sums of it over
+    steps of SGD. Whether that holds for this model and method is asked of their own prediction of grey images.
+
+    Args:
+        view: of a captured update.
+    """
+    size, bias = view.batch_size, classifier(view, view.update)[1]
+    if size is None or bias is None or view.private or view.parts or view.defense.name != "none":
+        return ""
+    sent = classifier(view, view.shared)[1]
+    rounding = 4 * torch.finfo(view.dtype).eps * (0.0 if sent is None else float(sent.abs().max()))
+    grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
+    with torch.no_grad():
+        usual = classifier(
+            view, predict(view, Candidate(grey, torch.zeros(size, dtype=torch.int64, device=view.device)))
+        )
+    if usual[1] is None or _odd(usual[1], size, rounding):
+        return ""
+    return _odd(bias, size, rounding)
+
+
+def _odd(bias: Tensor, images: int, rounding: float) -> str:
+    """What is wrong with the bias's update (K,) of so many images, whose entries are known to within `rounding`."""
+    total, whole = float(bias.sum().abs()), float(bias.abs().sum())
+    if total > SUM * whole + rounding * len(bias):
+        return (
+            "the update is not that of a softmax cross entropy in this model: that of the classifier's bias sums to "
+            f"{total / whole:.2g} of its size and not to zero; check that it is weights before - after, and --method"
+        )
+    least = LEAST * float(bias.abs().max()) + rounding
+    negative, positive = int((bias < -least).sum()), int((bias > least).sum())
+    if negative <= images:
+        return ""
+    seen = f"that of the classifier's bias is negative for {negative} classes, where {images} image(s) leave {images}"
+    if positive <= images:
+        return (
+            f"the sign of the update is turned: {seen} at most; give weights before - after, not after - before. "
+            "Labels recovered from it as it is are wrong"
+        )
+    return f"the update is not of {images} image(s): {seen} at most; check --batch-size and --method"
