@@ -2,7 +2,8 @@
 
 `ig` on FedAvg and `joint` on HyperFL, both on HyperFL's colour network, as `hyperleak run` does it with
 `compiled: true`: seconds of the clock from nothing to results, starting processes and compiling included, and those of
-all processes on their cores. The clock needs an idle machine. `--uncompiled` leaves the compiler out.
+all processes on their cores. The clock needs an idle machine. `--uncompiled` leaves the compiler out, `--iterations`
+makes it shorter.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ def spent() -> float:
     return sum(part.ru_utime + part.ru_stime for part in parts)
 
 
-def evaluation(name: str, number: int, *, compiled: bool) -> tuple[float, float]:
+def evaluation(name: str, number: int, iterations: int, *, compiled: bool) -> tuple[float, float]:
     """Seconds of the clock and of the CPUs that one attack takes in so many processes."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0)
     views = victims(task, photographs("colour", 32, "cpu"), WHOLE[name], COUNT)
-    attack = attacks.build({"name": name, "iterations": ITERATIONS, "compiled": compiled})
+    attack = attacks.build({"name": name, "iterations": iterations, "compiled": compiled})
     began, before = time.perf_counter(), spent()
     with closing(Spread(number, patience=0.0)) as spread:
         found = spread.run(attack, views, range(COUNT))
@@ -78,14 +79,18 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--uncompiled", action="store_true", help="replay records without machine code of them")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="of each search")
     parser.add_argument("--only", choices=list(WHOLE), action="append", help="one of the two")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     number = workers(torch.device("cpu"))
     how = "recorded" if chosen.uncompiled else "recorded and compiled"
-    found = {name: evaluation(name, number, compiled=not chosen.uncompiled) for name in chosen.only or WHOLE}
+    found = {
+        name: evaluation(name, number, chosen.iterations, compiled=not chosen.uncompiled)
+        for name in chosen.only or WHOLE
+    }
     lines = [
-        f"# {COUNT} images, {ITERATIONS:,} iterations, on {number} processes",
+        f"# {COUNT} images, {chosen.iterations:,} iterations, on {number} processes",
         "",
         "HyperFL's colour network (CIFAR-10's), one step on one image each, single precision. Seconds of the clock "
         f"from nothing to results, {how}; and those of all processes on their {os.cpu_count()} cores.",
@@ -96,7 +101,7 @@ def main() -> None:
         ),
     ]
     rows = {name: {"seconds": clock, "cpu_seconds": cpu} for name, (clock, cpu) in found.items()}
-    publish("whole", {"processes": number, "how": how, "rows": rows}, lines)
+    publish("whole", {"processes": number, "how": how, "iterations": chosen.iterations, "rows": rows}, lines)
 
 
 if __name__ == "__main__":
