@@ -92,10 +92,13 @@ def features_of(view: ServerView, recovered: Tensors) -> Features | str:
     if lacking := [n for n, value in task.buffers.items() if value.is_floating_point() and n not in view.buffers]:
         return f"the network's statistics are not known ({lacking[0]})"
     model = copy.deepcopy(task.model).eval()
-    return partial(_features, model, top, {**{n: dense(known[n]).to(view.device) for n in below}, **view.buffers})
+    values = {**{n: dense(known[n]).to(view.device) for n in below}, **view.buffers}
+    return partial(_features, model, top, values, view.dtype, view.device)
 
 
-def _features(model: nn.Module, layer: str, values: dict[str, Tensor], images: Tensor) -> Tensor:
+def _features(
+    model: nn.Module, layer: str, values: dict[str, Tensor], dtype: torch.dtype, device: torch.device, images: Tensor
+) -> Tensor:
     """What the layer of that name is given of images (N, C, H, W)."""
     kept: list[Tensor] = []
 
@@ -104,7 +107,7 @@ def _features(model: nn.Module, layer: str, values: dict[str, Tensor], images: T
 
     hook = model.get_submodule(layer).register_forward_pre_hook(keep)
     with torch.no_grad():
-        torch.func.functional_call(model, values, (images.to(next(iter(values.values()))),))
+        torch.func.functional_call(model, values, (images.to(device, dtype),))
     hook.remove()
     return kept[0]
 

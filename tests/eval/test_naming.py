@@ -30,6 +30,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedbn import FedBN
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
+from fl.models import build
 from fl.models.hypernetwork import Hypernetwork
 from fl.simulate import Truth, observe
 from fl.types import Batch, ServerView, ThreatModel
@@ -171,6 +172,16 @@ def test_a_private_extractor_has_features_once_it_is_recovered() -> None:
     found = Peel()(view)
     assert isinstance(found, Reconstruction)
     assert told(view, truth, truth.inputs, private=found.private)[0][BY_FEATURES] is True
+
+
+def test_a_network_that_is_all_classifier_has_its_images_for_features() -> None:
+    task = build("linear", num_classes=3, input_shape=[1, 8, 8])
+    data = worlds.images(1, "victim")
+    data = Batch(data.inputs.float(), data.labels)
+    view, truth = Federation(Client(task, STEP), [ClientData(data, data)]).observe(0)
+    features = identify.features_of(view, {})
+    assert not isinstance(features, str)
+    assert torch.equal(features(truth.inputs), truth.inputs.flatten(1))
 
 
 def test_private_statistics_leave_features_unknown() -> None:
