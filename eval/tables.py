@@ -10,6 +10,7 @@ from statistics import fmean
 from attacks.base import Chain
 from eval import checks, config, grid
 from eval.experiment import Experiment
+from eval.naming import BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.report.describe import summary
 from eval.report.findings import subject
 from eval.report.overview import UNATTACKED
@@ -51,7 +52,11 @@ ACCURACY = (
     "Accuracy: what the method learnt: share of each client's test images that the aggregated model of {when} gets "
     "right, with the client's own private weights, mean over clients."
 )
-FIGURES = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels")
+NAMED = (
+    "Named: share of images told from up to 49 others of their class: by picture / by features of the attacked network "
+    "/ by the update alone, which takes no attack."
+)
+FIGURES = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels", "named")
 COLUMNS = ("method", "defence", "attack", *FIGURES, "flags")
 
 
@@ -87,17 +92,18 @@ def table(rows: Sequence[Row], experiment: Experiment) -> Table:
     raised: dict[str, None] = {}
     lines = [_line(group, setting, several, raised) for group in found]
     below = _floor_lines(rows)
-    idle = {"defence": "none", "LPIPS": "-"}  # a column that says only this is left out
+    idle = {"defence": "none", "LPIPS": "-", "named": "-"}  # a column that says only this is left out
     if not _attacked(found):
         idle |= {"attack": NOT_ATTACKED, **dict.fromkeys(FIGURES, "-")}
         lines = [(*line[:-1], "-") for line in lines]  # the legend says it once
     filled = [i for i, name in enumerate(COLUMNS) if any(line[i] != idle.get(name) for line in lines)]
+    further = [name for name in ("LPIPS", "named") if COLUMNS.index(name) in filled]
     return Table(
         title=experiment.title or "What leaked",
         columns=tuple(COLUMNS[i] for i in filled),
         rows=[tuple(line[i] for i in filled) for line in lines],
         floors=[tuple(line[i] for i in filled) for line in below],
-        legend=_legend(rows, experiment, raised, lpips=COLUMNS.index("LPIPS") in filled),
+        legend=_legend(rows, experiment, raised, further),
     )
 
 
@@ -122,15 +128,22 @@ def _line(group: Group, setting: Setting, several: bool, raised: dict[str, None]
     accuracy = "-" if group.accuracy is None else f"{group.accuracy:.1%}"
     head = (group.method, group.defense, name, accuracy)
     if group.attack == NOT_ATTACKED:
-        return (*head, "-", "-", "-", "-", "-", "-", next(iter(group.refusals)))
+        return (*head, *["-"] * 7, next(iter(group.refusals)))
     if not group.scored:
-        return (*head, "not applicable", "-", "-", "-", "-", "-", next(iter(group.refusals)))
+        return (*head, "not applicable", *["-"] * 6, next(iter(group.refusals)))
     found = group.flags(setting)
     raised.update(dict.fromkeys(found))
     refused = sum(group.refusals.values())
     words = [*found, *([f"not applicable to {refused}"] if refused else [])]
     labels = "-" if group.labels is None else f"{group.labels.value:.0%}"
-    return (*head, *_figures(group.scored, "", group.psnr), labels, ", ".join(words) or "-")
+    return (*head, *_figures(group.scored, "", group.psnr), labels, _named(group), ", ".join(words) or "-")
+
+
+def _named(group: Group) -> str:
+    """The shares of images named, by picture / by features / by update."""
+    ways = [group.named_by(way) for way in (BY_PICTURE, BY_FEATURES, BY_UPDATE)]
+    shares = ["-" if way is None else f"{way.hits / way.images:.0%}" for way in ways]
+    return " / ".join(shares) if any(ways) else "-"
 
 
 def _figures(rows: Sequence[Row], prefix: str, psnr: Interval | None) -> tuple[str, ...]:
@@ -217,15 +230,19 @@ def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The floors of all attacked images, each counted once per seed."""
     chosen, found = pictures(rows), floors(rows)
     return [
-        ("floor", "", FLOORS[guess], "", *_figures(chosen, f"floor_{guess}_", psnr), "-", "-")
+        ("floor", "", FLOORS[guess], "", *_figures(chosen, f"floor_{guess}_", psnr), "-", "-", "-")
         for guess, psnr in found.items()
     ]
 
 
-def _legend(rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], *, lpips: bool) -> list[str]:
+def _legend(
+    rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], further: Sequence[str]
+) -> list[str]:
+    """What leaked, and what to know of the columns, `further` ones among them."""
     found = groups(rows)
     several = len({group.round for group in found}) > 1
-    leakage = [PSNR, FLOOR, SSIM, *([LPIPS] if lpips else []), RATES]
+    leakage = [PSNR, FLOOR, SSIM, *([LPIPS] if "LPIPS" in further else []), RATES]
+    leakage += [NAMED] if "named" in further else []
     lines = [
         *_verdicts(found, several),
         *(leakage if _attacked(found) else [UNATTACKED]),

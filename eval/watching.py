@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,8 @@ from attacks.spread import Spread
 from eval import store
 from eval.audit import forward_error, prediction_error
 from eval.floors import ceiling
-from eval.identify import distractors, in_pixels
 from eval.metrics import psnr
+from eval.naming import Lineup
 from eval.perceptual import Perceptual
 from eval.plan import Scene, Training, Watch
 from eval.score import Row, score
@@ -43,12 +43,14 @@ class Seen:
         errors: how far the attacker's own model of training is from what was observed.
         pictures: for each victim, which image of the data set every true image is: its client and number, and which
             copy if a client feeds several of it.
+        lineups: by number of a victim its images among others, made when an attack first asks.
     """
 
     views: tuple[ServerView | NotApplicable, ...]
     truths: tuple[Truth | None, ...]
     errors: tuple[float, ...]
     pictures: tuple[tuple[str, ...], ...]
+    lineups: dict[int, Lineup] = field(default_factory=dict)
 
 
 def look(
@@ -114,18 +116,21 @@ def attack(
     seeds = [derive(training.seed, "attack", victim.key) for victim in victims]
     results = _attacked(watch.attack.item, seen.views, seeds, spread, tick)
     reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
-    told = zip(victims, seen.truths, results, seen.errors, seen.pictures, strict=True)
-    for victim, truth, result, error, pictures in told:
+    told = zip(victims, seen.views, seen.truths, results, seen.errors, seen.pictures, strict=True)
+    for i, (victim, view, truth, result, error, pictures) in enumerate(told):
         head = {"round": watch.round, "client": victim.client, "update": victim.key}
         head["forward_error"] = error if math.isfinite(error) else None
         if isinstance(result, NotApplicable):
             rows.append({**head, "picture": None, "not_applicable": result.reason})
             continue
         assert truth is not None  # what was attacked was sent
+        assert isinstance(view, ServerView)
         scored = _scored(result, truth, perceptual, reference, derive(training.seed, "floor", victim.key))
         if result.inputs is not None:
-            seed = derive(training.seed, "identify", victim.key)
-            scored = _named(_bounded(scored, watch.attack.item, truth), result.inputs.cpu(), truth, reference, seed)
+            scored = _bounded(scored, watch.attack.item, truth)
+        if i not in seen.lineups:
+            seen.lineups[i] = Lineup.of(view, truth, reference, derive(training.seed, "identify", victim.key))
+        scored = seen.lineups[i].rows(scored, result)
         names = [pictures[row["image"]] if "image" in row else None for row in scored]
         rows.extend({**head, "picture": name, **row} for name, row in zip(names, scored, strict=True))
         if result.inputs is not None:
@@ -200,21 +205,6 @@ def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:
         return rows
     limits = psnr(best, truth.inputs).tolist()
     return [{**row, "bound_psnr": limits[row["image"]]} for row in rows]
-
-
-def _named(rows: list[Row], found: Tensor, truth: Truth, reference: Batch | None, seed: int) -> list[Row]:
-    """The rows with whether a reconstruction names its image among others of its class, where there are any."""
-    if reference is None or truth.labels.ndim > 1:
-        return rows
-    result = []
-    for row in rows:
-        image, i = truth.inputs[row["image"]].cpu(), row["image"]
-        others = distractors(reference, int(truth.labels[i]), image, seed=seed + i)
-        if len(others):
-            told = row["matched"] is not None and in_pixels(found[row["matched"]], image, others)
-            row = {**row, "identified": told, "identified_among": len(others) + 1}
-        result.append(row)
-    return result
 
 
 def _pictures(victim: Victim, truth: Truth) -> list[str]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from eval import epsilon, statistics
 from eval.claims import BOUND, EPSILON, OF_UPDATE, of_row
+from eval.naming import AMONG, BY_PICTURE, BY_UPDATE
 from eval.report.blocks import Absent, Block, Grid, Items, Note, Section, Text
 from eval.report.load import PRIVACY, Run
 from eval.report.overview import Numbered
-from eval.report.summary import IMAGE, Group
+from eval.report.summary import Group
 from eval.report.words import error, join, number, percent, sentence
 from eval.score import Row
 
@@ -25,6 +26,7 @@ AT_FAULT = (
     "If the claim were true this could hardly happen: noise, clipping, sampling or accounting is at fault, or images "
     "can be told apart by something other than updates. Trust no epsilon of these methods until that is found."
 )
+_WAYS = {BY_PICTURE: "", BY_UPDATE: " by the update itself"}
 _PRIVATE = {"noise_multiplier", "clip", "delta"}
 """Settings that a method or a defence has which makes claims."""
 READING = [
@@ -42,8 +44,8 @@ READING = [
     ),
     (
         "Named",
-        "Images that the reconstruction tells from others of their class; an image attacked under several seeds counts "
-        "once, under the first.",
+        "Images that the reconstruction (picture), or the update itself, which takes no attack, tells from others of "
+        "their class; an image attacked under several seeds counts once, under the first.",
     ),
     (
         "At most",
@@ -102,20 +104,21 @@ class Naming:
         return self.at_least(significance) > self.bound or self.shown(self.hits, significance) > self.epsilon
 
 
-def naming(run: Run, group: Group) -> Naming | None:
-    """What an attack named under a claim; None without claim, image or bound.
+def naming(run: Run, group: Group, way: str = BY_PICTURE) -> Naming | None:
+    """What an attack, or the update itself, named under a claim; None without claim, image or bound.
 
-    The bounds are on one guess for each image, so they say nothing where the closest of several stands for it.
+    The bounds are on one guess for each image, so they say nothing where the closest of several stands for it; and
+    images of one update are not independent of each other.
     """
     claims = [row for row in run.privacy if (row["method"], row["defense"]) == group.subject]
-    once = list({row[IMAGE]: row for row in reversed(group.pictured) if row.get("identified") is not None}.values())
+    once, several = group.once(way), "images" if way == BY_UPDATE else "candidates"
     known = [row for row in once if row.get(BOUND) is not None]
-    if not claims or not known or len(known) < len(once) or any(row.get("candidates", 1) > 1 for row in known):
+    if not claims or not known or len(known) < len(once) or any(row.get(several, 1) > 1 for row in known):
         return None
     return Naming(
-        hits=sum(bool(row["identified"]) for row in known),
+        hits=sum(bool(row[way]) for row in known),
         trials=len(known),
-        chance=fmean(1 / row["identified_among"] for row in known),
+        chance=fmean(1 / row[AMONG] for row in known),
         bound=fmean(row[BOUND] for row in known),
         update=fmean(row[OF_UPDATE] for row in known),
         epsilon=max(row[EPSILON] for row in known),
@@ -127,13 +130,13 @@ def alarms(numbered: Numbered) -> list[Note]:
     """What no true claim allows, for the top of the report."""
     entries = []
     named = _named(numbered)
-    for key, found in named.items():
+    for (key, way), found in named.items():
         level = _level(named)
         if found.refutes(level):
             told = (
-                f"{found.hits} of {found.trials} images were named among others of their class, so at least "
-                f"{percent(found.at_least(level), 1)} can be; under the differential privacy that is claimed no attack "
-                f"names more than {percent(found.bound, 1)}."
+                f"{found.hits} of {found.trials} images were named among others of their class{_WAYS[way]}, so at "
+                f"least {percent(found.at_least(level), 1)} can be; under the differential privacy that is claimed "
+                f"nothing names more than {percent(found.bound, 1)}."
             )
             entries.append((numbered.name(numbered.numbers[key]), told))
     for subject, row in _audits(numbered.run).items():
@@ -240,12 +243,20 @@ def _claimed(numbered: Numbered) -> Grid:
     return Grid("What is claimed", columns, lines)
 
 
-def _named(numbered: Numbered) -> dict[int, Naming]:
-    found = {key: naming(numbered.run, group) for key, group in numbered.numbers.items()}
-    return {key: one for key, one in found.items() if one is not None}
+def _named(numbered: Numbered) -> dict[tuple[int, str], Naming]:
+    """By number of the attack and way of telling; the update, which no attack changes, stands once for its round."""
+    found, seen = dict[tuple[int, str], Naming](), set[tuple[object, ...]]()
+    for key, group in numbered.numbers.items():
+        if (told := naming(numbered.run, group)) is not None:
+            found[key, BY_PICTURE] = told
+        what = (*group.subject, group.round)
+        if what not in seen and (told := naming(numbered.run, group, BY_UPDATE)) is not None:
+            found[key, BY_UPDATE] = told
+            seen.add(what)
+    return found
 
 
-def _level(named: Mapping[int, Naming]) -> float:
+def _level(named: Mapping[tuple[int, str], Naming]) -> float:
     """Significance of each, so that all together are wrong with 5 % at most (Bonferroni)."""
     return (1 - CONFIDENCE) / max(1, len(named))
 
@@ -253,14 +264,15 @@ def _level(named: Mapping[int, Naming]) -> float:
 def _bounds(numbered: Numbered) -> list[Block]:
     named = _named(numbered)
     level, lines = _level(named), []
-    for key, found in named.items():
+    for (key, way), found in named.items():
         low, high = statistics.exact_interval(found.hits, found.trials)
         rate = f"{found.hits} of {found.trials} [{100 * low:.0f}, {100 * high:.0f}]\N{NO-BREAK SPACE}%"
         ends = [percent(share, 1) for share in (found.at_least(level), found.update, found.bound)]
         shown = [found.shown(found.hits, level), found.epsilon, found.shown(found.trials, level)]
-        row = [*numbered.row(key, numbered.numbers[key]), rate, percent(found.chance, 1), *ends]
+        head = [*numbered.row(key, numbered.numbers[key]), "update" if way == BY_UPDATE else "picture"]
+        row = [*head, rate, percent(found.chance, 1), *ends]
         lines.append([*row, *(number(value, 2) for value in shown), "yes" if found.refutes(level) else "no"])
-    columns = [*numbered.columns(), ">named", ">by chance", ">at least", ">at most, update", ">at most, all seen"]
+    columns = [*numbered.columns(), "by", ">named", ">by chance", ">at least", ">at most, update", ">at most, all seen"]
     columns += [">epsilon at least", ">epsilon of all seen", ">could be shown", "refuted"]
     blocks: list[Block] = [Grid("Images named, and what bounds it", columns, lines)] if lines else []
     return [*blocks, *_unbounded(numbered)]

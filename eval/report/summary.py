@@ -12,6 +12,7 @@ from statistics import median as middle
 from typing import Any
 
 from eval import checks, statistics
+from eval.naming import AMONG, BY_PICTURE, BY_UPDATE
 from eval.report.setting import Setting
 from eval.report.words import count
 from eval.score import NO_RECONSTRUCTION, Row
@@ -168,15 +169,24 @@ class Group:
 
     @cached_property
     def named(self) -> Named | None:
-        """How many reconstructions name their image among others of its class.
+        """How many reconstructions name their image among others of its class, by their pixels."""
+        return self.named_by(BY_PICTURE)
+
+    def named_by(self, column: str) -> Named | None:
+        """How many images are named so (see `eval.naming`); None where none could be.
 
         Every image counts once, from the first seed that attacked it: seeds share their images.
         """
-        once = {row[IMAGE]: row for row in reversed(self.pictured) if row.get("identified") is not None}.values()
+        once = self.once(column)
         if not once:
             return None
-        hits = sum(bool(row["identified"]) for row in once)
-        return Named(hits, len(once), fmean(map(by_chance, once)))
+        chances = [1 / row[AMONG] if column == BY_UPDATE else by_chance(row) for row in once]
+        return Named(sum(bool(row[column]) for row in once), len(once), fmean(chances))
+
+    def once(self, column: str) -> list[Row]:
+        """The rows in which it is told whether an image is named, one for each image."""
+        rows = self.scored if column == BY_UPDATE else self.pictured  # an update tells without a picture
+        return list({row[IMAGE]: row for row in reversed(rows) if row.get(column) is not None}.values())
 
     @cached_property
     def label_gain(self) -> Interval | None:
@@ -334,7 +344,7 @@ def by_chance(row: Row) -> float:
 
     Of an update's several reconstructions the closest stands for each image, which is as many guesses.
     """
-    return min(1.0, float(row.get("candidates", 1)) / float(row["identified_among"]))
+    return min(1.0, float(row.get("candidates", 1)) / float(row[AMONG]))
 
 
 def shown(gain: Interval | None) -> bool:

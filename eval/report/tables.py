@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from eval import checks, statistics
-from eval.report import levels, published
+from eval.report import levels, naming, published
 from eval.report.blocks import Absent, Block, Grid, Items, Section
 from eval.report.overview import Numbered
 from eval.report.rounds import accuracy, costs
@@ -33,7 +33,7 @@ def section(numbered: Numbered) -> Section:
     """All tables, with the flags explained."""
     blocks: list[Block] = []
     if numbered.numbers:
-        blocks += [_closeness(numbered), _successes(numbered)]
+        blocks += [_closeness(numbered), _successes(numbered), *naming.blocks(numbered)]
     blocks += [
         *published.blocks(numbered),
         *_accuracies(numbered),
@@ -107,29 +107,21 @@ def _median(rows: Sequence[Row], column: str = "psnr") -> str:
 def _successes(numbered: Numbered) -> Grid:
     """Shares of images."""
     columns = [*numbered.columns(), ">≥ 20 dB", ">≥ 25 dB", ">≥ 30 dB", ">exact"]
-    columns += [">named in its class", ">by chance", ">labels", ">commonest label"]
+    columns += [">labels", ">commonest label"]
     lines = []
     for key, group in numbered.numbers.items():
         rates = [percent_interval(group.reaching(level)) for level in statistics.THRESHOLDS]
         exact = [float(row["exact8"]) for row in group.pictured if row.get("exact8") is not None]
         labels = [percent_interval(group.labels), percent(group.common_label)]
-        shares = [percent(fmean(exact)) if exact else NONE, *_identified(group)]
+        shares = [percent(fmean(exact)) if exact else NONE]
         lines.append([*numbered.row(key, group), *rates, *shares, *labels])
     chosen = pictures([row for group in numbered.numbers.values() for row in group.pictured])
     lesser = []
     for guess in FLOORS:
         rates = [percent_interval(reaching(chosen, level, f"floor_{guess}_psnr")) for level in statistics.THRESHOLDS]
         if any(rate != NONE for rate in rates):
-            lesser.append([*_floor(numbered, guess), *rates, "", "", "", "", ""])
+            lesser.append([*_floor(numbered, guess), *rates, "", "", ""])
     return Grid("How many pictures and labels came back", columns, lines, lesser)
-
-
-def _identified(group: Group) -> list[str]:
-    """Share of images named among others of their class, with Clopper and Pearson's interval, and chance."""
-    if (named := group.named) is None:
-        return [NONE, NONE]
-    low, high = named.interval
-    return [f"{percent(named.hits / named.images)} [{100 * low:.0f}, {100 * high:.0f}]", percent(named.chance)]
 
 
 def _accuracies(numbered: Numbered) -> list[Block]:

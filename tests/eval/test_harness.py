@@ -327,6 +327,10 @@ def test_rows_say_whether_an_image_is_named_among_others_of_its_class(done):
     guesses = [row for row in rows if row["attack"] == "guess"]
     assert all(isinstance(row["identified"], bool) and 2 <= row["identified_among"] <= 50 for row in guesses)
     assert all(row["candidates"] == row["images"] for row in guesses)
+    for row in guesses:
+        for way in ("identified_by_features", "identified_by_update"):
+            assert isinstance(row[way], bool) or row["missing"][way]
+    assert all((row["identified_by_update"] is None) == (row["method"] == "hyperfl") for row in guesses)
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -15,6 +15,7 @@ from support.reports import blocks, grid, reasons
 from defenses.dp_sgd import DPSGD
 from eval import report, rero
 from eval.epsilon import from_naming
+from eval.naming import BY_UPDATE
 from eval.report import html, markdown, privacy
 from eval.report.blocks import Items, Report, Text
 from eval.report.load import load
@@ -134,7 +135,7 @@ def test_an_image_under_several_seeds_counts_once(tmp_path):
     run = attacked([True] + [False] * 7)
     attacked([True] * 8, run, seed=1)
     content = built(run, tmp_path / "run", claim(), claim(seed=1))
-    assert grid(content, "Images named, and what bounds it").rows[0][3].startswith("1 of 8")
+    assert grid(content, "Images named, and what bounds it").rows[0][4].startswith("1 of 8")
 
 
 def test_no_epsilon_no_bound_and_the_reason_once(tmp_path):
@@ -211,3 +212,21 @@ def test_labels_are_escaped(word, tmp_path):
     content = built(run, tmp_path / "run", claim(label=label, audit={"lower": 99.0}))
     assert "<script>" not in html.render(content)
     assert "|`" not in markdown.render(content)[0].replace("\\|\\`", "")
+
+
+def test_naming_by_the_update_is_held_against_the_bound_once(tmp_path: Path) -> None:
+    run = attacked([False] * 8, **{BY_UPDATE: True})
+    attacked([False] * 8, run, attack="joint", **{BY_UPDATE: True})
+    content = built(run, tmp_path / "run", claim())
+    found = grid(content, "Images named, and what bounds it")
+    by = found.names.index("by")
+    assert [row[by] for row in found.rows] == ["picture", "update", "picture"]
+    assert [row[-1] for row in found.rows] == ["no", "yes", "no"]
+    (note,) = privacy.alarms(Numbered.of(load(tmp_path / "run")))
+    assert "8 of 8 images were named among others of their class by the update itself" in note.entries[0][1]
+
+
+def test_images_of_one_update_are_no_trials_of_their_own(tmp_path: Path) -> None:
+    run = attacked([False] * 8, images=8, **{BY_UPDATE: True})
+    found = grid(built(run, tmp_path / "run", claim()), "Images named, and what bounds it")
+    assert [row[found.names.index("by")] for row in found.rows] == ["picture"]

@@ -215,7 +215,7 @@ def test_seeds_name_the_same_images_once(tmp_path):
         run.attack("fedavg", "ig", [9.0] * 2, seed=seed, label_correct=None, identified_among=50, identified=True)
     content = report.build(run.write(tmp_path / "out"))
     assert any("for 2 of 2 images" in line for line in blocks(content, Finding)[0].lines)
-    assert grid(content, "How many pictures and labels came back").rows[0][-4].endswith("[16, 100]")
+    assert grid(content, "Images named among others of their class").rows[0][-5].endswith("[16, 100]")
 
 
 def test_labels_that_were_given_say_nothing(tmp_path):
