@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl.accounting import Accountant, Charge, PrivacyStatement, calibrate, worst
-from fl.client import Derivative, Gradient, autograd_derivative
+from fl.client import Gradient
 from fl.defense import overrides
 from fl.method import Method, ServerState, Step
 from fl.noise import Noise, drawn_key, fresh_key
-from fl.privacy import STABILISER, Where, fastest
+from fl.privacy import STABILISER, Where
+from fl.private_gradient import PrivateGradient
 from fl.sampling import PoissonPhase
 from fl.tensors import Tensors, dense, norm, scaled, zeros
 from fl.types import Batch, Phase, Scope, Task, Upload
@@ -329,72 +330,3 @@ class Private(Method):
             "private weights are trained without noise on the same records and enter every other record's gradient, so "
             f"one record moves a sum by up to twice the batch size times the clip, not the clip; and {shuffled}"
         )
-
-
-@dataclass(frozen=True)
-class PrivateGradient(Gradient):
-    """`gradient(params, batch)` of a private method: every sample's clipped, then noise."""
-
-    def __call__(self, params: Tensors, batch: Batch) -> Tensors:
-        """By the names of the parameters that move; noise alone for an empty batch."""
-        if self._method.at == "weights":
-            return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
-        return self._private(Gradient(**self._fields()), params, batch)
-
-    def of_weights(
-        self, weights: dict[str, Tensor], batch: Batch, derivative: Derivative = autograd_derivative
-    ) -> dict[str, Tensor]:
-        """Noisy gradients with respect to the network's weights, for a defence that looks at these.
-
-        Raises:
-            ValueError: the method clips the gradient of its parameters.
-        """
-        if self._method.at != "weights":
-            raise ValueError(f"{self._method.name}: expected no defence that changes single gradients")
-        bare = _AtWeights(**{**self._fields(), "derivative": derivative})
-        found = self._private(bare, dict(weights), batch)
-        return {name: dense(value) for name, value in found.items()}
-
-    def check_per_sample(self) -> None:
-        """Refuse a defence that would clip once more.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(f"{self._method.name} clips every sample's gradient itself: leave such a defence out")
-
-    @property
-    def _method(self) -> Private:
-        method = self.client.method
-        assert isinstance(method, Private)
-        return method
-
-    def _private(self, plain: Gradient, params: Tensors, batch: Batch) -> Tensors:
-        method = self._method
-        way = fastest(plain, params, batch)
-        return way(
-            plain,
-            params,
-            batch,
-            clip=method.clip,
-            noise_multiplier=method.sigma,
-            generator=method.noise(self.step.draws),
-            denominator=method.denominator(),
-            at=method.at,
-        )
-
-    def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Gradient)}
-
-
-@dataclass(frozen=True)
-class _AtWeights(Gradient):
-    """The gradient of the network's weights as if they were the parameters."""
-
-    def weights(self, params: Tensors) -> dict[str, Tensor]:
-        """They themselves."""
-        return {name: dense(value) for name, value in params.items()}
-
-    def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
-        """As they are."""
-        return {**grads}
