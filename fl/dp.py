@@ -44,7 +44,9 @@ class Private(Method):
             "as-published": as the HyperFL authors run it (Guo et al., AAAI 2025): private tensors move without noise,
             batches are shuffled, but accounted as if drawn by Poisson sampling; no epsilon follows. "client-level":
             clients train without noise; a trusted server clips and noises their updates.
-        epsilon: the budget of one client for all `rounds`, from which the noise follows.
+        epsilon: the budget of one client for all `rounds`, from which the noise follows. It holds for any number of
+            images, but for Poisson sampling of clients that fit into a batch: these feed all they have in every step.
+            What each client really has is what `privacy` says.
         noise_multiplier: standard deviation of the noise, in units of `clip`; takes the place of `epsilon`.
         delta: of the guarantee.
         clip: what one record moves the sum of gradients by at most (client-level: one client, the sum of updates).
@@ -53,7 +55,8 @@ class Private(Method):
             which then is public, and needs `noise_multiplier`.
         rate: largest probability of an image to be in a step, on which the noise is calibrated; None is what the other
             settings come to: batch_size / images under Poisson sampling, else 1.
-        local_steps: most noisy steps in a round, likewise.
+        local_steps: most noisy steps in a round that a record can be in, likewise. Batches that go round the images
+            meet a record once an epoch; a number of `steps` meets those of a client that fits into a batch every time.
         accountant: "prv", or "rdp", which asks for 6 % more noise (and is what the HyperFL authors use).
         sampler: "poisson" draws every image by itself, with probability batch_size / images, and divides by batch_size;
             the others see every image once in an epoch, without amplification by sampling.
@@ -93,7 +96,7 @@ class Private(Method):
             object.__setattr__(self, "sampler", "shuffle")
         self._check()
         if self.images is not None:
-            rate, steps = self._noisy(self.images)
+            rate, steps = self._noisy(self.images if self._by_chance else 1)  # the clients that are charged most
             for key, needed, asked in (("rate", rate, "batch_size"), ("local_steps", steps, "epochs or steps")):
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, needed)
@@ -136,17 +139,26 @@ class Private(Method):
         return calibrate(self.epsilon, self.delta, self.rate or 1.0, steps, self.accountant)
 
     def _noisy(self, n: int) -> tuple[float, int]:
-        """At what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted."""
-        whole = self.images or n
+        """At what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted.
+
+        Where batches go round the images, `n` is no secret (zeroing a record out leaves it as it is), so that passes
+        are those of the client itself: `steps` go round few images more often than round many.
+        """
+        whole = (self.images or n) if self._by_chance else n
         size = min(self.batch_size or whole, whole)
+        per_epoch = -(-whole // size)
         heads = getattr(self, "head_epochs", 0) if self.mode == "dp-joint" else 0
-        if self.sampler == "poisson" or self.mode == "as-published":
-            per_epoch = -(-whole // size)
+        if self._by_chance:
             main = self.steps if self.steps is not None else per_epoch * (self.epochs or 0)
             rate = 1.0 if n <= (self.batch_size or n) else self._sampling or size / n
             return rate, main + heads * per_epoch
-        passes = -(-self.steps * size // whole) if self.steps is not None else self.epochs or 0
+        passes = -(-self.steps // per_epoch) if self.steps is not None else self.epochs or 0
         return 1.0, passes + heads
+
+    @property
+    def _by_chance(self) -> bool:
+        """Whether batches count as drawn record by record."""
+        return self.sampler == "poisson" or self.mode == "as-published"
 
     @property
     def _sampling(self) -> float | None:
