@@ -51,8 +51,9 @@ class Private(Method):
         delta: of the guarantee.
         clip: what one record moves the sum of gradients by at most (client-level: one client, the sum of updates).
         rounds: in which a client takes part at most. After them it trains no more and sends nothing (`silent`).
-        images: public number of images of a client, on which rate and steps are based. None takes each client's own,
-            which then is public, and needs `noise_multiplier`.
+        images: public number of images of a client, on which rate and steps are based, and what counts in the server's
+            mean under Poisson sampling. None takes each client's own, which then is public, and needs
+            `noise_multiplier`.
         rate: largest probability of an image to be in a step, on which the noise is calibrated; None is what the other
             settings come to: batch_size / images under Poisson sampling, else 1.
         local_steps: most noisy steps in a round that a record can be in, likewise. Batches that go round the images
@@ -176,6 +177,17 @@ class Private(Method):
         settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
         settings["sampler"] = "poisson"
         return PoissonPhase(**settings, rate=self._sampling, images=self.images, secret=self.profile == "release")
+
+    def weight(self, images: int) -> float:
+        """The public number, where a record more or less must not show; else the client's own."""
+        return float(self.images or images) if self.sampler == "poisson" else float(images)
+
+    def _hides_number(self, n: int) -> bool:
+        """Whether nothing follows from a client's `n` images being one more or less.
+
+        All that it does must be based on the public number. Few images give themselves away: all are in every step.
+        """
+        return self.sampler == "poisson" and self.images is not None and n > (self.batch_size or n)
 
     def client_model(self, task: Task) -> nn.Module:
         """The network.
@@ -309,7 +321,7 @@ class Private(Method):
         most, epsilon, by_rdp = (charges[-1], None, None) if reason else worst(charges, self.delta)
         return PrivacyStatement(
             unit="client" if clients else "record",
-            adjacency="add-remove" if self.sampler == "poisson" else "zero-out",
+            adjacency="add-remove" if all(map(self._hides_number, sizes)) else "zero-out",
             mode=self.mode,
             released="the mean of the clients' updates" if clients else self.released,
             trusted="the server, which sees every update without noise" if clients else "nobody else",
