@@ -61,7 +61,8 @@ class Private(Method):
         accountant: "prv", or "rdp", which asks for 6 % more noise (and is what the HyperFL authors use).
         sampler: "poisson" draws every image by itself, with probability batch_size / images, and divides by batch_size;
             the others see every image once in an epoch, without amplification by sampling.
-        profile: "experiment" draws noise from the experiment's seed, "release" from the operating system.
+        profile: "experiment" draws noise from the experiment's seed; "release" draws Poisson batches and keys from the
+            operating system, and noise from the keys by a generator made for secrets (`fl.keystream`).
 
     Raises:
         ValueError: a setting out of range, no public number of images for a budget, or a higher rate or more steps than
@@ -243,7 +244,7 @@ class Private(Method):
 
     def noise(self, draws: dict[str, Tensor]) -> Noise | None:
         """That of a step, or None for who does not know its key."""
-        return Noise(draws[KEY], 4 if self.profile == "release" else 1) if KEY in draws else None
+        return Noise(draws[KEY], self.profile == "release") if KEY in draws else None
 
     def denominator(self) -> float | None:
         """What a sum of gradients is divided by; None is the size of the batch."""
@@ -289,7 +290,7 @@ class Private(Method):
         after = super().aggregate(server, [self._clipped(upload) for upload in uploads], task)
         shared = {name: dense(value) for name, value in after.shared.items()}
         key = dense(server.own[SERVER]["key"]) + torch.tensor([0, server.round])
-        noise = Noise(fresh_key(), 4) if self.profile == "release" else Noise(key)
+        noise = Noise(fresh_key(), True) if self.profile == "release" else Noise(key)
         std = self.sigma * self.clip / len(uploads)
         return replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
 
