@@ -102,7 +102,7 @@ class Private(Method):
             for key, needed, asked in (("rate", rate, "batch_size"), ("local_steps", steps, "epochs or steps")):
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, needed)
-                elif self.epsilon is not None and needed > getattr(self, key):
+                elif self._calibrated and needed > getattr(self, key):
                     raise ValueError(
                         f"expected {key} of at most {getattr(self, key):g}, on which the noise for epsilon "
                         f"{self.epsilon:g} is calibrated, got {needed:g} from {asked}; lower {asked}, or leave {key} "
@@ -156,6 +156,11 @@ class Private(Method):
             return rate, main + heads * per_epoch
         passes = -(-self.steps // per_epoch) if self.steps is not None else self.epochs or 0
         return 1.0, passes + heads
+
+    @property
+    def _calibrated(self) -> bool:
+        """Whether the noise follows from how often a record meets it."""
+        return self.epsilon is not None and self.mode != "client-level"
 
     @property
     def _by_chance(self) -> bool:

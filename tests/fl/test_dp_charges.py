@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,3 +145,5 @@ def test_a_round_that_is_observed_takes_no_more_steps_than_training() -> None:
     with pytest.raises(ValueError, match="local_steps of at most 3"):
         DPFedAvg(epsilon=4.0, images=80, batch_size=1, steps=4, epochs=None, sampler="shuffle", local_steps=3)
     assert DPFedAvg(epsilon=4.0, images=80, steps=4, epochs=None, sampler="shuffle").local_steps == 4
+    server = DPFedAvg(mode="client-level", epsilon=4.0, rounds=10)  # whose noise no local step meets
+    assert replace(server, steps=30, epochs=None).sigma == server.sigma
