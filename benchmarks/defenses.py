@@ -7,6 +7,7 @@ defence at a published setting; beside it the same search by an attacker who doe
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import attacks
 import fl.data
 import fl.models
 from attacks.base import NotApplicable
-from benchmarks.common import publish, table
+from benchmarks.common import RESULTS, publish, table
 from defenses import defenses
 from eval.score import Row, score
 from eval.statistics import Interval, mean_interval, paired_difference
@@ -56,6 +57,7 @@ class Case:
         defense: as a config has it.
         adapted: what the attacker who knows it sets differently.
         images: in one update; of a group one for each client.
+        redrawn: whether each update is of a federation with a seed of its own, where what is fed is a matter of chance.
     """
 
     name: str
@@ -63,8 +65,17 @@ class Case:
     defense: dict[str, Any]
     adapted: dict[str, Any] = field(default_factory=dict)
     images: int = 1
+    redrawn: bool = False
 
 
+CHAINS: dict[str, dict[str, Any]] = {
+    "noise": {
+        "name": "chain",
+        "parts": [{"name": "clip", "max_norm": 1.0}, {"name": "noise", "std": 1e-2, "unit": "absolute"}],
+    },
+    "quantize": {"name": "chain", "parts": [{"name": "prune", "ratio": 0.9}, {"name": "quantize"}]},
+    "prune": {"name": "chain", "parts": [{"name": "quantize"}, {"name": "prune", "ratio": 0.9}]},
+}
 CASES = (
     Case("none", "", {"name": "none"}),
     Case("clip, norm 1", "McMahan et al. 2018", {"name": "clip", "max_norm": 1.0}),
@@ -79,9 +90,13 @@ CASES = (
     Case("signsgd", "Bernstein et al. 2018", {"name": "signsgd"}),
     Case("soteria, 60 % of units", "Sun et al. 2021", {"name": "soteria"}),
     Case("precode, K = 256, beta 1e-3", "Scheliga et al. 2022", {"name": "precode"}, {"private_lr": 0.1}),
+    Case("clip, norm 1, then noise, std 1e-2", "clip and noise", CHAINS["noise"]),
+    Case("prune, largest 10 %, then quantize, 8 bits", "prune and quantize", CHAINS["quantize"]),
+    Case("quantize, 8 bits, then prune, largest 10 %", "prune and quantize", CHAINS["prune"]),
     Case("none", "", {"name": "none"}, images=2),
-    Case("mixup, alpha 1", "Zhang et al. 2018", {"name": "mixup"}, images=2),
-    Case("instahide, k = 2", "Huang et al. 2020 (k = 4)", {"name": "instahide", "k": 2}, {"tv": 0.0}, images=2),
+    Case("mixup, alpha 1", "Zhang et al. 2018", {"name": "mixup"}, {"labels": "joint"}, images=2, redrawn=True),
+    Case("mixup, labels from random ones", "Zhang et al. 2018", {"name": "mixup"}, images=2, redrawn=True),
+    Case("instahide, k = 2", "Huang et al. 2020 (k = 4)", {"name": "instahide", "k": 2}, {"tv": 0.0}, 2, redrawn=True),
     Case("none", "", {"name": "none"}, images=4),
     Case("secagg, 4 clients", "Bonawitz et al. 2017", {"name": "secagg"}, images=4),
 )
@@ -92,12 +107,17 @@ def rows(case: Case, known: bool, images: Batch, search: dict[str, Any]) -> list
     task = fl.models.models.build({"name": "lenet-zhu", "input_shape": (1, 28, 28)}).task(num_classes=10, seed=0)
     defense = defenses.build(case.defense)
     client = Client(task, FedAvg(lr=1.0, steps=1, batch_size=None), defense)
-    federation = Federation(client, [ClientData(images, images)] * defense.group, seed=0)
     parts = [images.take(torch.arange(i, i + case.images)) for i in range(0, len(images), case.images)]
     threat = ThreatModel(knows_defense=known)
     each = case.images // defense.group
     given = [[part.take(torch.arange(i, i + each)) for i in range(0, case.images, each)] for part in parts]
-    seen = [federation.observe(0, data=own if len(own) > 1 else own[0], threat=threat) for own in given]
+    data = [ClientData(images, images)] * defense.group
+    seeds = range(len(given)) if case.redrawn else [0] * len(given)
+    runs = [Federation(client, data, seed=seed) for seed in seeds]
+    seen = [
+        run.observe(0, data=own if len(own) > 1 else own[0], threat=threat)
+        for run, own in zip(runs, given, strict=True)
+    ]
     attack = attacks.build({"name": "ig", **search, **(case.adapted if known else {})})
     found: list[Row] = []
     results = attack.run([view for view, _ in seen], list(range(len(seen))))
@@ -127,7 +147,7 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
         if not not_knowing:
             continue
         gap = paired_difference(knowing, not_knowing, image="update", run="place")
-        settings = ", ".join(f"{key} {value:g}" for key, value in case.adapted.items())
+        settings = ", ".join(f"{key} {value}" for key, value in case.adapted.items())
         cells = [_told(mean_interval(data, image="update", run="place")) for data in (knowing, not_knowing)]
         owned = mean_interval(knowing, "psnr_original", image="update", run="place")
         ends = [_told(gap, "+.1f"), f"{owned.value:.1f}", settings]
@@ -145,12 +165,35 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
         "`not knowing` runs the same search as if there were none. The truth is what "
         "the client fed; `originals` compares with its own images, which differ under mixup and instahide. Intervals: "
         f"95 % bootstrap over updates. A mean colour per image scores {floor.value:.1f}. Few images, one network and "
-        "one seed: differences of a few dB say nothing, and what a defence costs in accuracy is not here.",
+        "one seed (under mixup and instahide one for each update, which draw what is blended): differences of a few dB "
+        "say nothing, and what a defence costs in accuracy is not here.",
+        "",
+        "Under mixup an attacker who knows takes no label as certain and searches for the shares of both. From random "
+        "ones that search ends elsewhere; from the whole labels that the update gives away (`labels: joint`; who does "
+        "not know takes these as they are) it does about as well as with them given. Two images are blended each with "
+        "itself half the time, and then whole labels are right.",
+        "",
+        "Which entries were pruned is read off zeros. A grid that is laid over them afterwards has no zero, so that "
+        "who knows both defences is no better off; pruned after it, the zeros are there. Rows are measured one by one "
+        "(`--only`); the machine is that of the last.",
         "",
         *table(HEAD, body),
     ]
     rows = [{key: row[key] for key in KEPT if key in row} for row in scored]
     publish("defenses", {"search": search, "rows": rows, "cpu_seconds": seconds}, lines)
+
+
+def kept(cases: Sequence[Case], search: dict[str, Any]) -> tuple[list[Row], float]:
+    """The published rows but for those of `cases`, and the CPU seconds that went into all.
+
+    Raises:
+        ValueError: these come from another search.
+    """
+    found = json.loads((RESULTS / "defenses.json").read_text())
+    if found["search"] != search:
+        raise ValueError(f"expected the search of the published rows, {found['search']}, got {search}")
+    anew = {(case.name, case.images) for case in cases}
+    return [row for row in found["rows"] if (row["defense"], row["images"]) not in anew], found["cpu_seconds"]
 
 
 def _told(found: Interval, form: str = ".1f") -> str:
@@ -164,16 +207,18 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--tv", type=float, default=1e-4)
+    parser.add_argument("--only", nargs="+", help="names of the defences to measure; all others stay as they are")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     images = fl.data.load("fashion_mnist").test.take(torch.arange(FIRST, FIRST + chosen.images))
     search = {"iterations": chosen.iterations, "tv": chosen.tv}
-    scored: list[Row] = []
+    cases = [case for case in CASES if chosen.only is None or case.name in chosen.only]
+    scored, spent = kept(cases, search) if chosen.only else ([], 0.0)
     begin = time.process_time()
-    for case in CASES:
+    for case in cases:
         for known in (True, False):
             scored += rows(case, known, images, search)
-        report(scored, time.process_time() - begin, search, chosen.images)
+        report(scored, spent + time.process_time() - begin, search, chosen.images)
 
 
 if __name__ == "__main__":

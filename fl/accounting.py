@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy import optimize, special
 
 if TYPE_CHECKING:
-    from opacus.accountants import PRVAccountant
+    from fl.prv import NumericalAccountant
 
 Accountant = Literal["prv", "rdp"]
 LARGEST = 2.0**20
@@ -47,68 +47,6 @@ class Charge:
             raise ValueError(f"expected rate in (0, 1], got {self.rate}")
         if self.steps < 0:
             raise ValueError(f"expected steps >= 0, got {self.steps}")
-
-
-class BudgetSpentError(ValueError):
-    """Another step would cost more than the budget has left."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ledger:
-    """What one client has spent; equal charges stand in it once.
-
-    Attributes:
-        delta: for which epsilon is stated.
-        budget: largest epsilon, or None for no limit.
-        accountant: "prv" (numerical, Gopi et al., NeurIPS 2021) or "rdp" (Mironov et al., 2019), which is looser.
-        charges: so far.
-    """
-
-    delta: float = 1e-5
-    budget: float | None = None
-    accountant: Accountant = "prv"
-    charges: tuple[Charge, ...] = ()
-
-    def charged(self, noise_multiplier: float, rate: float, steps: int = 1) -> Ledger:
-        """The ledger after `steps` more such steps.
-
-        Raises:
-            BudgetSpentError: epsilon would go above the budget; nothing is charged then.
-        """
-        after = replace(self, charges=merged((*self.charges, Charge(noise_multiplier, rate, steps))))
-        if self.budget is not None and after.epsilon() > self.budget:
-            raise BudgetSpentError(f"expected to stay within epsilon {self.budget}, got {after.epsilon():.4f}")
-        return after
-
-    def epsilon(self) -> float:
-        """Spent so far."""
-        return spent(self.charges, self.delta, self.accountant)
-
-    def room(self, noise_multiplier: float, rate: float) -> int:
-        """How many further such steps the budget allows.
-
-        Raises:
-            ValueError: there is no budget, or noise so large that it would never be spent.
-        """
-        if self.budget is None:
-            raise ValueError("expected a ledger with a budget, got none")
-
-        def fits(steps: int) -> bool:
-            charges = merged((*self.charges, Charge(noise_multiplier, rate, steps)))
-            return spent(charges, self.delta, self.accountant) <= (self.budget or 0.0)
-
-        if not fits(1):
-            return 0
-        top = 2
-        while fits(top):
-            top *= 2
-            if top > 2**40:
-                raise ValueError(f"expected noise that a budget runs out of, got noise_multiplier {noise_multiplier}")
-        low = top // 2
-        while top - low > 1:
-            middle = (low + top) // 2
-            low, top = (middle, top) if fits(middle) else (low, middle)
-        return low
 
 
 def merged(charges: Iterable[Charge]) -> tuple[Charge, ...]:
@@ -235,16 +173,11 @@ def _least(target: float, cost: Callable[[float], float], guess: float) -> float
     return math.exp(min(power for power, found in known.items() if found <= 0))
 
 
-@lru_cache(maxsize=4096)
-def _rdp_of_a_step(noise_multiplier: float, rate: float) -> NDArray[np.float64]:
-    from opacus.accountants.analysis import rdp  # seconds to import, so not before it is used
-
-    return np.asarray(rdp.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=ORDERS))
-
-
 def _rdp_of(charges: tuple[Charge, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Orders, and the Renyi divergence of all charges at each."""
-    total = np.sum([_rdp_of_a_step(c.noise_multiplier, c.rate) * c.steps for c in charges], axis=0)
+    from fl.prv import divergences  # seconds to import, so not before it is used
+
+    total = np.sum([divergences(c.noise_multiplier, c.rate, ORDERS) * c.steps for c in charges], axis=0)
     usable = np.isfinite(total)
     return np.asarray(ORDERS)[usable], total[usable]
 
@@ -287,10 +220,10 @@ def _prv_curve(charges: tuple[Charge, ...], error: float = 0.01, slack: float = 
     return delta
 
 
-def _accountant(charges: tuple[Charge, ...]) -> PRVAccountant:
-    from opacus.accountants import PRVAccountant  # seconds to import, so not before it is used
+def _accountant(charges: tuple[Charge, ...]) -> NumericalAccountant:
+    from fl.prv import NumericalAccountant  # seconds to import, so not before it is used
 
-    accountant = PRVAccountant()
+    accountant = NumericalAccountant()
     accountant.history = [(c.noise_multiplier, c.rate, c.steps) for c in charges]
     return accountant
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl.accounting import Accountant, Charge, PrivacyStatement, calibrate, worst
-from fl.client import Derivative, Gradient, autograd_derivative
+from fl.client import Gradient
 from fl.defense import overrides
 from fl.method import Method, ServerState, Step
 from fl.noise import Noise, drawn_key, fresh_key
-from fl.privacy import STABILISER, Where, fastest
+from fl.privacy import STABILISER, Where
+from fl.private_gradient import PrivateGradient
 from fl.sampling import PoissonPhase
 from fl.tensors import Tensors, dense, norm, scaled, zeros
 from fl.types import Batch, Phase, Scope, Task, Upload
@@ -43,20 +44,25 @@ class Private(Method):
             "as-published": as the HyperFL authors run it (Guo et al., AAAI 2025): private tensors move without noise,
             batches are shuffled, but accounted as if drawn by Poisson sampling; no epsilon follows. "client-level":
             clients train without noise; a trusted server clips and noises their updates.
-        epsilon: the budget of one client for all `rounds`, from which the noise follows.
+        epsilon: the budget of one client for all `rounds`, from which the noise follows. It holds for any number of
+            images, but for Poisson sampling of clients that fit into a batch: these feed all they have in every step.
+            What each client really has is what `privacy` says.
         noise_multiplier: standard deviation of the noise, in units of `clip`; takes the place of `epsilon`.
         delta: of the guarantee.
         clip: what one record moves the sum of gradients by at most (client-level: one client, the sum of updates).
         rounds: in which a client takes part at most. After them it trains no more and sends nothing (`silent`).
-        images: public number of images of a client, on which rate and steps are based. None takes each client's own,
-            which then is public, and needs `noise_multiplier`.
+        images: public number of images of a client, on which rate and steps are based, and what counts in the server's
+            mean under Poisson sampling. None takes each client's own, which then is public, and needs
+            `noise_multiplier`.
         rate: largest probability of an image to be in a step, on which the noise is calibrated; None is what the other
             settings come to: batch_size / images under Poisson sampling, else 1.
-        local_steps: most noisy steps in a round, likewise.
+        local_steps: most noisy steps in a round that a record can be in, likewise. Batches that go round the images
+            meet a record once an epoch; a number of `steps` meets those of a client that fits into a batch every time.
         accountant: "prv", or "rdp", which asks for 6 % more noise (and is what the HyperFL authors use).
         sampler: "poisson" draws every image by itself, with probability batch_size / images, and divides by batch_size;
             the others see every image once in an epoch, without amplification by sampling.
-        profile: "experiment" draws noise from the experiment's seed, "release" from the operating system.
+        profile: "experiment" draws noise from the experiment's seed; "release" draws Poisson batches and keys from the
+            operating system, and noise from the keys by a generator made for secrets (`fl.keystream`).
 
     Raises:
         ValueError: a setting out of range, no public number of images for a budget, or a higher rate or more steps than
@@ -92,11 +98,11 @@ class Private(Method):
             object.__setattr__(self, "sampler", "shuffle")
         self._check()
         if self.images is not None:
-            rate, steps = self._noisy(self.images)
+            rate, steps = self._noisy(self.images if self._by_chance else 1)  # the clients that are charged most
             for key, needed, asked in (("rate", rate, "batch_size"), ("local_steps", steps, "epochs or steps")):
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, needed)
-                elif self.epsilon is not None and needed > getattr(self, key):
+                elif self._calibrated and needed > getattr(self, key):
                     raise ValueError(
                         f"expected {key} of at most {getattr(self, key):g}, on which the noise for epsilon "
                         f"{self.epsilon:g} is calibrated, got {needed:g} from {asked}; lower {asked}, or leave {key} "
@@ -135,17 +141,31 @@ class Private(Method):
         return calibrate(self.epsilon, self.delta, self.rate or 1.0, steps, self.accountant)
 
     def _noisy(self, n: int) -> tuple[float, int]:
-        """At what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted."""
-        whole = self.images or n
+        """At what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted.
+
+        Where batches go round the images, `n` is no secret (zeroing a record out leaves it as it is), so that passes
+        are those of the client itself: `steps` go round few images more often than round many.
+        """
+        whole = (self.images or n) if self._by_chance else n
         size = min(self.batch_size or whole, whole)
+        per_epoch = -(-whole // size)
         heads = getattr(self, "head_epochs", 0) if self.mode == "dp-joint" else 0
-        if self.sampler == "poisson" or self.mode == "as-published":
-            per_epoch = -(-whole // size)
+        if self._by_chance:
             main = self.steps if self.steps is not None else per_epoch * (self.epochs or 0)
             rate = 1.0 if n <= (self.batch_size or n) else self._sampling or size / n
             return rate, main + heads * per_epoch
-        passes = -(-self.steps * size // whole) if self.steps is not None else self.epochs or 0
+        passes = -(-self.steps // per_epoch) if self.steps is not None else self.epochs or 0
         return 1.0, passes + heads
+
+    @property
+    def _calibrated(self) -> bool:
+        """Whether the noise follows from how often a record meets it."""
+        return self.epsilon is not None and self.mode != "client-level"
+
+    @property
+    def _by_chance(self) -> bool:
+        """Whether batches count as drawn record by record."""
+        return self.sampler == "poisson" or self.mode == "as-published"
 
     @property
     def _sampling(self) -> float | None:
@@ -163,6 +183,17 @@ class Private(Method):
         settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
         settings["sampler"] = "poisson"
         return PoissonPhase(**settings, rate=self._sampling, images=self.images, secret=self.profile == "release")
+
+    def weight(self, images: int) -> float:
+        """The public number, where a record more or less must not show; else the client's own."""
+        return float(self.images or images) if self.sampler == "poisson" else float(images)
+
+    def _hides_number(self, n: int) -> bool:
+        """Whether nothing follows from a client's `n` images being one more or less.
+
+        All that it does must be based on the public number. Few images give themselves away: all are in every step.
+        """
+        return self.sampler == "poisson" and self.images is not None and n > (self.batch_size or n)
 
     def client_model(self, task: Task) -> nn.Module:
         """The network.
@@ -218,7 +249,7 @@ class Private(Method):
 
     def noise(self, draws: dict[str, Tensor]) -> Noise | None:
         """That of a step, or None for who does not know its key."""
-        return Noise(draws[KEY], 4 if self.profile == "release" else 1) if KEY in draws else None
+        return Noise(draws[KEY], self.profile == "release") if KEY in draws else None
 
     def denominator(self) -> float | None:
         """What a sum of gradients is divided by; None is the size of the batch."""
@@ -264,7 +295,7 @@ class Private(Method):
         after = super().aggregate(server, [self._clipped(upload) for upload in uploads], task)
         shared = {name: dense(value) for name, value in after.shared.items()}
         key = dense(server.own[SERVER]["key"]) + torch.tensor([0, server.round])
-        noise = Noise(fresh_key(), 4) if self.profile == "release" else Noise(key)
+        noise = Noise(fresh_key(), True) if self.profile == "release" else Noise(key)
         std = self.sigma * self.clip / len(uploads)
         return replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
 
@@ -296,7 +327,7 @@ class Private(Method):
         most, epsilon, by_rdp = (charges[-1], None, None) if reason else worst(charges, self.delta)
         return PrivacyStatement(
             unit="client" if clients else "record",
-            adjacency="add-remove" if self.sampler == "poisson" else "zero-out",
+            adjacency="add-remove" if all(map(self._hides_number, sizes)) else "zero-out",
             mode=self.mode,
             released="the mean of the clients' updates" if clients else self.released,
             trusted="the server, which sees every update without noise" if clients else "nobody else",
@@ -329,72 +360,3 @@ class Private(Method):
             "private weights are trained without noise on the same records and enter every other record's gradient, so "
             f"one record moves a sum by up to twice the batch size times the clip, not the clip; and {shuffled}"
         )
-
-
-@dataclass(frozen=True)
-class PrivateGradient(Gradient):
-    """`gradient(params, batch)` of a private method: every sample's clipped, then noise."""
-
-    def __call__(self, params: Tensors, batch: Batch) -> Tensors:
-        """By the names of the parameters that move; noise alone for an empty batch."""
-        if self._method.at == "weights":
-            return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
-        return self._private(Gradient(**self._fields()), params, batch)
-
-    def of_weights(
-        self, weights: dict[str, Tensor], batch: Batch, derivative: Derivative = autograd_derivative
-    ) -> dict[str, Tensor]:
-        """Noisy gradients with respect to the network's weights, for a defence that looks at these.
-
-        Raises:
-            ValueError: the method clips the gradient of its parameters.
-        """
-        if self._method.at != "weights":
-            raise ValueError(f"{self._method.name}: expected no defence that changes single gradients")
-        bare = _AtWeights(**{**self._fields(), "derivative": derivative})
-        found = self._private(bare, dict(weights), batch)
-        return {name: dense(value) for name, value in found.items()}
-
-    def check_per_sample(self) -> None:
-        """Refuse a defence that would clip once more.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(f"{self._method.name} clips every sample's gradient itself: leave such a defence out")
-
-    @property
-    def _method(self) -> Private:
-        method = self.client.method
-        assert isinstance(method, Private)
-        return method
-
-    def _private(self, plain: Gradient, params: Tensors, batch: Batch) -> Tensors:
-        method = self._method
-        way = fastest(plain, params, batch)
-        return way(
-            plain,
-            params,
-            batch,
-            clip=method.clip,
-            noise_multiplier=method.sigma,
-            generator=method.noise(self.step.draws),
-            denominator=method.denominator(),
-            at=method.at,
-        )
-
-    def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Gradient)}
-
-
-@dataclass(frozen=True)
-class _AtWeights(Gradient):
-    """The gradient of the network's weights as if they were the parameters."""
-
-    def weights(self, params: Tensors) -> dict[str, Tensor]:
-        """They themselves."""
-        return {name: dense(value) for name, value in params.items()}
-
-    def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
-        """As they are."""
-        return {**grads}

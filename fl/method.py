@@ -207,6 +207,10 @@ class Method:
         """Further payloads to send and the new memory, after `steps` local steps that ended at `params`."""
         return {}, step.memory
 
+    def weight(self, images: int) -> float:
+        """What the upload of a client of `images` images counts in the server's mean, and so what it says of them."""
+        return float(images)
+
     # ---- server rule -------------------------------------------------------------------------------------------------
     @property
     def takes_means(self) -> bool:
@@ -269,6 +273,6 @@ class Method:
 
 
 def mean(uploads: Sequence[Upload], pick: Callable[[Upload], Value]) -> Value:
-    """Mean of `pick(upload)` weighted by the clients' numbers of images."""
+    """Mean of `pick(upload)` with the uploads' weights."""
     whole = sum(upload.weight for upload in uploads)
     return blend([pick(upload) for upload in uploads], [upload.weight / whole for upload in uploads])

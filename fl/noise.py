@@ -1,7 +1,8 @@
 """Gaussian noise for differential privacy, from keys that are recorded with a step and can be replayed.
 
 torch's generators on a CPU keep 32 bits of their seed: anyone could try all of them and take the noise off. Here it
-comes from a counter-based generator with a key of 126 bits, also inside `vmap`, where torch's refuse to draw.
+comes from a counter-based generator with a key of 126 bits, also inside `vmap`, where torch's refuse to draw. For
+experiments that is numpy's Philox, which is fast; for a release one made for secrets (`fl.keystream`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from fl import keystream
 
 WORDS = 2
 """Of 63 bits each, in a key."""
@@ -35,26 +38,20 @@ class Noise:
 
     Attributes:
         key: (2,) int64; under `vmap` a stack of them, one for each trial.
-        terms: every number is the sum of so many, divided by the root of their count. Four hide the gaps that
-            floating-point numbers leave in a single Gaussian (Holohan and Braghin, ESORICS 2021; Opacus' secure mode).
+        secret: whether nobody without the key may tell them from chance, which takes about ten times as long.
     """
 
     key: Tensor
-    terms: int = 1
+    secret: bool = False
 
     def like(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Independent numbers in the shapes and of the type of `values`, in their order."""
         some = next(iter(values.values()))
         sizes = [value.numel() for value in values.values()]
         kind = torch.float32 if some.dtype == torch.float32 else torch.float64
-        flat: Tensor = _Normal.apply(self.key, sum(sizes), self.terms, kind)
+        flat: Tensor = _Normal.apply(self.key, sum(sizes), self.secret, kind)
         parts = flat.to(device=some.device, dtype=some.dtype).split(sizes)
         return {name: part.view(value.shape) for (name, value), part in zip(values.items(), parts, strict=True)}
-
-
-def uniform(key: Tensor, count: int) -> Tensor:
-    """Numbers in [0, 1) (count,) float64 that follow from a key."""
-    return torch.from_numpy(_generator(key).random(count))
 
 
 def _generator(key: Tensor) -> np.random.Generator:
@@ -79,12 +76,11 @@ class _Normal(Drawing):
     """A stack of keys gives a stack of draws."""
 
     @staticmethod
-    def forward(key: Tensor, count: int, terms: int, kind: torch.dtype) -> Tensor:
-        draw, form = _generator(key), np.float32 if kind == torch.float32 else np.float64
-        total = draw.standard_normal(count, dtype=form)
-        for _ in range(terms - 1):
-            total += draw.standard_normal(count, dtype=form)
-        return torch.from_numpy(total) / terms**0.5
+    def forward(key: Tensor, count: int, secret: bool, kind: torch.dtype) -> Tensor:
+        if secret:
+            return torch.from_numpy(keystream.normals(key.tolist(), count)).to(kind)
+        form = np.float32 if kind == torch.float32 else np.float64
+        return torch.from_numpy(_generator(key).standard_normal(count, dtype=form))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], key: Tensor, *rest: Any) -> tuple[Tensor, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl.noise import fresh_key, uniform
+from fl.keystream import uniform
 from fl.types import Order, Phase, Schedule
 
 
@@ -48,10 +48,14 @@ class PoissonPhase(Phase):
         rate = 1.0 if n <= size else (self.rate or size / n)
         batches = []
         for _ in range(steps * self.batches_per_step):
-            draw = uniform(fresh_key(), n) if self.secret else torch.rand(n, generator=generator, dtype=torch.float64)
-            batches.append((draw < rate).nonzero().flatten())
+            batches.append((self._uniform(n, generator) < rate).nonzero().flatten())
         k = self.batches_per_step
         return tuple(tuple(batches[i : i + k]) for i in range(0, len(batches), k))
+
+    def _uniform(self, n: int, generator: torch.Generator) -> Tensor:
+        if self.secret:
+            return torch.from_numpy(uniform(n))
+        return torch.rand(n, generator=generator, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

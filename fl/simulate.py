@@ -105,7 +105,7 @@ class Start:
         download: what the server sent.
         trace: what the client feeds.
         buffers: of the model, all of them.
-        weight: the client's number of images.
+        weight: what its upload counts in the server's mean (`Method.weight`).
         number: of the client.
         round: number of the round.
         noise: for the defence.
@@ -189,7 +189,8 @@ def prepare(
     trace = _feed(client, data, order, stream(seed, "draws", number, round), augment)
     buffers = {**client.task.buffers, **download.buffers, **state.buffers}
     noise = stream(seed, "defense", number, round)
-    return Start(client, state, download, trace, buffers, float(len(data)), number, round, noise, phases)
+    weight = client.method.weight(len(data))
+    return Start(client, state, download, trace, buffers, weight, number, round, noise, phases)
 
 
 def finish(start: Start, result: LocalResult) -> Round:

@@ -382,7 +382,7 @@ class Upload:
 
     Attributes:
         client: its number.
-        weight: its number of training images.
+        weight: of the client in the server's mean: its number of training images, or a public one that stands for it.
         update: `shared before - shared after`, by name.
         extra: further payloads.
         buffers: change of the shared buffers, before - after.

@@ -15,6 +15,7 @@ from fl.method import methods
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
+from fl.methods.fedavg import FedAvg
 from fl.methods.ppsgd import PPSGD
 
 
@@ -36,6 +37,16 @@ def test_the_smallest_client_counts_where_sizes_differ() -> None:
     assert (said.rate, said.steps) == (0.2, 25)
     small = DPFedAvg(noise_multiplier=2.0, images=100, batch_size=10, epochs=1, rounds=5)
     assert small.privacy([100, 10], rounds=5).rate == 1.0  # it feeds all it has in every step
+
+
+def test_only_secret_numbers_of_images_may_be_one_more_or_less() -> None:
+    settings: dict[str, Any] = {"noise_multiplier": 1.0, "batch_size": 10, "steps": 1}
+    public, own = DPFedAvg(images=100, **settings), DPFedAvg(images=None, **settings)
+    assert public.privacy([100, 11], 1).adjacency == "add-remove"
+    assert public.privacy([100, 10], 1).adjacency == "zero-out"  # all that the smaller one has is in every step
+    assert own.privacy([100], 1).adjacency == "zero-out"  # its rate follows from its number
+    assert [method.weight(60) for method in (public, own, replace(public, sampler="shuffle"))] == [100.0, 60.0, 60.0]
+    assert FedAvg().weight(60) == 60.0
 
 
 def test_shuffled_batches_claim_nothing_from_sampling() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 import fl.dp
 from fl.client import Client, Gradient, autograd_derivative, gather, local_update
 from fl.dp import Private
-from fl.federation import Federation
+from fl.federation import ClientData, Federation
 from fl.method import Step, methods
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -111,6 +111,30 @@ def test_a_record_moves_a_release_by_the_clip_at_most_and_no_other(name: str, mo
     assert all(moved == 0 for moved, inside in found if not inside)
 
 
+@ALL
+@pytest.mark.parametrize(("less", "more"), [(3, 4), (5, 6), (7, 12)])
+def test_given_the_releases_the_server_learns_nothing_of_a_record(
+    name: str, less: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = replace(EVERY[name], images=8, batch_size=2, rate=None, local_steps=None)
+    channel, every = Channel(), worlds.images(12, "own")
+    monkeypatch.setattr("fl.privacy._noisy", channel)
+
+    def learnt(n: int) -> list[Tensors]:
+        channel.sums = []
+        of_one = ClientData(every.take(torch.arange(n)), every)
+        others = [ClientData(worlds.images(4 + i, "other"), every) for i in range(2)]
+        run = Federation(Client(worlds.task(), method), [of_one, *others], seed=0)
+        rounds = run.run_round()
+        assert run.server.shared.keys() == rounds[0].upload.update.keys()
+        return [run.server.shared, rounds[0].upload.update, {"weight": torch.tensor(rounds[0].upload.weight)}]
+
+    first, channel.given = learnt(less), channel.released
+    for one, other in zip(first, learnt(more), strict=True):
+        assert_same(one, other)
+    assert method.privacy([less, more, 4, 5], 1).adjacency == "add-remove"
+
+
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
@@ -176,7 +200,11 @@ def test_who_knows_no_key_predicts_without_noise(name: str) -> None:
     assert any(not torch.equal(dense(unknowing[n]), dense(v)) for n, v in view.update.items())
 
 
-def test_release_noise_is_never_the_same() -> None:
+def test_release_noise_is_never_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("noise of an experiment in a release")
+
+    monkeypatch.setattr("fl.noise._generator", refuse)
     method = replace(DPFedAvg.example(), profile="release")
     one, other = (federation_of(method).train(0) for _ in range(2))
     assert not torch.equal(dense(one.upload.update["head.bias"]), dense(other.upload.update["head.bias"]))
