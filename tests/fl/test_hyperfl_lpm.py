@@ -39,8 +39,6 @@ CASES = pytest.mark.parametrize(
 
 
 def task(name: str, **settings: Any) -> Task:
-    if name == "vit-adapter":
-        pytest.importorskip("timm")
     network = replace(dict(models.examples())[name], **settings)
     return network.task(num_classes=worlds.CLASSES, seed=0).to(dtype=torch.float64)
 
@@ -56,8 +54,6 @@ def federation(name: str, method: Method, **settings: Any) -> Federation:
 def test_the_published_networks_have_as_many_parameters_as_published(
     network: Any, generated: int, numbers: int
 ) -> None:
-    if isinstance(network, ViTAdapter):
-        pytest.importorskip("timm")
     with torch.device("meta"):
         model = Classifier(None, network.body(), network.input_shape, 10)
     method = HyperFLLPM()
