@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,11 @@ from fl.server_optim import server_step
 from fl.tensors import Tensors, add, combine, dense, norm, scaled, total
 from fl.types import Batch, Group, Phase, Task, Upload
 
-if TYPE_CHECKING:
-    pass
-
 KEYS, SEED = "keys", "seed"
 """A further payload of `ServerState.own`, and the name in it of what fresh embeddings come from."""
 ALIGNMENT = "alignment"
 """What GradAlign's weights are called among the numbers of the server's step."""
-Align = Literal["toward", "away", "off"]
+Align = Literal["toward", "away", "off", "as-printed"]
 
 
 @methods.register("hfedf")
@@ -39,9 +36,9 @@ class HFedF(FedAvg):
     Adam and damps it (EMA). A server that looks on sees plain updates of each client's network.
 
     Constants are the paper's for PACS (Tables 8 and 10). Where it contradicts itself: Algorithm 1 pulls back
-    `trained - sent` and subtracts, which would climb; Algorithm 3 has softmax(+cos), section 4.2 softmax(-cos).
-    Algorithm 4 puts the average in the place of phi, so the average before a step is phi itself, and EMA comes to
-    `alpha` times the step.
+    `trained - sent` and subtracts, which climbs (align "as-printed"); Algorithm 3 has softmax(+cos), section 4.2
+    softmax(-cos). Algorithm 4 puts the average in the place of phi, so the average before a step is phi itself, and
+    EMA comes to `alpha` times the step.
 
     Not given in the paper, and so our choices: the round EMA begins after; that embeddings start from N(0, 1) and
     layers as `nn.Linear` does; that Adam moves embeddings as it moves phi; what a client that never took part receives
@@ -60,7 +57,7 @@ class HFedF(FedAvg):
             (Table 7). That clients might then keep them as keys is an outlook in the paper (Appendix C.3); it would
             have to send them the hypernetwork, as `hyperfl` does.
         align: GradAlign: "toward" the mean gives those more weight that agree with it, "away" those that do not, "off"
-            is the mean.
+            is the mean; "as-printed" has the weights of "toward" and the sign of Algorithm 1, which climbs.
         ema: alpha of EMA, in (0, 1]; 0.75 for Office-Home and VLCS, 1 is none.
         warmup: rounds before EMA begins.
         server_lr: step size of Adam.
@@ -173,7 +170,8 @@ class HFedF(FedAvg):
     def _pulled(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[Tensors]]:
         """Each client's gradient, in the parts that GradAlign weights apart."""
         before, made = server.own[HYPERNETWORK], self.generator(task, server.clients)
-        pulled = [made.pulled(before, upload.client, upload.update) for upload in uploads]
+        sign = -1.0 if self.align == "as-printed" else 1.0  # trained - sent, or sent - trained
+        pulled = [made.pulled(before, upload.client, scaled(upload.update, sign)) for upload in uploads]
         parts = {ALIGNMENT: [{k: v for k, v in one.items() if k != EMBEDDINGS} for one in pulled]}
         if self.embeddings == "learned":
             parts[f"{ALIGNMENT} of embeddings"] = [{EMBEDDINGS: one[EMBEDDINGS]} for one in pulled]
@@ -193,7 +191,7 @@ def alignment(grads: Sequence[Tensors], align: Align) -> Tensor:
     average = _mean(grads)
     smallest = torch.finfo(norm(average).dtype).tiny
     cosines = torch.stack([total(g, average) / (norm(g) * norm(average)).clamp_min(smallest) for g in grads])
-    return ({"toward": 1.0, "away": -1.0, "off": 0.0}[align] * cosines).softmax(0)
+    return ({"toward": 1.0, "as-printed": 1.0, "away": -1.0, "off": 0.0}[align] * cosines).softmax(0)
 
 
 def fused(grads: Sequence[Tensors], align: Align) -> Tensors:

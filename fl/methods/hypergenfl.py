@@ -46,8 +46,8 @@ class HyperGenFL(FedAvg):
     Clients train and send as in FedAvg. An attention hypernetwork on the server turns an embedding of each client that
     takes part into its share in the mean of every layer; hypernetwork and embeddings then step along what these shares
     do to the aggregate, whose gradient is taken to be theta_sent - theta_c, averaged over the clients. The paper's Eq.
-    15 and Algorithm 1 have the opposite sign, which would move the aggregate away from what clients learnt; its Eq. 16
-    and 17 have this one.
+    15 and Algorithm 1 have the opposite sign, which moves the aggregate away from what clients learnt (distance
+    "as-printed"); its Eq. 16 and 17 have this one.
 
     Figure 1 aggregates the models that just arrived; Algorithm 1 (lines 5 to 9), before training, the last models of
     the clients newly drawn, which the server then has to store. With every client in every round both are the same;
@@ -78,7 +78,8 @@ class HyperGenFL(FedAvg):
         heads: of each; for one-hot embeddings the greatest divisor that it shares with their size.
         floor: lambda of Eq. 5.
         distance: between the aggregate and the clients' models, which the shares are to make small: "difference" is the
-            paper's own, whose gradient is the difference itself; "mse" and "log-cosh" are those of its Table 9.
+            paper's own, whose gradient is the difference itself, "as-printed" that with the sign of Eq. 15, which
+            climbs; "mse" and "log-cosh" are those of its Table 9.
         aggregates: the models that "arrived" (Figure 1), or those "stored" of the clients newly drawn (Algorithm 1).
         server_lr: step size of hypernetwork and embeddings.
         server_decay: weight decay of theirs.
@@ -100,7 +101,7 @@ class HyperGenFL(FedAvg):
     depth: int = 1
     heads: int = 4
     floor: float = 1e-3
-    distance: Literal["difference", "mse", "log-cosh"] = "difference"
+    distance: Literal["difference", "as-printed", "mse", "log-cosh"] = "difference"
     aggregates: Literal["arrived", "stored"] = "arrived"
     server_lr: float = 0.01
     server_decay: float = 1e-5
@@ -217,6 +218,7 @@ class HyperGenFL(FedAvg):
         count = sum(value.numel() for value in updates[0].values())
         change: Callable[[Tensor], Tensor] = {
             "difference": lambda d: d,
+            "as-printed": lambda d: -d,
             "mse": lambda d: 2 * d / count,
             "log-cosh": lambda d: d.tanh() / count,
         }[self.distance]

@@ -45,6 +45,14 @@ def test_rounds_and_defences(tmp_path):
     assert any("defence-known" in term for note in blocks(content, Note) for term, _ in note.entries)
 
 
+def test_what_travels_is_counted_each_way_in_numbers_and_in_mebibytes(tmp_path):
+    run = FakeRun().attack("fedavg", "ig", [12.0]).train("fedavg", [0.1, 0.6])
+    run.rounds = [{**row, "numbers_up": 2**18, "numbers_down": 3 * 2**19} for row in run.rounds]
+    communication = grid(report.build(run.write(tmp_path / "out")), "Communication")
+    assert communication.columns[2:6] == [">numbers up", ">numbers down", ">MiB up", ">MiB down"]
+    assert communication.rows[0][2:6] == ["262,144", "1,572,864", "1.00", "6.00"]  # four bytes each
+
+
 def test_each_point_has_the_accuracy_of_its_own_round(tmp_path):
     run = FakeRun().train("fedavg", [0.1, 0.5, 0.6])
     for number, accuracy, psnr in ((0, 0.1, 30.0), (10, 0.6, 12.0)):

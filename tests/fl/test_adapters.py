@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from reference import adapter_networks
 from torch import Tensor, nn
@@ -36,8 +37,6 @@ BOTH = pytest.mark.parametrize("name", list(SETTINGS))
 
 
 def tiny(name: str, **settings: Any) -> Task:
-    if name == "vit-adapter":
-        pytest.importorskip("timm")
     network = replace(dict(models.examples())[name], **settings)
     return network.task(num_classes=3, seed=0).to(dtype=torch.float64)
 
@@ -83,8 +82,6 @@ def test_settings_say_what_trains(name: str) -> None:
     ],
 )
 def test_adapters_have_the_published_size(network: Any, count: int, extra: float) -> None:
-    if isinstance(network, ViTAdapter):
-        pytest.importorskip("timm")
     with torch.device("meta"):
         model = Classifier(None, network.body(), network.input_shape, 10)
     generated = [p.numel() for n, p in model.named_parameters() if p.requires_grad and not n.startswith("head.")]
@@ -94,7 +91,6 @@ def test_adapters_have_the_published_size(network: Any, count: int, extra: float
 
 
 def test_the_transformer_is_timms() -> None:
-    timm = pytest.importorskip("timm")
     network = ViTAdapter(train="head", depth=1, image_size=32, width=24, heads=3)
     task = network.task(num_classes=3, seed=0)
     other = timm.models.vision_transformer.VisionTransformer(

@@ -39,8 +39,6 @@ CASES = pytest.mark.parametrize(
 
 
 def task(name: str, **settings: Any) -> Task:
-    if name == "vit-adapter":
-        pytest.importorskip("timm")
     network = replace(dict(models.examples())[name], **settings)
     return network.task(num_classes=worlds.CLASSES, seed=0).to(dtype=torch.float64)
 
@@ -56,8 +54,6 @@ def federation(name: str, method: Method, **settings: Any) -> Federation:
 def test_the_published_networks_have_as_many_parameters_as_published(
     network: Any, generated: int, numbers: int
 ) -> None:
-    if isinstance(network, ViTAdapter):
-        pytest.importorskip("timm")
     with torch.device("meta"):
         model = Classifier(None, network.body(), network.input_shape, 10)
     method = HyperFLLPM()
@@ -83,16 +79,35 @@ def test_constants_are_those_of_the_paper() -> None:
     assert given == (0.01, 0.1, 16, 5, 0.5, 5e-4)
 
 
+def naive(run: Federation, method: HyperFLLPM, done: Round, start: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a client has after its round from `start`, by the dense hypernetwork."""
+    constants = Settings(method.lr, method.head_lr, method.momentum, method.weight_decay, 50.0)
+    model = copy.deepcopy(run.client.base.model).train(method.train_mode)
+    return hyperfl_round(model, start, _batches(done, 0), _batches(done, 1), constants)
+
+
 @CASES
 def test_a_round_equals_the_naive_one(name: str, train_mode: bool) -> None:
     method = replace(METHOD, train_mode=train_mode)
     run = federation(name, method)
     shared, private = run.download(1).shared, run.clients[1].private
     done = run.train(1)
-    constants = Settings(method.lr, method.head_lr, method.momentum, method.weight_decay, 50.0)
-    model = copy.deepcopy(run.client.base.model).train(train_mode)
-    expected = hyperfl_round(model, {**shared, **private}, _batches(done, 0), _batches(done, 1), constants)
+    expected = naive(run, method, done, {**shared, **private})
     assert_near({**done.result.trained(shared), **done.state.private}, expected, 1e-10)
+
+
+@BOTH
+def test_the_server_takes_the_mean_by_numbers_of_images(name: str) -> None:
+    run = federation(name, METHOD)
+    server = {n: dense(v) for n, v in run.server.shared.items()}
+    own = [{n: dense(v) for n, v in state.private.items()} for state in run.clients]
+    for _ in range(2):
+        ends = [naive(run, METHOD, d, {**server, **o}) for d, o in zip(run.run_round(), own, strict=True)]
+        server = {n: sum(k * end[n] for k, end in zip((3, 4, 5), ends, strict=True)) / 12 for n in server}
+        own = [{n: end[n] for n in state.private} for state, end in zip(run.clients, ends, strict=True)]
+        assert_near(run.server.shared, server, 1e-10)
+        for state, expected in zip(run.clients, own, strict=True):
+            assert_near(state.private, expected, 1e-10)
 
 
 def _batches(done: Round, phase: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

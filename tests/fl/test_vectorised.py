@@ -191,20 +191,17 @@ def test_chunks_do_not_touch_each_other() -> None:
 class InTurn:
     """Workers that are none: everything happens here, one after the other."""
 
-    def __init__(self, _: int, __: Any, initializer: Any, initargs: Any) -> None:
-        initializer(*(ForkingPickler.loads(ForkingPickler.dumps(x)) for x in initargs))
+    def __init__(self, _: int, begin: Any, *given: Any) -> None:
+        begin(*(ForkingPickler.loads(ForkingPickler.dumps(x)) for x in given))
 
     def submit(self, work: Any, *given: Any) -> Future[Any]:
         done: Future[Any] = Future()
         done.set_result(work(*given))
         return done
 
-    def shutdown(self) -> None:
-        pass
-
 
 def test_processes_give_the_bits_of_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "ProcessPoolExecutor", InTurn)
+    monkeypatch.setattr(process, "Workers", InTurn)
     alone, spread = (federation(FedAvg(**MOVING), "vmap", base=NORM) for _ in range(2))
     alone._engine.chunk = 2
     spread._engine = Processes(alone._engine, 2)

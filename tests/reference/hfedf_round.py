@@ -64,6 +64,7 @@ class Server:
     ema: float
     warmup: int
     optimizer: torch.optim.Adam
+    climbs: bool = False  # as Algorithm 1 is printed
     average: list[Tensor] = field(default_factory=list)
 
     def round(
@@ -75,7 +76,8 @@ class Server:
         pulled: dict[str, list[Tensor]] = {"phi": [], "v": []}
         for client in sent:
             made = self.hypernet(client)
-            product = sum((made[k] * (sent[client][k] - trained[client][k])).sum() for k in made)
+            first, second = (trained, sent) if self.climbs else (sent, trained)
+            product = sum((made[k] * (first[client][k] - second[client][k])).sum() for k in made)
             for key, group in groups.items():
                 grads = torch.autograd.grad(product, group, retain_graph=True)
                 pulled[key].append(torch.cat([g.flatten() for g in grads]))

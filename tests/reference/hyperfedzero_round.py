@@ -46,8 +46,8 @@ def generated(params: Params, e: Tensor, shapes: Mapping[str, torch.Size]) -> di
         for i in range(depth):
             hidden = params[f"hypernet.layers.{i}.weight"] @ hidden + params[f"hypernet.layers.{i}.bias"]
             hidden = torch.relu(hidden) if i < depth - 1 else hidden
-        made.extend(hidden)
-    flat, result, at = torch.stack(made), {}, 0
+        made.append(hidden)
+    flat, result, at = torch.cat(made), {}, 0
     for name, shape in shapes.items():
         part = flat[at : at + shape.numel()].view(shape)
         result[name] = part + 1 if "norm" in name and name.endswith("weight") else part

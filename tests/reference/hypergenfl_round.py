@@ -63,6 +63,8 @@ def distance(kind: str, sent: State, trained: Sequence[State], layers: Sequence[
     """The gradient, at the model that was sent, of the distance to the trained ones."""
     if kind == "difference":
         return {n: sum(sent[n] - model[n] for model in trained) / len(trained) for names in layers for n in names}
+    if kind == "as-printed":  # Eq. 15
+        return {n: sum(model[n] - sent[n] for model in trained) / len(trained) for names in layers for n in names}
     leaves = {n: sent[n].clone().requires_grad_() for names in layers for n in names}
     total = torch.zeros((), dtype=torch.float64)
     for model in trained:

@@ -16,6 +16,7 @@ from fl.methods.fedper import FedPer
 from fl.methods.fedprox import FedProx
 from fl.methods.fedsam import FedSAM
 from fl.methods.hyperfl import HyperFL
+from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.methods.pfedhn import PFedHN
 from fl.methods.scaffold import Scaffold
 from fl.models.filter_hypernetwork import Filters
@@ -67,6 +68,7 @@ PROBES: dict[str, Probe] = {
     "pfedhn-pc": Probe(replace(PFedHN.example(), head="private")),
     "dp-sgd": Probe(FedAvg(**MOVING), DPSGD()),
     "dp-sgd+hyperfl": Probe(HyperFL.example(), DPSGD()),
+    "hyperfl-lpm+adapters": Probe(HyperFLLPM.example(), task=worlds.adapted()),
     "fedprox+hfn": Probe(FedProx(**MOVING, parametrisation=FILTERS), task=worlds.deeper()),
     "fedprox+hypernetwork": Probe(FedProx(**MOVING, parametrisation=TINY)),
     "fedsam+hypernetwork": Probe(replace(FedSAM.example(), parametrisation=TINY)),

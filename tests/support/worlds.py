@@ -19,6 +19,7 @@ from fl.seeds import stream
 from fl.types import Batch, Task
 
 CLASSES = 3
+ADAPTERS: dict[str, Any] = {"stages": 2, "blocks": 1, "width": 4, "image_size": 16, "input_shape": (1, 8, 8)}
 
 
 def task(**settings: Any) -> Task:
@@ -56,6 +57,11 @@ def strided() -> Task:
     convolution.stride = (2, 2)
     body.add_module("pool1", nn.Identity())  # in the place of the pooling
     return replace(given, model=model)
+
+
+def adapted() -> Task:
+    """A frozen network with two adapters, which train."""
+    return build("resnet18-adapter", num_classes=CLASSES, seed=0, **ADAPTERS).to(dtype=torch.float64)
 
 
 def images(n: int, *keys: object, shape: tuple[int, int, int] = (1, 8, 8)) -> Batch:
