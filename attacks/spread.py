@@ -81,7 +81,7 @@ class Spread:
         """End the processes, whatever they do."""
         with self._starting:
             if self._pool is not None:
-                self._pool.kill()
+                self._pool.close()
             self._pool = self._ready = None
 
     def _help(self, job: _Job) -> None:

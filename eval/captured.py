@@ -168,6 +168,8 @@ def _with_buffers(view: ServerView, change: dict[str, Tensor]) -> ServerView:
         if change[name].shape != before.shape:
             shapes = f"{tuple(before.shape)}, got {tuple(change[name].shape)}"
             raise ValueError(f"expected the buffer {name!r} of shape {shapes}")
+        if not bool(change[name].isfinite().all()):
+            raise ValueError(f"expected finite numbers in the buffer {name!r}; leave the buffers out")
         after[name] = before - change[name].to(before)
     return replace(view, buffers_after=after)
 

@@ -10,7 +10,8 @@ from typing import Any
 from eval import grid, yamlfile
 from eval.experiment import Experiment, Published
 from eval.narrow import with_figures
-from eval.plain import mapping
+from eval.plain import mapping, places, plain
+from fl.registry import UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,42 @@ class State:
         if keys[0] == "published":
             whole, _ = with_figures(self.experiment, self.published, swept=False)
             return replace(self, published=grid.override(whole, text).published)
+        key, covered = ".".join(keys), self._covered(keys)
+        if covered:  # it goes before what a sweep of some of these settings says
+            left = {name: values for name, values in self.sweep.items() if name not in covered}
+            return replace(self, sweep=left).after(text)
         if (several := grid.several(self.experiment, text)) is not None:
             return replace(self, sweep={**self.sweep, **several})
-        key, changed = ".".join(keys), grid.override(self.experiment, text)
+        changed = grid.override(self.experiment, text)
         if key in self.sweep and isinstance(single := _value(value, text), grid.Scalar):
             return replace(self, sweep={**self.sweep, key: [single]})  # the labels stay, and what is published of them
         return replace(self, experiment=changed, sweep={k: v for k, v in self.sweep.items() if k != key})
+
+    def _covered(self, keys: Sequence[str]) -> set[str]:
+        """The sweeps, under other keys, of settings that `keys` names as well.
+
+        Raises:
+            ValueError: of a sweep it names some, not all.
+        """
+        data, found = plain(self.experiment), set[str]()
+        for name in self.sweep:
+            own = name.split(".")
+            if own == list(keys) or own[-1] != keys[-1] or own[0] != keys[0]:
+                continue
+            mine, theirs = (places(data, part) for part in (keys, own))
+            shared = [place for place in theirs if any(place is other for other in mine)]
+            if shared and len(shared) < len(theirs):
+                raise ValueError(f"{'.'.join(keys)}: the sweep {name!r} has values for this and for more; set {name}")
+            if shared:
+                found.add(name)
+        return found
 
     def _swept(self, keys: Sequence[str], value: Any, text: str) -> dict[str, Any]:
         if not keys:
             return dict(mapping(value, text))
         key = ".".join(keys)
+        if value in (None, []) and key not in self.sweep:
+            raise UnknownNameError("sweep", key, sorted(self.sweep))
         rest = {name: values for name, values in self.sweep.items() if name != key}
         return rest if value in (None, []) else {**rest, key: value}
 

@@ -37,18 +37,23 @@ def cores() -> int:
     """Those this process may run on, within its container's share of time."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(GROUP / "cpu.max").partition(" ")
+    if not quota:  # the older kind of control groups
+        quota, period = (_read(GROUP / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     if quota.isdecimal() and period.isdecimal() and int(period):
         allowed = min(allowed, int(quota) // int(period))
     return max(allowed, 1)
 
 
 def memory() -> int | None:
-    """Bytes that are free, within the container's limit; None where nothing tells."""
+    """Bytes that are free or hold files that were read, within the container's limit; None where nothing tells."""
     known = [line.split()[1] for line in _read(KERNEL).splitlines() if line.startswith("MemAvailable:")]
     free = [int(value) * 1024 for value in known]
-    limit, used = _read(GROUP / "memory.max"), _read(GROUP / "memory.current")
-    if limit.isdecimal() and used.isdecimal():
-        free.append(max(int(limit) - int(used), 0))
+    for place, names in ((GROUP, ("max", "current")), (GROUP / "memory", ("limit_in_bytes", "usage_in_bytes"))):
+        limit, used = (_read(place / f"memory.{name}") for name in names)
+        if limit.isdecimal() and used.isdecimal():
+            stat = dict(line.split() for line in _read(place / "memory.stat").splitlines() if len(line.split()) == 2)
+            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            free.append(max(int(limit) - int(used) + files, 0))
     return min(free, default=None)
 
 

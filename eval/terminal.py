@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fl.guard import UnguardedError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -45,7 +47,7 @@ def errors(code: int) -> Iterator[None]:
         yield
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(code) from error
+        raise typer.Exit(USAGE if isinstance(error, UnguardedError) else code) from error
 
 
 def emit(value: Any) -> None:

@@ -66,6 +66,7 @@ class Workers:
         self._told, self._end = spawn.Pipe(duplex=False)
         settings = (self._told, tf32, begin, given)
         self._pool = ProcessPoolExecutor(number, spawn, initializer=_begin, initargs=settings)
+        self._tasks = set[Future[Any]]()
 
     def submit(self, work: Callable[..., Any], *given: object) -> Future[Any]:
         """`work(*given)` in whichever process is free.
@@ -76,16 +77,20 @@ class Workers:
         """
         before = set(multiprocessing.active_children())
         try:
-            return self._pool.submit(work, *given)
+            task = self._pool.submit(work, *given)
         except BrokenProcessPool as error:
             raise _lost() from error
         finally:
             self.children.update(set(multiprocessing.active_children()) - before)
+        self._tasks = {*(left for left in self._tasks if not left.done()), task}
+        return task
 
-    def kill(self) -> None:
-        """End the processes whatever they do."""
-        self._end.close()
+    def close(self) -> None:
+        """End the processes: by themselves if they have done all, else at once, whatever they do."""
+        if not all(task.done() for task in self._tasks):
+            self._end.close()
         self._pool.shutdown(cancel_futures=True)
+        self._end.close()
         _codes()  # these have left as they were told to
 
 

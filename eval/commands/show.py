@@ -29,7 +29,7 @@ def show(
 
     with errors(USAGE):
         bring(import_ or ())
-        found = describe(name)
+        found = describe(name, tuple(import_ or ()))
     if as_json:
         emit(found)
         return
@@ -38,8 +38,12 @@ def show(
         _print(screen, about)
 
 
-def describe(name: str) -> list[dict[str, Any]]:
+def describe(name: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]:
     """All that is known by a name, in plain data: kind, name, text and fields with default and meaning.
+
+    Args:
+        name: of anything.
+        imports: modules that were imported for it, which a config may ask for as well.
 
     Raises:
         UnknownNameError: nothing is; says what is close.
@@ -56,7 +60,7 @@ def describe(name: str) -> list[dict[str, Any]]:
         attacks.build(name)  # says what is wrong with a part
         return [about for part in name.split("+") for about in describe(part)]
     every = {entry for registry in known.values() for entry in registry.names()} | set(SECTIONS)
-    return found or [_config(name, sorted(every))]
+    return found or [_config(name, sorted(every), imports)]
 
 
 def meanings(kind: type) -> dict[str, str]:
@@ -92,7 +96,7 @@ def _about(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
     return {**about, "fields": fields, **({"presets": presets} if presets else {})}
 
 
-def _config(name: str, others: Sequence[str]) -> dict[str, Any]:
+def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[str, Any]:
     """What a config says of itself, its entries, and to how many cells they come.
 
     Raises:
@@ -108,7 +112,7 @@ def _config(name: str, others: Sequence[str]) -> dict[str, Any]:
         if close(name, (*others, *error.near)) in error.near:
             raise
         raise UnknownNameError("name", name, others, "; configs: `hyperleak list configs`") from error
-    experiment = config.load(path)
+    experiment = config.load(path, imports=imports)
     trainings, attacked = plan.count(experiment)
     entries = {kind: [entry.label for entry in getattr(experiment, kind)] for kind in ("method", "defense", "attack")}
     about = {"kind": "config", "name": catalogue.name_of(path), "plain": "", "papers": [], "text": experiment.title}

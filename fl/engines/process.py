@@ -68,7 +68,7 @@ class Processes(Engine):
     def close(self) -> None:
         """End the workers, whatever they do."""
         if self.pool is not None:
-            self.pool.kill()
+            self.pool.close()
             self.pool = None
 
     @contextmanager

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import tensors
-from support.spreading import Telling
+from support.spreading import Telling, leaving
 
 import attacks
 from attacks.base import Attack, Reconstruction, Result
@@ -22,7 +22,7 @@ from attacks.spread import Spread
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.types import ServerView
-from fl.workers import result
+from fl.workers import Workers, result
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,14 @@ def test_what_goes_wrong_here_ends_work_elsewhere_at_once(children: Callable[[],
         spread.run(telling(seconds=(1.0, 60.0), at_home="raise"), views(4), range(4))
     assert time.monotonic() - began < 30
     assert not children()
+
+
+def test_workers_that_are_done_leave_by_themselves(capfd: pytest.CaptureFixture[str]) -> None:
+    """So that what they hold is given back; told to leave at once they could not."""
+    pool = Workers(1)
+    result(pool.submit(leaving))
+    pool.close()
+    assert "left" in capfd.readouterr().err
 
 
 def test_workers_are_checked() -> None:

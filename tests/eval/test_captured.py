@@ -70,6 +70,8 @@ def test_a_whole_state_is_taken_and_its_buffers_are_what_the_server_sees_after_t
     assert subject(model, bare, batch, 4).view.buffers_after is None
     with pytest.raises(ValueError, match=r"the buffer '1.running_var' of shape \(4,\), got \(2,\)"):
         subject(model, {**update, "1.running_var": torch.zeros(2)}, batch, 4)
+    with pytest.raises(ValueError, match=r"finite numbers in the buffer '1.running_mean'"):
+        subject(model, {**update, "1.running_mean": torch.full((4,), torch.nan)}, batch, 4)
 
 
 def test_frozen_parameters_of_a_whole_state_are_left_out_unless_they_moved():

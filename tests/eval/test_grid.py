@@ -234,6 +234,8 @@ ROUNDS, TVS = ["@rounds=1", "@rounds=5"], ["@tv=0.0001", "@tv=0.01"]
         (["sweep.federation.rounds=[5]"], (ROUNDS[1:], TVS, ["", ROUNDS[1]], ["fedavg@rounds=1"])),
         (["sweep.attack.ig.tv=[]"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv=0.01"])),
         (["sweep.attack.ig.tv=null"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv=0.01"])),
+        (["attack.tv=1e-4"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv=0.01"])),  # of all attacks, this one too
+        (["attack.tv=[1e-4, 1e-3]"], (ROUNDS, ["@tv=0.0001", "@tv=0.001"], ["", ROUNDS[0]], ["ig@tv=0.01"])),
         (["published=[]"], (ROUNDS, TVS, [], [])),
         (["observe.batch_size=16", "published=[]", "observe.images=16"], (ROUNDS, TVS, [], [])),  # the first waits
         (["published=[{method: fedavg, seconds: 1, source: Ours}]"], (ROUNDS, TVS, [""], [])),
@@ -249,6 +251,8 @@ def test_a_sweep_of_a_file_can_be_cut_down(swept, overrides, left):
     [
         ("sweep=3", "sweep=3: expected settings"),
         ("sweep.atack.ig.tv=[1, 2]", "did you mean 'attack'"),
+        ("sweep.attack.ig.tvv=null", "unknown sweep 'attack.ig.tvv'; did you mean 'attack.ig.tv'"),
+        ("sweep.attack.ig.restarts=[]", "unknown sweep"),
         ("sweep.attack.ig.tv=3", "expected a list of single values, got 3"),
         ("attack.ig.tv=fast", "tv: .*'fast'"),
         ("federation.rounds=-1", "federation.rounds: expected 0 or more, got -1"),
@@ -264,3 +268,12 @@ def test_a_slip_in_a_file_is_no_entry_left_out(path):
     path.write_text(TEXT + SWEPT.replace("fedavg@rounds=5", "fedavg@rounds=6"))
     with pytest.raises(ValueError, match="did you mean 'fedavg@rounds=1'"):
         config.load(path)
+
+
+def test_some_of_what_a_sweep_sets_can_not_be_set_apart(path):
+    path.write_text(TEXT + "sweep: {method.lr: [0.1, 0.2]}\n")
+    for value in ("0.7", "[0.7, 0.8]"):
+        with pytest.raises(
+            ValueError, match=r"method.fedavg.lr: the sweep 'method.lr' has values for this and for more"
+        ):
+            config.load(path, [f"method.fedavg.lr={value}"])

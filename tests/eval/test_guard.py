@@ -26,7 +26,7 @@ try:
 except UnguardedError as error:
     print(error)
 finally:
-    pool.kill()
+    pool.close()
 """
 
 
@@ -74,6 +74,16 @@ def test_a_run_for_want_of_a_guard_stops_at_once(path, monkeypatch):
     assert done.stderr.count("has no guard") == 1
     assert done.stderr.startswith("error: the script that was started")
     assert not list((path.parent / "out").glob("cells/*.part/traceback.txt"))
+
+
+def test_an_audit_for_want_of_a_guard_is_asked_for_wrongly(monkeypatch):
+    def unguarded(*_, **__):
+        raise UnguardedError
+
+    monkeypatch.setattr("eval.harness.run", unguarded)
+    done = call("audit", "--method", "fedavg", "--dataset", "faces", "--attack", "analytic", "--device", "cpu")
+    assert done.exit_code == terminal.USAGE
+    assert "has no guard" in done.stderr
 
 
 def test_a_run_that_ends_with_nothing_points_to_no_report(path, monkeypatch):

@@ -207,3 +207,12 @@ def test_worker_processes_find_imported_files(own, monkeypatch):
     finally:
         processes.close()
     assert {int(one.private["process"]) == os.getpid() for one in found} == {True, False}
+
+
+def test_show_finds_what_a_config_imports_from_elsewhere(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "own_attack.py").write_text(ATTACK)
+    (tmp_path / "c.yaml").write_text(f"imports: [own_attack.py]\n{CONFIG.replace('- guess', '- own-attack')}")
+    assert "give it by --import" in call("show", "c.yaml").output
+    assert "own-attack" in call("show", "c.yaml", "--import", other / "own_attack.py").output

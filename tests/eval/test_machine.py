@@ -41,6 +41,29 @@ def test_a_container_has_its_share_of_cores(files: Path, quota: str, found: int)
     assert machine.cores() == found
 
 
+def test_containers_of_the_older_kind_count_as_well(files: Path) -> None:
+    for name in ("cpu", "memory"):
+        (files / name).mkdir()
+    (files / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (files / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert machine.cores() == 8
+    (files / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
+    assert machine.cores() == 3
+    (files / "memory" / "memory.limit_in_bytes").write_text(f"{6 * GIB}\n")
+    (files / "memory" / "memory.usage_in_bytes").write_text(f"{5 * GIB}\n")
+    assert machine.memory() == GIB
+    (files / "memory" / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {4 * GIB}\n")
+    assert machine.memory() == 5 * GIB
+
+
+def test_files_that_were_read_do_not_count_as_used(files: Path) -> None:
+    (files / "memory.max").write_text(f"{32 * GIB}\n")
+    (files / "memory.current").write_text(f"{31 * GIB}\n")
+    assert machine.workers(CPU) == 1
+    (files / "memory.stat").write_text(f"anon {GIB}\ninactive_file {30 * GIB}\n")
+    assert machine.workers(CPU) == 8
+
+
 def test_memory_limits_workers(files: Path) -> None:
     assert machine.memory() is None
     (files / "meminfo").write_text("MemTotal: 1 kB\nMemAvailable:   10485760 kB\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +14,11 @@ import torch
 
 from attacks.base import Attack, Reconstruction, Result
 from fl.types import ServerView
+
+
+def leaving() -> None:
+    """Have this process say when it ends in order."""
+    atexit.register(sys.stderr.write, "left")
 
 
 @dataclass(frozen=True, kw_only=True)
