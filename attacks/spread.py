@@ -11,9 +11,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from attacks.base import Attack, Result
+from fl.guard import leave_if_unguarded
 from fl.packing import Packed, pack, unpack
 from fl.types import ServerView
-from fl.workers import START, Workers, alike, result
+from fl.workers import START, Workers, alike
 
 POLL = 0.2
 """Seconds between two looks at what other threads have done."""
@@ -36,6 +37,8 @@ class Spread:
     def __init__(self, workers: int = 1, patience: float = START) -> None:
         if workers < 1:
             raise ValueError(f"expected workers >= 1, got {workers}")
+        if workers > 1:
+            leave_if_unguarded()
         self.workers, self.patience = workers, patience
         self._starting = threading.Lock()
         self._pool: Workers | None = None
@@ -107,7 +110,7 @@ class Spread:
         pool = self._pool
         if pool is None:
             raise RuntimeError("the workers were told to end")
-        found: list[Result] = unpack(result(pool.submit(_unpacked, pack((attack, views, seeds)))))
+        found: list[Result] = unpack(pool.result(pool.submit(_unpacked, pack((attack, views, seeds)))))
         return found
 
 

@@ -1,7 +1,7 @@
 """The papers' whole evaluation, 50 images and 10,000 iterations, on all cores of a CPU: `python -m benchmarks.whole`.
 
 `ig` on FedAvg and `joint` on HyperFL, both on HyperFL's colour network, as `hyperleak run` does it with
-`compiled: true`: seconds of the clock from nothing to results, starting processes and compiling included, and those of
+`compiled: true`: seconds of the clock from views to results, starting processes and compiling included, and those of
 all processes on their cores. The clock needs an idle machine. `--uncompiled` leaves the compiler out, `--iterations`
 makes it shorter.
 """
@@ -93,7 +93,7 @@ def main() -> None:
         f"# {COUNT} images, {chosen.iterations:,} iterations, on {number} processes",
         "",
         "HyperFL's colour network (CIFAR-10's), one step on one image each, single precision. Seconds of the clock "
-        f"from nothing to results, {how}; and those of all processes on their {os.cpu_count()} cores.",
+        f"from views to results, {how}; and those of all processes on their {os.cpu_count()} cores.",
         "",
         *table(
             ["attack", "method", "seconds", "minutes", "CPU seconds"],

@@ -191,9 +191,10 @@ class Private(Method):
     def _hides_number(self, n: int) -> bool:
         """Whether nothing follows from a client's `n` images being one more or less.
 
-        All that it does must be based on the public number. Few images give themselves away: all are in every step.
+        All that it does must be based on the public number. Few images give themselves away, and so does a number that
+        is few when one is gone: those that fit into a batch are in every step.
         """
-        return self.sampler == "poisson" and self.images is not None and n > (self.batch_size or n)
+        return self.sampler == "poisson" and self.images is not None and n > (self.batch_size or n) + 1
 
     def client_model(self, task: Task) -> nn.Module:
         """The network.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -29,6 +30,28 @@ class Packed:
 
     value: Any
     blocks: dict[torch.dtype, Tensor]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A packed value with what is in no tensor as bytes in one of its own, so that next to nothing is left beside them.
+
+    Attributes:
+        code: uint8.
+        blocks: of the value.
+    """
+
+    code: Tensor
+    blocks: dict[torch.dtype, Tensor]
+
+    def opened(self) -> Packed:
+        """The packed value again."""
+        return Packed(ForkingPickler.loads(self.code.numpy().tobytes()), self.blocks)
+
+
+def flat(packed: Packed) -> Flat:
+    """The packed value, ready to be handed to a process that starts."""
+    return Flat(torch.frombuffer(bytearray(ForkingPickler.dumps(packed.value)), dtype=torch.uint8), packed.blocks)
 
 
 def pack(value: Any) -> Packed:

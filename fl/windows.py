@@ -1,6 +1,6 @@
 """Per-sample gradients of a convolution's weight: the windows of what entered, times what flows back, sample by sample.
 
-The numbers are those of Opacus' rule, bit for bit. What takes time there is laying out the windows; here they are
+The numbers are those of Opacus' rule, up to rounding. What takes time there is laying out the windows; here they are
 copied in the longest runs that lie together in memory, along the channels or along the image.
 """
 

@@ -1,4 +1,4 @@
-"""Worker processes that end at once: with their parent or when they are told to, never by a key pressed at it."""
+"""Worker processes that end with their parent or when they are told to, never by a key pressed at it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -49,16 +49,14 @@ def alike() -> Iterator[None]:
 class Workers:
     """A pool of processes of few threads each (see `threads`); they start when there is work.
 
+    Several threads may use it.
+
     Args:
         number: of processes.
         begin: called in each of them first, with `given`.
-        given: what it gets.
-
-    Attributes:
-        children: all processes that pools have started and that may be running.
+        given: what it gets. It goes through a pipe that a process which ends while it starts never reads: what is not
+            in tensors has to be small (`fl.packing.flat`).
     """
-
-    children: ClassVar[set[BaseProcess]] = set()
 
     def __init__(self, number: int, begin: Callable[..., None] | None = None, *given: object) -> None:
         spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -66,7 +64,7 @@ class Workers:
         self._told, self._end = spawn.Pipe(duplex=False)
         settings = (self._told, tf32, begin, given)
         self._pool = ProcessPoolExecutor(number, spawn, initializer=_begin, initargs=settings)
-        self._tasks = set[Future[Any]]()
+        self._tasks, self._children, self._lock = set[Future[Any]](), set[BaseProcess](), threading.Lock()
 
     def submit(self, work: Callable[..., Any], *given: object) -> Future[Any]:
         """`work(*given)` in whichever process is free.
@@ -75,57 +73,59 @@ class Workers:
             RuntimeError: a process has died.
             UnguardedError: for want of a guard in the script that was started.
         """
-        before = set(multiprocessing.active_children())
-        try:
-            task = self._pool.submit(work, *given)
-        except BrokenProcessPool as error:
-            raise _lost() from error
-        finally:
-            self.children.update(set(multiprocessing.active_children()) - before)
-        self._tasks = {*(left for left in self._tasks if not left.done()), task}
+        with self._lock:
+            before = set(multiprocessing.active_children())
+            try:
+                with _deaf():
+                    task = self._pool.submit(work, *given)
+            except BrokenProcessPool as error:
+                raise self._lost() from error
+            finally:
+                self._children |= set(multiprocessing.active_children()) - before
+            self._tasks = {*(left for left in self._tasks if not left.done()), task}
         return task
 
+    def result(self, task: Future[Any]) -> Any:
+        """What the work has returned.
+
+        Raises:
+            RuntimeError: its process has died.
+            UnguardedError: for want of a guard in the script that was started.
+        """
+        try:
+            return task.result()
+        except BrokenProcessPool as error:
+            raise self._lost() from error
+
     def close(self) -> None:
-        """End the processes: by themselves if they have done all, else at once, whatever they do."""
+        """End the processes: by themselves if they have done all, else whatever they do; none before it has started."""
         if not all(task.done() for task in self._tasks):
             self._end.close()
         self._pool.shutdown(cancel_futures=True)
         self._end.close()
-        _codes()  # these have left as they were told to
+
+    def _lost(self) -> Exception:
+        """What is to be said of a process that has died."""
+        waited = time.monotonic() + REAP
+        while all(child.exitcode is None for child in self._children) and time.monotonic() < waited:
+            time.sleep(REAP / 100)
+        return UnguardedError() if any(child.exitcode == CODE for child in self._children) else RuntimeError(LOST)
 
 
-def result(task: Future[Any]) -> Any:
-    """What the work has returned.
-
-    Raises:
-        RuntimeError: its process has died.
-        UnguardedError: for want of a guard in the script that was started.
-    """
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that start meanwhile hear of no key pressed until they say that they don't mind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return task.result()
-    except BrokenProcessPool as error:
-        raise _lost() from error
-
-
-def _lost() -> Exception:
-    """What is to be said of a process that has died."""
-    codes, waited = _codes(), time.monotonic() + REAP
-    while not codes and time.monotonic() < waited:
-        time.sleep(REAP / 100)
-        codes = _codes()
-    return UnguardedError() if CODE in codes else RuntimeError(LOST)
-
-
-def _codes() -> set[int]:
-    """With what processes have left since this was last asked."""
-    codes = {child: child.exitcode for child in tuple(Workers.children)}
-    Workers.children.difference_update(child for child, code in codes.items() if code is not None)
-    return {code for code in codes.values() if code is not None}
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
 def _begin(told: Connection, tf32: bool, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says what a key pressed at it means
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_until, args=(told,), daemon=True).start()
     torch.set_num_threads(threads())
     if not tf32:  # as in the process that asked

@@ -16,6 +16,7 @@ from fl.engines.base import Engine
 from fl.engines.factored import Factored
 from fl.engines.process import Processes
 from fl.engines.vectorised import Vectorised
+from fl.guard import leave_if_unguarded
 from fl.workers import START
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
             break
         if name != "auto":
             log.info("%s is trained by the loop engine: %s", client.method.name, reason)
-    return Processes(engine, workers, START) if workers > 1 else engine
+    if workers == 1:
+        return engine
+    leave_if_unguarded()
+    return Processes(engine, workers, START)
 
 
 def _wanted(name: EngineName, client: Client) -> list[str]:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fl.engines.base import Engine
-from fl.packing import Packed, pack, unpack
+from fl.guard import UnguardedError
+from fl.packing import Flat, Packed, flat, pack, unpack
 from fl.simulate import ClientState, Round
 from fl.tensors import LowRank, Tensors
-from fl.workers import Workers, alike, result
+from fl.workers import Workers, alike
 
 if TYPE_CHECKING:
     from fl.federation import Federation
@@ -40,7 +41,10 @@ class Processes(Engine):
         self.pool: Workers | None = None
 
     def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
-        """As `Engine.train`, but workers' traces come empty: `Federation.start` replays them, whoever needs one."""
+        """As `Engine.train`, but workers' traces come empty: `Federation.start` replays them, whoever needs one.
+
+        (But those of `profile: release`, whose draws nobody can make again.)
+        """
         rest = deque(self._chunks(numbers))
         while rest and self.patience > 0:
             with self._here():
@@ -101,8 +105,8 @@ class Processes(Engine):
                 tasks.append((chunk, pool.submit(work, server, states, chunk, *settings)))
             while tasks:
                 chunk, task = tasks.popleft()
-                yield from zip(chunk, result(task), strict=True)
-        except RuntimeError:
+                yield from zip(chunk, pool.result(task), strict=True)
+        except (RuntimeError, UnguardedError):
             self.close()
             raise
         finally:
@@ -112,7 +116,7 @@ class Processes(Engine):
     def _workers(self, run: Federation) -> Workers:
         if self.pool is None:
             setup = pack((run.client, list(run.data), run.seed, run.rate))
-            self.pool = Workers(self.workers, _begin, setup, self.inner)
+            self.pool = Workers(self.workers, _begin, flat(setup), self.inner)
         return self.pool
 
 
@@ -121,10 +125,10 @@ _HERE: dict[str, Any] = {}
 """The federation a worker process belongs to, and its engine."""
 
 
-def _begin(setup: Packed, engine: Engine) -> None:
+def _begin(setup: Flat, engine: Engine) -> None:
     from fl.federation import Federation
 
-    client, data, seed, rate = unpack(setup)
+    client, data, seed, rate = unpack(setup.opened())
     _HERE.update(run=Federation(client, data, seed, rate, engine="loop"), engine=engine)
 
 

@@ -22,14 +22,14 @@ from attacks.spread import Spread
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.types import ServerView
-from fl.workers import Workers, result
+from fl.workers import Workers
 
 
 @pytest.fixture(scope="module")
 def spread() -> Iterator[Spread]:
     """Two processes, and both are there."""
     spread = Spread(2, patience=0.0)
-    result(spread._started())
+    spread._started().result()
     yield spread
     spread.close()
 
@@ -128,7 +128,7 @@ def test_what_goes_wrong_in_a_worker_is_raised_here_and_the_next_call_goes_on(
     spread = Spread(2, patience=0.0)
     slow = telling(seconds=(0.5, 0.0))
     for abroad, error, words in (("raise", ValueError, "no good"), ("die", RuntimeError, "died.*use fewer workers")):
-        result(spread._started())
+        spread._started().result()
         with pytest.raises(error, match=words):
             spread.run(replace(slow, abroad=abroad), views(9), range(9))
     assert [told(one)[-1] for one in spread.run(telling(), views(3), range(3))] == [0, 1, 2]
@@ -138,7 +138,7 @@ def test_what_goes_wrong_in_a_worker_is_raised_here_and_the_next_call_goes_on(
 
 def test_what_goes_wrong_here_ends_work_elsewhere_at_once(children: Callable[[], set[Any]]) -> None:
     spread = Spread(2, patience=0.0)
-    result(spread._started())
+    spread._started().result()
     began = time.monotonic()
     with pytest.raises(ValueError, match="no good"):
         spread.run(telling(seconds=(1.0, 60.0), at_home="raise"), views(4), range(4))
@@ -149,7 +149,7 @@ def test_what_goes_wrong_here_ends_work_elsewhere_at_once(children: Callable[[],
 def test_workers_that_are_done_leave_by_themselves(capfd: pytest.CaptureFixture[str]) -> None:
     """So that what they hold is given back; told to leave at once they could not."""
     pool = Workers(1)
-    result(pool.submit(leaving))
+    pool.result(pool.submit(leaving))
     pool.close()
     assert "left" in capfd.readouterr().err
 

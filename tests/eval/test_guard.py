@@ -3,7 +3,10 @@
 import subprocess
 import sys
 import types
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.tiny import CONFIG, Registered
@@ -12,17 +15,18 @@ from typer.testing import CliRunner
 from eval import cli, harness, terminal
 from eval.rundir import RunDir
 from fl.guard import CODE, MAIN, UnguardedError
+from fl.workers import Workers
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 from fl.guard import UnguardedError, leave_if_unguarded
 {guard}leave_if_unguarded()
-from fl.workers import Workers, result
+from fl.workers import Workers
 if __name__ != "__main__":
     raise SystemExit("got on")
 pool = Workers(1)
 try:
-    print(result(pool.submit(abs, -3)))
+    print(pool.result(pool.submit(abs, -3)))
 except UnguardedError as error:
     print(error)
 finally:
@@ -53,6 +57,45 @@ def test_a_worker_of_a_script_without_a_guard_leaves_and_its_parent_says_why(tmp
     assert done.stdout.startswith("the script that was started has no guard"), done.stderr
     assert '`if __name__ == "__main__":`' in done.stdout
     assert not done.stderr
+
+
+LIBRARY = """
+from attacks.spread import Spread
+from fl.guard import UnguardedError
+spread = Spread(4, patience=0.0)
+try:
+    pool = spread._started() and spread._pool
+    tasks = [pool.submit(abs, -3) for _ in range(3)]
+    for task in tasks:
+        pool.result(task)
+except UnguardedError as error:
+    print(error)
+finally:
+    spread.close()
+"""
+
+
+def test_a_script_without_a_guard_that_uses_the_library_is_told_so_once(tmp_path):
+    (tmp_path / "script.py").write_text(LIBRARY)
+    words = [sys.executable, tmp_path / "script.py"]
+    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("has no guard") == 1, done.stderr
+    assert not done.stderr
+
+
+def test_every_thread_is_told_why_a_worker_left(monkeypatch):
+    monkeypatch.setattr("fl.workers.REAP", 0.1)
+    pool = Workers(2)
+    pool._children = [SimpleNamespace(exitcode=CODE), SimpleNamespace(exitcode=None)]
+    lost = Future()
+    lost.set_exception(BrokenProcessPool())
+    for _ in range(3):
+        with pytest.raises(UnguardedError):
+            pool.result(lost)
+    pool._children = [SimpleNamespace(exitcode=1)]
+    with pytest.raises(RuntimeError, match="use fewer workers"):
+        pool.result(lost)
+    pool.close()
 
 
 def test_a_command_in_such_a_worker_does_nothing(path, monkeypatch):

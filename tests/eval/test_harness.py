@@ -22,7 +22,6 @@ from eval.store import read_rows
 from fl.defense import Defense
 from fl.protocol import FURTHER
 from fl.tensors import dense
-from fl.workers import result
 
 
 @pytest.fixture(autouse=True)
@@ -367,7 +366,7 @@ def test_attacks_spread_over_processes_leave_the_same_rows(done, tmp_path, monke
     def at_once(workers):
         made = spread.Spread(workers, patience=0.0)
         if workers > 1:
-            result(made._started())
+            made._started().result()
         return made
 
     monkeypatch.setattr(spread, "_here", slowly)

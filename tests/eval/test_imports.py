@@ -17,7 +17,6 @@ import attacks
 from attacks import spread
 from eval import cells, cli, config, imports, terminal, yamlfile
 from fl.capture import from_batch
-from fl.workers import result
 
 ROOT = Path(__file__).parents[2]
 ATTACK = '''
@@ -202,7 +201,7 @@ def test_worker_processes_find_imported_files(own, monkeypatch):
     monkeypatch.setattr(spread, "_here", slowly)
     processes = spread.Spread(2, patience=0.0)
     try:
-        result(processes._started())
+        processes._started().result()
         found = processes.run(attacks.build("own-attack"), views, range(6))
     finally:
         processes.close()

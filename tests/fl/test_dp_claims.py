@@ -42,7 +42,8 @@ def test_the_smallest_client_counts_where_sizes_differ() -> None:
 def test_only_secret_numbers_of_images_may_be_one_more_or_less() -> None:
     settings: dict[str, Any] = {"noise_multiplier": 1.0, "batch_size": 10, "steps": 1}
     public, own = DPFedAvg(images=100, **settings), DPFedAvg(images=None, **settings)
-    assert public.privacy([100, 11], 1).adjacency == "add-remove"
+    assert public.privacy([100, 12], 1).adjacency == "add-remove"
+    assert public.privacy([100, 11], 1).adjacency == "zero-out"  # with one gone the other feeds all in every step
     assert public.privacy([100, 10], 1).adjacency == "zero-out"  # all that the smaller one has is in every step
     assert own.privacy([100], 1).adjacency == "zero-out"  # its rate follows from its number
     assert [method.weight(60) for method in (public, own, replace(public, sampler="shuffle"))] == [100.0, 60.0, 60.0]

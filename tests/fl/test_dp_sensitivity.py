@@ -112,7 +112,7 @@ def test_a_record_moves_a_release_by_the_clip_at_most_and_no_other(name: str, mo
 
 
 @ALL
-@pytest.mark.parametrize(("less", "more"), [(3, 4), (5, 6), (7, 12)])
+@pytest.mark.parametrize(("less", "more"), [(4, 5), (5, 6), (7, 12)])
 def test_given_the_releases_the_server_learns_nothing_of_a_record(
     name: str, less: int, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

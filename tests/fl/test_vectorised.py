@@ -199,6 +199,9 @@ class InTurn:
         done.set_result(work(*given))
         return done
 
+    def result(self, task: Future[Any]) -> Any:
+        return task.result()
+
 
 def test_processes_give_the_bits_of_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "Workers", InTurn)
