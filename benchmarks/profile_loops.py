@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 import attacks
 import fl.models
-from benchmarks.worlds import BATCH, federation
+from benchmarks.speed import ours
+from benchmarks.worlds import BATCH, federation, victims
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.seeds import stream
@@ -149,8 +150,11 @@ def loops(
         task = fl.models.build(network, num_classes=10, seed=0)
         for count in stacks:
             call, times = searching(task, count), max(iterations // count, 2)
-            name = f"ig, {network}, {count}"
-            found.append(measured(name, partial(call, times + 1), times * count, best, partial(call, 1)))
+            before = f"ig, by autograd, {network}, {count}"
+            found.append(measured(before, partial(call, times + 1), times * count, best, partial(call, 1)))
+            recorded, _ = ours(victims(network, 1)[0], count, compiled=False)
+            after = f"ig, recorded, {network}, {count}"
+            found.append(measured(after, partial(recorded, times + 1), times * count, best, partial(recorded, 1)))
     for network in trained:
         task = fl.models.build(network, num_classes=10, seed=0)
         for label, method, engine, clients in (

@@ -113,9 +113,10 @@ def _loops(found: Mapping[str, Any]) -> list[str]:
     return [
         "## (d) Where the time goes",
         "",
-        "`ig`: one iteration of one trial, alone or in a stack of so many (the shares on the right are of a whole call "
-        "of few iterations). Local "
-        "rounds: one client, one epoch over 200 images (HyperFL: of each phase), 10 clients together by factors, "
+        "`ig`: one iteration of one trial, alone or in a stack of so many, before and after its evaluation is "
+        "recorded, as in searches of hundreds of iterations (by autograd the shares on the right are of a whole call "
+        "of few iterations). Local rounds: one client, one epoch over 200 images (HyperFL: of each phase), 10 clients "
+        "together by factors, "
         "aggregation included. Operations are multiplications and additions in convolutions and matrix products "
         "(forward, backward and, in `ig`, the derivative of the backward pass); the peak is that of a product of two "
         f"2,048 x 2,048 matrices in float32 on one thread, {found['peak_gflop_per_second']:.0f} GFLOP/s here. The last "
