@@ -34,6 +34,10 @@ def cached(view: ServerView) -> int:
     return max(CACHE // max(weights * view.dtype.itemsize, 1), 1)
 
 
+SHARE = 16
+"""Trials that go to one of several processes at most: on a CPU larger stacks are hardly faster, and leave cores idle."""
+
+
 def portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Sequence[int]]:
     """Consecutive views whose trials fill one stack, as evenly as can be.
 
@@ -44,7 +48,8 @@ def portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Seq
     """
     if not views:
         return []
-    together = max(min(stack, cached(views[0])) // restarts, 1)
+    most = SHARE if views[0].device.type == "cpu" else stack
+    together = max(min(stack, cached(views[0]), most) // restarts, 1)
     parts = -(-len(views) // together)
     bounds = [len(views) * i // parts for i in range(parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]

@@ -177,7 +177,8 @@ def test_portions_fill_stacks_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     given = views(1)[0]
     assert cached(given) > 32
     assert sizes(50, stack=16) == [12, 13, 12, 13]
-    assert sizes(50, stack=32) == [25, 25]
+    assert sizes(50, stack=32) == [12, 13, 12, 13]  # more than sixteen leave cores idle
+    assert sizes(50, stack=10) == [10] * 5
     assert sizes(5, stack=32) == [5]
     assert sizes(5, stack=4, restarts=2) == [1, 2, 2]
     assert sizes(3, stack=4, restarts=9) == [1, 1, 1]
