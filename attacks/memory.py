@@ -35,7 +35,7 @@ def cached(view: ServerView) -> int:
 
 
 SHARE = 16
-"""Trials that go to one of several processes at most: on a CPU larger stacks are hardly faster, and leave cores idle."""
+"""Trials in one of several processes, at most: on a CPU larger stacks are hardly faster, and leave cores idle."""
 
 
 def portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Sequence[int]]:
