@@ -9,6 +9,7 @@ pixels or as features of the attacked network, and by the update itself, which t
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from fl.defense import overrides
 from fl.parametrisation import Parametrisation
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import Tensors, combine, dense, inner, norm
+from fl.tensors import Tensors, Value, dense, each, inner
 from fl.types import Batch, Candidate, Schedule, ServerView
 
 CANDIDATES = 50
@@ -60,7 +61,7 @@ def in_pixels(reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
     if not bool(reconstruction.isfinite().all()):
         return False
     shown = torch.cat([truth[None].to(others), others])
-    return _first(pairwise_mse(shown, reconstruction[None].to(others))[:, 0])
+    return _first(pairwise_mse(shown, reconstruction[None].to(others))[:, 0].tolist())
 
 
 def in_features(features: Features, reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
@@ -68,7 +69,7 @@ def in_features(features: Features, reconstruction: Tensor, truth: Tensor, other
     if not bool(reconstruction.isfinite().all()):
         return False
     made = features(torch.cat([image.to(others) for image in (reconstruction[None], truth[None], others)])).double()
-    return _first((made[1:] - made[:1]).flatten(1).square().sum(1))
+    return _first((made[1:] - made[:1]).flatten(1).square().sum(1).tolist())
 
 
 def features_of(view: ServerView, recovered: Tensors) -> Features | str:
@@ -119,8 +120,8 @@ def in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
     The strongest of all tests where the noise of a single step is all that hides the image, and where nothing private
     is unknown: each candidate brings its own private tensors. It maximises <g, g_z> - |g_z|^2 / 2.
     """
-    scores = [float(norm(combine(view.update, _sent(view, candidate), -1.0))) for candidate in candidates]
-    return min(range(len(scores)), key=scores.__getitem__)
+    scores = [_likelihood(view.update, _sent(view, candidate)) for candidate in candidates]
+    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool:
@@ -140,12 +141,12 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
     alone = replace(view, schedule=_ones(view.schedule), batch_size=1, order=None, labels=None)
     known = (view.private_init or {}) if view.round == 0 else {}
     private = {name: known[name] for name in view.private}
-    sent = [
-        _sent(alone, Candidate(image[None].to(view.device, view.dtype), labels, private)) for image in (truth, *others)
-    ]
-    if _images(view) == 1 and view.threat.knows_defense:
-        return _first(torch.tensor([float(norm(combine(view.update, one, -1.0))) for one in sent]))
-    return _first(torch.tensor([-_cosine(view.update, one) for one in sent]))
+    score = _likelihood if _images(view) == 1 and view.threat.knows_defense else _direction
+    scores = []
+    for image in (truth, *others):
+        candidate = Candidate(image[None].to(view.device, view.dtype), labels, private)
+        scores.append(score(view.update, _sent(alone, candidate)))
+    return _first([-one for one in scores])
 
 
 def unreplayed(view: ServerView) -> str:
@@ -181,12 +182,35 @@ def _images(view: ServerView) -> int:
     return sum(sum(step) for steps in view.schedule or () for step in steps)
 
 
-def _cosine(observed: Tensors, one: Tensors) -> float:
-    """Of two updates; 0 where one of them is zero."""
-    size = float(norm({n: observed[n] for n in one})) * float(norm(one))
-    return sum(float(inner(observed[n], one[n])) for n in one) / size if size else 0.0
+def _likelihood(observed: Tensors, one: Tensors) -> float:
+    """<g, g_z> - |g_z|^2 / 2: what is left of -|g - g_z|^2 / 2 without |g|^2, which all candidates have in common.
+
+    Under noise |g|^2 is so much larger than what tells candidates apart that rounding it would decide.
+    """
+    product, square = _products(observed, one)
+    return product - square / 2
 
 
-def _first(distances: Tensor) -> bool:
+def _direction(observed: Tensors, one: Tensors) -> float:
+    """Cosine of two updates, but for the observed one's length; 0 where one of them is zero."""
+    product, square = _products(observed, one)
+    return product / math.sqrt(square) if square > 0 else 0.0
+
+
+def _products(observed: Tensors, one: Tensors) -> tuple[float, float]:
+    """<g, g_z> and |g_z|^2, summed in float64; a tensor at a time, so that no second copy of all is kept."""
+    product = square = 0.0
+    for name, value in one.items():
+        z = _double(value)
+        product += float(inner(_double(observed[name]), z))
+        square += float(inner(z, z))
+    return product, square
+
+
+def _double(value: Value) -> Value:
+    return each({"": value}, Tensor.double)[""]
+
+
+def _first(distances: Sequence[float]) -> bool:
     """Whether the first of them is the smallest; a tie is none."""
-    return bool((distances[0] < distances[1:]).all())
+    return all(distances[0] < other for other in distances[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +33,10 @@ from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models import build
 from fl.models.hypernetwork import Hypernetwork
+from fl.predict import predict
+from fl.seeds import stream
 from fl.simulate import Truth, observe
-from fl.types import Batch, ServerView, ThreatModel
+from fl.types import Batch, Candidate, ServerView, ThreatModel
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
 POOL = worlds.images(60, "pool")
@@ -82,6 +85,46 @@ def test_noise_of_a_private_method_hides_it_and_too_little_does_not() -> None:
         hits[noise] = sum(told(*view)[0][BY_UPDATE] for view in views)
     assert hits[0.0] == hits[1e-2] == 8
     assert hits[100.0] <= 2
+
+
+@pytest.mark.parametrize("function", ["in_update", "in_gradients"])
+def test_rounding_decides_nothing_where_noise_dwarfs_the_update(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """A million parameters, updates of length 1 and on every parameter noise of that size."""
+    view, _ = victim(STEP)
+    generator = stream(0, "test", "rounding")
+    images = torch.arange(8.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
+    sent = [one / one.norm() for one in torch.randn(8, 1_000_000, generator=generator)]
+    monkeypatch.setattr(identify, "predict", lambda _, candidate: {"w": sent[int(candidate.inputs[0, 0, 0, 0])]})
+    candidates = [Candidate(image[None], torch.tensor([0]), {}) for image in images]
+    named, likeliest = [], []
+    for _ in range(12):
+        noisy = sent[0] + torch.randn(1_000_000, generator=generator)
+        seen = replace(view, update={"w": noisy})
+        scores = [float(noisy.double() @ one.double() - one.double().square().sum() / 2) for one in sent]
+        likeliest.append(max(range(8), key=scores.__getitem__))
+        if function == "in_update":
+            named.append(identify.in_update(seen, 0, images[0], images[1:]))
+        else:
+            named.append(identify.in_gradients(seen, candidates))
+    assert named == ([i == 0 for i in likeliest] if function == "in_update" else likeliest)
+    assert 0 in likeliest
+
+
+def test_one_candidate_s_update_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dense hypernetwork one has 60 MB, so fifty would need 3 GB."""
+    view, truth = victim(STEP)
+    held, most = [], []
+
+    def counted(*given: Any) -> Any:
+        most.append(sum(one() is not None for one in held))
+        made = predict(*given)
+        held.append(weakref.ref(made["head.weight"]))
+        return made
+
+    monkeypatch.setattr(identify, "predict", counted)
+    assert told(view, truth)[0][BY_UPDATE] is True
+    assert len(held) == 50
+    assert max(most) <= 1
 
 
 def test_several_images_of_one_step_are_named_by_direction() -> None:
