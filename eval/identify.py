@@ -27,6 +27,8 @@ from fl.types import Batch, Candidate, Schedule, ServerView
 
 CANDIDATES = 50
 """How many there are, the true image among them, where there are so many of its class."""
+LONELY = (ValueError, RuntimeError)
+"""What networks raise that train on batches only, as those with batch norm over vectors, or over maps of one pixel."""
 Features = Callable[[Tensor], Tensor]
 """Of images (N, C, H, W) in [0, 1], what the classifier is given of them (N, ...)."""
 
@@ -124,7 +126,7 @@ def in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
     return max(range(len(scores)), key=scores.__getitem__)
 
 
-def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool:
+def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool | str:
     """Whether the update of the true image is closest to the observed one, which `unreplayed` has no objection to.
 
     Each candidate's update is what the client would have sent had it held that image alone, by the attacker's own model
@@ -136,6 +138,9 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
         label: of all candidates.
         truth: (C, H, W) in [0, 1].
         others: (N - 1, C, H, W).
+
+    Returns:
+        Or why a step on one image alone can't be computed.
     """
     labels = torch.tensor([label], device=view.device)
     alone = replace(view, schedule=_ones(view.schedule), batch_size=1, order=None, labels=None)
@@ -145,7 +150,13 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
     scores = []
     for image in (truth, *others):
         candidate = Candidate(image[None].to(view.device, view.dtype), labels, private)
-        scores.append(score(view.update, _sent(alone, candidate)))
+        try:
+            sent = _sent(alone, candidate)
+        except LONELY as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            return f"a step on one image alone can't be computed ({reason})"
+        scores.append(score(view.update, sent))
+        del sent  # or it would be there beside the next
     return _first([-one for one in scores])
 
 

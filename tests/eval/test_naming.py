@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import worlds
 from support.matrix import ROWS, shares
-from torch import Tensor
+from torch import Tensor, nn
 
 from attacks import Reconstruction
 from attacks.peel import Peel
@@ -22,6 +22,7 @@ from defenses.signsgd import SignSGD
 from eval import identify
 from eval.naming import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE, Lineup
 from eval.score import Row
+from fl.capture import from_batch
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
@@ -158,6 +159,23 @@ def test_it_says_why_an_update_names_nobody(method: Method, settings: dict[str, 
             assert reason in row["missing"][BY_UPDATE]
         else:
             assert BY_UPDATE not in row  # labels are mixed: no class to have others of
+
+
+@pytest.mark.parametrize("small", [nn.Flatten(), nn.AvgPool2d(8)])
+def test_a_network_that_takes_no_single_image_costs_an_attack_nothing(small: nn.Module) -> None:
+    norm = (
+        (nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4)) if isinstance(small, nn.Flatten) else (nn.BatchNorm2d(1),)
+    )
+    model = nn.Sequential(small, *norm, nn.Flatten(), nn.LazyLinear(3)).double()
+    data = worlds.images(4, "victim")
+    model(data.inputs)  # sizes the classifier
+    view, truth = from_batch(model.train(), data.inputs, torch.zeros(4, dtype=torch.int64))
+    rows = told(view, truth, truth.inputs)
+    assert [row[BY_PICTURE] for row in rows] == [True] * 4
+    assert [row[BY_UPDATE] for row in rows] == [None] * 4
+    assert all(
+        "a step on one image alone can't be computed (Expected more than 1" in row["missing"][BY_UPDATE] for row in rows
+    )
 
 
 def test_a_classifier_known_from_the_start_is_known_in_the_first_round_only() -> None:
