@@ -3,7 +3,7 @@
 Among N candidates of one class, the true image and N - 1 that the client does not hold, which is meant? Without the
 update nobody names the true one more often than once in N; labels alone do not help. Under record-level differential
 privacy `eval.rero` bounds how often anybody can. There are three ways to tell: by what an attack brought back, as
-pixels or as features of the attacked network, and by the update itself, which takes no attack.
+pixels or as features of the attacked network, and by the update itself, which takes no reconstruction.
 """
 
 from __future__ import annotations
