@@ -9,7 +9,6 @@ pixels or as features of the attacked network, and by the update itself, which t
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from fl.defense import overrides
 from fl.parametrisation import Parametrisation
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import Tensors, Value, dense, each, inner
+from fl.tensors import Tensors, combine, dense, each, inner, norm
 from fl.types import Batch, Candidate, Schedule, ServerView
 
 CANDIDATES = 50
@@ -122,7 +121,8 @@ def in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
     The strongest of all tests where the noise of a single step is all that hides the image, and where nothing private
     is unknown: each candidate brings its own private tensors. It maximises <g, g_z> - |g_z|^2 / 2.
     """
-    scores = [_likelihood(view.update, _sent(view, candidate)) for candidate in candidates]
+    score = _likelihood(view.update, _sent(view, candidates[0]))
+    scores = [score(_sent(view, candidate)) for candidate in candidates]
     return max(range(len(scores)), key=scores.__getitem__)
 
 
@@ -146,8 +146,8 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
     alone = replace(view, schedule=_ones(view.schedule), batch_size=1, order=None, labels=None)
     known = (view.private_init or {}) if view.round == 0 else {}
     private = {name: known[name] for name in view.private}
-    score = _likelihood if _images(view) == 1 and view.threat.knows_defense else _direction
-    scores = []
+    scoring = _likelihood if _images(view) == 1 and view.threat.knows_defense else _direction
+    score, scores = None, list[float]()
     for image in (truth, *others):
         candidate = Candidate(image[None].to(view.device, view.dtype), labels, private)
         try:
@@ -155,7 +155,8 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
         except LONELY as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             return f"a step on one image alone can't be computed ({reason})"
-        scores.append(score(view.update, sent))
+        score = score or scoring(view.update, sent)
+        scores.append(score(sent))
         del sent  # or it would be there beside the next
     return _first([-one for one in scores])
 
@@ -193,33 +194,30 @@ def _images(view: ServerView) -> int:
     return sum(sum(step) for steps in view.schedule or () for step in steps)
 
 
-def _likelihood(observed: Tensors, one: Tensors) -> float:
-    """<g, g_z> - |g_z|^2 / 2: what is left of -|g - g_z|^2 / 2 without |g|^2, which all candidates have in common.
+def _likelihood(observed: Tensors, origin: Tensors) -> Callable[[Tensors], float]:
+    """<g, g_z> - |g_z|^2 / 2 of an update g_z, summed in float64: -|g - g_z|^2 / 2 but for what all have in common.
 
-    Under noise |g|^2 is so much larger than what tells candidates apart that rounding it would decide.
+    Under noise |g|^2 is so much larger than what tells candidates apart that rounding it would decide. That is why all
+    is counted from one candidate's update too, the origin: what decay does to 15 million weights cancels there.
     """
-    product, square = _products(observed, one)
-    return product - square / 2
+    far = each(combine(observed, origin, -1.0), Tensor.double)
+
+    def score(one: Tensors) -> float:
+        step = each(combine(one, origin, -1.0), Tensor.double)
+        return sum(float(inner(far[name], value)) - float(inner(value, value)) / 2 for name, value in step.items())
+
+    return score
 
 
-def _direction(observed: Tensors, one: Tensors) -> float:
-    """Cosine of two updates, but for the observed one's length; 0 where one of them is zero."""
-    product, square = _products(observed, one)
-    return product / math.sqrt(square) if square > 0 else 0.0
+def _direction(observed: Tensors, _: Tensors) -> Callable[[Tensors], float]:
+    """The cosine."""
+    return partial(_cosine, observed)
 
 
-def _products(observed: Tensors, one: Tensors) -> tuple[float, float]:
-    """<g, g_z> and |g_z|^2, summed in float64; a tensor at a time, so that no second copy of all is kept."""
-    product = square = 0.0
-    for name, value in one.items():
-        z = _double(value)
-        product += float(inner(_double(observed[name]), z))
-        square += float(inner(z, z))
-    return product, square
-
-
-def _double(value: Value) -> Value:
-    return each({"": value}, Tensor.double)[""]
+def _cosine(observed: Tensors, one: Tensors) -> float:
+    """Of two updates; 0 where one of them is zero."""
+    size = float(norm({n: observed[n] for n in one})) * float(norm(one))
+    return sum(float(inner(observed[n], one[n])) for n in one) / size if size else 0.0
 
 
 def _first(distances: Sequence[float]) -> bool:
