@@ -3,7 +3,7 @@
 Among N candidates of one class, the true image and N - 1 that the client does not hold, which is meant? Without the
 update nobody names the true one more often than once in N; labels alone do not help. Under record-level differential
 privacy `eval.rero` bounds how often anybody can. There are three ways to tell: by what an attack brought back, as
-pixels or as features of the attacked network, and by the update itself, which takes no attack.
+pixels or as features of the attacked network, and by the update itself, which takes no reconstruction.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from fl.defense import overrides
 from fl.parametrisation import Parametrisation
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import Tensors, combine, dense, inner, norm
+from fl.tensors import Tensors, combine, dense, each, inner, norm
 from fl.types import Batch, Candidate, Schedule, ServerView
 
 CANDIDATES = 50
 """How many there are, the true image among them, where there are so many of its class."""
+LONELY = (ValueError, RuntimeError)
+"""What networks raise that train on batches only, as those with batch norm over vectors, or over maps of one pixel."""
 Features = Callable[[Tensor], Tensor]
 """Of images (N, C, H, W) in [0, 1], what the classifier is given of them (N, ...)."""
 
@@ -60,7 +62,7 @@ def in_pixels(reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
     if not bool(reconstruction.isfinite().all()):
         return False
     shown = torch.cat([truth[None].to(others), others])
-    return _first(pairwise_mse(shown, reconstruction[None].to(others))[:, 0])
+    return _first(pairwise_mse(shown, reconstruction[None].to(others))[:, 0].tolist())
 
 
 def in_features(features: Features, reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
@@ -68,7 +70,7 @@ def in_features(features: Features, reconstruction: Tensor, truth: Tensor, other
     if not bool(reconstruction.isfinite().all()):
         return False
     made = features(torch.cat([image.to(others) for image in (reconstruction[None], truth[None], others)])).double()
-    return _first((made[1:] - made[:1]).flatten(1).square().sum(1))
+    return _first((made[1:] - made[:1]).flatten(1).square().sum(1).tolist())
 
 
 def features_of(view: ServerView, recovered: Tensors) -> Features | str:
@@ -119,11 +121,12 @@ def in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
     The strongest of all tests where the noise of a single step is all that hides the image, and where nothing private
     is unknown: each candidate brings its own private tensors. It maximises <g, g_z> - |g_z|^2 / 2.
     """
-    scores = [float(norm(combine(view.update, _sent(view, candidate), -1.0))) for candidate in candidates]
-    return min(range(len(scores)), key=scores.__getitem__)
+    score = _likelihood(view.update, _sent(view, candidates[0]))
+    scores = [score(_sent(view, candidate)) for candidate in candidates]
+    return max(range(len(scores)), key=scores.__getitem__)
 
 
-def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool:
+def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool | str:
     """Whether the update of the true image is closest to the observed one, which `unreplayed` has no objection to.
 
     Each candidate's update is what the client would have sent had it held that image alone, by the attacker's own model
@@ -135,17 +138,27 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
         label: of all candidates.
         truth: (C, H, W) in [0, 1].
         others: (N - 1, C, H, W).
+
+    Returns:
+        Or why a step on one image alone can't be computed.
     """
     labels = torch.tensor([label], device=view.device)
     alone = replace(view, schedule=_ones(view.schedule), batch_size=1, order=None, labels=None)
     known = (view.private_init or {}) if view.round == 0 else {}
     private = {name: known[name] for name in view.private}
-    sent = [
-        _sent(alone, Candidate(image[None].to(view.device, view.dtype), labels, private)) for image in (truth, *others)
-    ]
-    if _images(view) == 1 and view.threat.knows_defense:
-        return _first(torch.tensor([float(norm(combine(view.update, one, -1.0))) for one in sent]))
-    return _first(torch.tensor([-_cosine(view.update, one) for one in sent]))
+    scoring = _likelihood if _images(view) == 1 and view.threat.knows_defense else _direction
+    score, scores = None, list[float]()
+    for image in (truth, *others):
+        candidate = Candidate(image[None].to(view.device, view.dtype), labels, private)
+        try:
+            sent = _sent(alone, candidate)
+        except LONELY as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            return f"a step on one image alone can't be computed ({reason})"
+        score = score or scoring(view.update, sent)
+        scores.append(score(sent))
+        del sent  # or it would be there beside the next
+    return _first([-one for one in scores])
 
 
 def unreplayed(view: ServerView) -> str:
@@ -181,12 +194,32 @@ def _images(view: ServerView) -> int:
     return sum(sum(step) for steps in view.schedule or () for step in steps)
 
 
+def _likelihood(observed: Tensors, origin: Tensors) -> Callable[[Tensors], float]:
+    """<g, g_z> - |g_z|^2 / 2 of an update g_z, summed in float64: -|g - g_z|^2 / 2 but for what all have in common.
+
+    Under noise |g|^2 is so much larger than what tells candidates apart that rounding it would decide. That is why all
+    is counted from one candidate's update too, the origin: what decay does to 15 million weights cancels there.
+    """
+    far = each(combine(observed, origin, -1.0), Tensor.double)
+
+    def score(one: Tensors) -> float:
+        step = each(combine(one, origin, -1.0), Tensor.double)
+        return sum(float(inner(far[name], value)) - float(inner(value, value)) / 2 for name, value in step.items())
+
+    return score
+
+
+def _direction(observed: Tensors, _: Tensors) -> Callable[[Tensors], float]:
+    """The cosine."""
+    return partial(_cosine, observed)
+
+
 def _cosine(observed: Tensors, one: Tensors) -> float:
     """Of two updates; 0 where one of them is zero."""
     size = float(norm({n: observed[n] for n in one})) * float(norm(one))
     return sum(float(inner(observed[n], one[n])) for n in one) / size if size else 0.0
 
 
-def _first(distances: Tensor) -> bool:
+def _first(distances: Sequence[float]) -> bool:
     """Whether the first of them is the smallest; a tie is none."""
-    return bool((distances[0] < distances[1:]).all())
+    return all(distances[0] < other for other in distances[1:])

@@ -49,8 +49,8 @@ class Lineup:
         return [self._row(row, result, features) if row.get("image") in self.others else row for row in rows]
 
     @cached_property
-    def by_update(self) -> dict[int, bool] | str:
-        """Whether the update itself names each of these images, or why nobody can tell by it."""
+    def by_update(self) -> dict[int, bool | str] | str:
+        """Whether the update itself names each of these images, or why nobody can tell by it: of one, or of all."""
         labels = self.truth.labels
         return unreplayed(self.view) or {
             i: in_update(self.view, int(labels[i]), self.truth.inputs[i].cpu(), others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -13,6 +13,7 @@ from eval.naming import AMONG, BY_PICTURE, BY_UPDATE
 from eval.report.blocks import Absent, Block, Grid, Items, Note, Section, Text
 from eval.report.load import PRIVACY, Run
 from eval.report.overview import Numbered
+from eval.report.setting import section as section_of
 from eval.report.summary import Group
 from eval.report.words import error, join, number, percent, sentence
 from eval.score import Row
@@ -29,6 +30,8 @@ AT_FAULT = (
 _WAYS = {BY_PICTURE: "", BY_UPDATE: " by the update itself"}
 _PRIVATE = {"noise_multiplier", "clip", "delta"}
 """Settings that a method or a defence has which makes claims."""
+_CHOICE = {f"observe.{key}" for key in ("clients", "rounds", "images", "classes", "seed")}
+"""Settings by which the attacks of a run may differ that say which images are watched, and when."""
 READING = [
     (
         "Epsilon, delta",
@@ -44,8 +47,9 @@ READING = [
     ),
     (
         "Named",
-        "Images that the reconstruction (picture), or the update itself, which takes no attack, tells from others of "
-        "their class; an image attacked under several seeds counts once, under the first.",
+        "Images that the reconstruction (picture), or the update itself, tells from others of their class; an image "
+        "attacked under several seeds counts once, under the first. By update all attacks count together, under the "
+        "number of the first: no attack changes it, but an update that all of them refuse is missing.",
     ),
     (
         "At most",
@@ -244,16 +248,38 @@ def _claimed(numbered: Numbered) -> Grid:
 
 
 def _named(numbered: Numbered) -> dict[tuple[int, str], Naming]:
-    """By number of the attack and way of telling; the update, which no attack changes, stands once for its round."""
-    found, seen = dict[tuple[int, str], Naming](), set[tuple[object, ...]]()
+    """By number of the attack and way of telling; by update once, under the first attack on the same updates."""
+    found, pools = dict[tuple[int, str], Naming](), _pooled(numbered)
     for key, group in numbered.numbers.items():
         if (told := naming(numbered.run, group)) is not None:
             found[key, BY_PICTURE] = told
-        what = (*group.subject, group.round)
-        if what not in seen and (told := naming(numbered.run, group, BY_UPDATE)) is not None:
+        pool = pools.pop(_observation(numbered.run, group), None)
+        if pool is not None and (told := naming(numbered.run, pool, BY_UPDATE)) is not None:
             found[key, BY_UPDATE] = told
-            seen.add(what)
     return found
+
+
+def _pooled(numbered: Numbered) -> dict[tuple[str, ...], Group]:
+    """The rows of all attacks on updates of one kind: what an update tells depends on no attack, nor on their order.
+
+    An attack may be on fewer images than another, or refuse some. An image's first row is one of its first seed.
+    """
+    lots: dict[tuple[str, ...], list[Group]] = {}
+    for group in numbered.numbers.values():
+        lots.setdefault(_observation(numbered.run, group), []).append(group)
+    pools = {}
+    for what, lot in lots.items():
+        rows = sorted((row for group in lot for row in group.rows), key=lambda row: int(row["seed"]))
+        pools[what] = replace(lot[0], rows=tuple(rows))
+    return pools
+
+
+def _observation(run: Run, group: Group) -> tuple[str, ...]:
+    """Whose updates an attack is on, and how they are made of an image, but not of which images."""
+    own = section_of(run.setting.attacks.get(group.attack, {}), "with")
+    made = {f"observe.{key}": value for key, value in run.setting.section("observe").items()} | {**own}
+    how = sorted(f"{key}={value}" for key, value in made.items() if key not in _CHOICE)
+    return (*group.subject, str(group.round), *how)
 
 
 def _level(named: Mapping[tuple[int, str], Naming]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support import worlds
 from support.matrix import ROWS, shares
-from torch import Tensor
+from torch import Tensor, nn
 
 from attacks import Reconstruction
 from attacks.peel import Peel
@@ -21,6 +22,7 @@ from defenses.signsgd import SignSGD
 from eval import identify
 from eval.naming import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE, Lineup
 from eval.score import Row
+from fl.capture import from_batch
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
@@ -32,8 +34,10 @@ from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models import build
 from fl.models.hypernetwork import Hypernetwork
+from fl.predict import predict
+from fl.seeds import stream
 from fl.simulate import Truth, observe
-from fl.types import Batch, ServerView, ThreatModel
+from fl.types import Batch, Candidate, ServerView, ThreatModel
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
 POOL = worlds.images(60, "pool")
@@ -84,6 +88,46 @@ def test_noise_of_a_private_method_hides_it_and_too_little_does_not() -> None:
     assert hits[100.0] <= 2
 
 
+@pytest.mark.parametrize("function", ["in_update", "in_gradients"])
+def test_rounding_decides_nothing_where_noise_dwarfs_the_update(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """A million parameters, updates of length 1 and on every parameter noise of that size."""
+    view, _ = victim(STEP)
+    generator = stream(0, "test", "rounding")
+    images = torch.arange(8.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
+    sent = [one / one.norm() for one in torch.randn(8, 1_000_000, generator=generator)]
+    monkeypatch.setattr(identify, "predict", lambda _, candidate: {"w": sent[int(candidate.inputs[0, 0, 0, 0])]})
+    candidates = [Candidate(image[None], torch.tensor([0]), {}) for image in images]
+    named, likeliest = [], []
+    for _ in range(12):
+        noisy = sent[0] + torch.randn(1_000_000, generator=generator)
+        seen = replace(view, update={"w": noisy})
+        scores = [float(noisy.double() @ one.double() - one.double().square().sum() / 2) for one in sent]
+        likeliest.append(max(range(8), key=scores.__getitem__))
+        if function == "in_update":
+            named.append(identify.in_update(seen, 0, images[0], images[1:]))
+        else:
+            named.append(identify.in_gradients(seen, candidates))
+    assert named == ([i == 0 for i in likeliest] if function == "in_update" else likeliest)
+    assert 0 in likeliest
+
+
+def test_one_candidate_s_update_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dense hypernetwork one has 60 MB, so fifty would need 3 GB."""
+    view, truth = victim(STEP)
+    held, most = [], []
+
+    def counted(*given: Any) -> Any:
+        most.append(sum(one() is not None for one in held))
+        made = predict(*given)
+        held.append(weakref.ref(made["head.weight"]))
+        return made
+
+    monkeypatch.setattr(identify, "predict", counted)
+    assert told(view, truth)[0][BY_UPDATE] is True
+    assert len(held) == 50
+    assert max(most) <= 1
+
+
 def test_several_images_of_one_step_are_named_by_direction() -> None:
     rows = [row for seed in range(6) for row in told(*victim(STEP, 2, seed=seed))]
     hits = sum(row[BY_UPDATE] for row in rows)
@@ -115,6 +159,23 @@ def test_it_says_why_an_update_names_nobody(method: Method, settings: dict[str, 
             assert reason in row["missing"][BY_UPDATE]
         else:
             assert BY_UPDATE not in row  # labels are mixed: no class to have others of
+
+
+@pytest.mark.parametrize("small", [nn.Flatten(), nn.AvgPool2d(8)])
+def test_a_network_that_takes_no_single_image_costs_an_attack_nothing(small: nn.Module) -> None:
+    norm = (
+        (nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4)) if isinstance(small, nn.Flatten) else (nn.BatchNorm2d(1),)
+    )
+    model = nn.Sequential(small, *norm, nn.Flatten(), nn.LazyLinear(3)).double()
+    data = worlds.images(4, "victim")
+    model(data.inputs)  # sizes the classifier
+    view, truth = from_batch(model.train(), data.inputs, torch.zeros(4, dtype=torch.int64))
+    rows = told(view, truth, truth.inputs)
+    assert [row[BY_PICTURE] for row in rows] == [True] * 4
+    assert [row[BY_UPDATE] for row in rows] == [None] * 4
+    assert all(
+        "a step on one image alone can't be computed (Expected more than 1" in row["missing"][BY_UPDATE] for row in rows
+    )
 
 
 def test_a_classifier_known_from_the_start_is_known_in_the_first_round_only() -> None:

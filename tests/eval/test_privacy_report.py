@@ -226,6 +226,36 @@ def test_naming_by_the_update_is_held_against_the_bound_once(tmp_path: Path) -> 
     assert "8 of 8 images were named among others of their class by the update itself" in note.entries[0][1]
 
 
+@pytest.mark.parametrize("order", [("few", "all"), ("all", "few")])
+def test_naming_by_the_update_counts_the_images_of_all_attacks(order: tuple[str, str], tmp_path: Path) -> None:
+    """Whichever comes first, and under each image's first seed."""
+    run = FakeRun(config=PRIVATE.replace("{name: ig}", "{name: ig, as: few, with: {observe.images: 1}}, {as: all}"))
+    for attack in order:
+        hits = [False] * (1 if attack == "few" else 8)
+        attacked(hits, run, attack=attack, seed=1 if attack == "few" else 0, **{BY_UPDATE: attack == "all"})
+    found = grid(built(run, tmp_path / "run", claim()), "Images named, and what bounds it")
+    lines = [dict(zip(found.names, row, strict=True)) for row in found.rows]
+    assert [(line["attack"], line["by"]) for line in lines] == [
+        (order[0], "picture"),
+        (order[0], "update"),
+        (order[1], "picture"),
+    ]
+    assert lines[1]["named"].startswith("8 of 8")
+    assert lines[1]["refuted"] == "yes"
+
+
+@pytest.mark.parametrize("change", ["batch_size: 8", "method.steps: 2", "augment: true"])
+def test_updates_that_are_made_in_another_way_are_counted_apart(change: str, tmp_path: Path) -> None:
+    attacks = f"{{name: ig}}, {{name: ig, as: other, with: {{observe.{change}}}}}"
+    run = FakeRun(config=PRIVATE.replace("{name: ig}", attacks))
+    attacked([False] * 8, run, attack="other", images=8 if "batch" in change else 1, **{BY_UPDATE: False})
+    attacked([False] * 8, run, **{BY_UPDATE: True})
+    found = grid(built(run, tmp_path / "run", claim()), "Images named, and what bounds it")
+    lines = [dict(zip(found.names, row, strict=True)) for row in found.rows]
+    named = {line["attack"]: line["named"].partition(" [")[0] for line in lines if line["by"] == "update"}
+    assert named == {"ig": "8 of 8"} | ({} if "batch" in change else {"other": "0 of 8"})
+
+
 def test_images_of_one_update_are_no_trials_of_their_own(tmp_path: Path) -> None:
     run = attacked([False] * 8, images=8, **{BY_UPDATE: True})
     found = grid(built(run, tmp_path / "run", claim()), "Images named, and what bounds it")
