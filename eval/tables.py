@@ -54,7 +54,7 @@ ACCURACY = (
 )
 NAMED = (
     "Named: share of images told from up to 49 others of their class: by picture / by features of the attacked network "
-    "/ by the update alone, which takes no attack."
+    "/ by the update alone, which takes no reconstruction."
 )
 FIGURES = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels", "named")
 COLUMNS = ("method", "defence", "attack", *FIGURES, "flags")
