@@ -135,8 +135,10 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", list(CLIENT_LEVEL))
 def test_every_server_s_noise_shows_what_it_is_charged_for(name: str) -> None:
-    coins = torch.rand(600, generator=torch.Generator().manual_seed(1)) < 0.5
-    signs = np.array([[1.0], [-1.0], [1.0], [1.0]]).repeat(600, 1)
+    # noise of the system is other every time: with so many, the bounds below are six standard errors and more
+    count = 2400 if CLIENT_LEVEL[name].profile == "release" else 600
+    coins = torch.rand(count, generator=torch.Generator().manual_seed(1)) < 0.5
+    signs = np.array([[1.0], [-1.0], [1.0], [1.0]]).repeat(count, 1)
     found = dict(client_canaries.releases(CLIENT_LEVEL[name], signs, coins, seed=1))
     assert set(found) == TENSORS.get(name, {"body.weight", "body.bias", "head.weight"})
     for read in found.values():
