@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import publish, table
 from benchmarks.peers import rounds
 from benchmarks.peers.rounds import PeerTrainer, Setting, Trainer
-from benchmarks.peers.sources import VARIABLE, PeerMissingError
+from benchmarks.peers.sources import PeerMissingError, chapter
 from benchmarks.peers.trainers import DPAuthors, HyperFLAuthors, PFLlib, PflResearch
 from benchmarks.worlds import BATCH
 
@@ -159,13 +159,7 @@ def page(measured: Mapping[str, Figures], turns: int) -> list[str]:
         ),
         "",
         *[line for name, why in missing.items() for line in (f"{name} was not run: {why}", "")],
-        "## The peers' code",
-        "",
-        f"It is not part of this repository. Make a folder, let `{VARIABLE}` name it, and in it:",
-        "",
-        *[f"- {line}" for line in how(state=False)],
-        "",
-        "Then `python -m benchmarks.peer_rounds`. What is missing is left out, and said to be.",
+        *chapter(how(state=False), "`python -m benchmarks.peer_rounds`"),
     ]
 
 

@@ -14,26 +14,14 @@ from typing import Protocol
 from attacks.spread import Spread
 from eval import partitions, store, training, watching
 from eval.cells import Cell, code, run_id, version
+from eval.faults import FAULTS
 from eval.plan import Plan, Scene, Training, Watch, prepare
 from eval.rundir import RUN, RunDir
 from fl.federation import Federation
 from fl.guard import UnguardedError
 
-__all__ = ["Failure", "Options", "Progress", "prepare", "run", "silent"]
+__all__ = ["FAULTS", "Failure", "Options", "Progress", "prepare", "run", "silent"]
 log = logging.getLogger(__name__)
-FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a method, an attack or the machine may raise in a cell; others (a key pressed, a signal) end the run."""
 
 
 class Progress(Protocol):

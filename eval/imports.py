@@ -14,6 +14,7 @@ from typing import Any
 
 import attacks
 from defenses import defenses
+from eval.faults import IMPORTING
 from eval.terminal import below
 from fl.data import datasets
 from fl.data.augment import augmentations
@@ -31,20 +32,6 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     partitions,
     augmentations,
 )
-FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""What a module may raise while it is imported."""
 _sources: dict[str, bytes] = {}
 
 
@@ -114,7 +101,7 @@ def _explained(name: str, word: str) -> Iterator[None]:
     """Say in a line what a module raised, and where in it."""
     try:
         yield
-    except FAULTS as error:
+    except IMPORTING as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise FileNotFoundError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
         number = _line(error, name)

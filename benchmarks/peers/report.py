@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.common import table
 from benchmarks.peers.adapters import PEERS
 from benchmarks.peers.compare import ALONE, STACKED, Case, Outcome
-from benchmarks.peers.sources import VARIABLE
+from benchmarks.peers.sources import chapter
 from eval.statistics import paired_difference
 
 RESAMPLES = 2000
@@ -84,13 +84,10 @@ def page(count: int, outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
         f"Intervals are 95 % bootstrap over images. A victim within {AHEAD} dB counts for nobody.",
         "",
         *[line for case, outcome in outcomes for line in section(case, outcome)],
-        "## The peers' code",
-        "",
-        f"It is not part of this repository. Make a folder, let `{VARIABLE}` name it, and in it:",
-        "",
-        *[f"- {name}: {source.get}" for name, source in sources.items()],
-        "",
-        "Then `python -m benchmarks.peers`, with `HYPERLEAK_DATA` set. What is missing is left out, and said to be.",
+        *chapter(
+            [f"{name}: {source.get}" for name, source in sources.items()],
+            "`python -m benchmarks.peers`, with `HYPERLEAK_DATA` set",
+        ),
     ]
 
 

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,19 @@ def execute(path: Path, given: Mapping[str, object], constants: Mapping[str, obj
     names: dict[str, Any] = {"__name__": f"peer_{path.stem}", **given}
     exec(compile(tree, str(path), "exec", dont_inherit=True), names)
     return names
+
+
+def chapter(lines: Sequence[str], command: str) -> list[str]:
+    """The end of a page: how to get what is not ours, and the command that runs it."""
+    return [
+        "## The peers' code",
+        "",
+        f"It is not part of this repository. Make a folder, let `{VARIABLE}` name it, and in it:",
+        "",
+        *[f"- {line}" for line in lines],
+        "",
+        f"Then {command}. What is missing is left out, and said to be.",
+    ]
 
 
 class _Settings(ast.NodeTransformer):

@@ -103,6 +103,15 @@ def run(
         failures = _compute(plan, folder, options, screen)
         with errors(FAILURE):
             found = _write(plan, folder, failures)
+    _tell(screen, plan, folder, failures, found, json=json)
+    if failures:
+        raise typer.Exit(FAILURE)
+
+
+def _tell(
+    screen: Console, plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None, *, json: bool
+) -> None:
+    """What came out, where it is, and what failed."""
     if json:
         emit(_summary(plan, folder, failures, found))
     elif found is not None:
@@ -114,8 +123,6 @@ def run(
         say(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
     if found is None:
         say(f"nothing is finished, so there is no table and no report; the same command goes on ({folder.path})")
-    if failures:
-        raise typer.Exit(FAILURE)
 
 
 def default_folder(path: Path) -> Path:
