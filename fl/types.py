@@ -361,13 +361,18 @@ class ServerView:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point type of the update."""
-        return _factor(next(iter(self.update.values()))).dtype
+        """Floating-point type of the update; of the network where nothing is sent."""
+        return self._any.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the update lies."""
-        return _factor(next(iter(self.update.values()))).device
+        """Where the update lies; where the network does if nothing is sent."""
+        return self._any.device
+
+    @property
+    def _any(self) -> Tensor:
+        """Some tensor of the update, which a client of its own (`local`) leaves empty."""
+        return _factor(next(iter((self.update or self.task.parameters).values())))
 
 
 def _factor(value: Value) -> Tensor:

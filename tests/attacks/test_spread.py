@@ -16,11 +16,12 @@ from support.compare import tensors
 from support.spreading import Telling, leaving
 
 import attacks
-from attacks.base import Attack, Reconstruction, Result
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.memory import cached
 from attacks.spread import Spread
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
+from fl.methods.local import Local
 from fl.types import ServerView
 from fl.workers import Workers
 
@@ -167,6 +168,14 @@ def test_portions_hold_every_view_once(name: str) -> None:
     given = views(5)
     assert sorted(i for portion in ATTACKS[name].portions(given) for i in portion) == list(range(5))
     assert ATTACKS[name].portions([]) == []
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_client_that_sends_nothing_is_refused_and_not_a_failure(name: str) -> None:
+    given = views(2, Local.example())
+    assert not given[0].update
+    results = Spread(1).run(ATTACKS[name], given, [0, 1])
+    assert [type(result) for result in results] == [NotApplicable] * 2
 
 
 def test_portions_fill_stacks_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
