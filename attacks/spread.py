@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from attacks.base import Attack, Result
 from fl.guard import leave_if_unguarded
@@ -50,6 +51,8 @@ class Spread:
         views: Sequence[ServerView],
         seeds: Sequence[int],
         tick: Callable[[int], None] = lambda _count: None,
+        known: Mapping[int, Result] = MappingProxyType({}),
+        keep: Keep = lambda _numbers, _results: None,
     ) -> list[Result]:
         """What the attack makes of each view, in their order.
 
@@ -58,11 +61,18 @@ class Spread:
             views: what the server saw.
             seeds: one for each.
             tick: told how many more views are done.
+            known: results by the view's number that are there already; portions of these alone are left out.
+            keep: given every portion's numbers and results once it is done, by one of several threads.
 
         Raises:
             RuntimeError: a worker process died.
         """
-        job = _Job(attack, views, seeds, deque(attack.portions(views)), tick)
+        portions = attack.portions(views)
+        done = [portion for portion in portions if all(i in known for i in portion)]
+        left = deque(portion for portion in portions if not all(i in known for i in portion))
+        job = _Job(attack, views, seeds, left, tick, keep)
+        job.results.update({i: known[i] for portion in done for i in portion})
+        job.tell()
         on_cpu = all(view.device.type == "cpu" for view in views)
         helpers = min(self.workers, len(job.open)) - 1 if on_cpu else 0
         began = time.monotonic()
@@ -115,6 +125,7 @@ class Spread:
 
 
 Run = Callable[[Attack, list[ServerView], list[int]], list[Result]]
+Keep = Callable[[Sequence[int], Sequence[Result]], None]
 
 
 @dataclass
@@ -126,6 +137,7 @@ class _Job:
     seeds: Sequence[int]
     open: deque[Sequence[int]]
     tick: Callable[[int], None]
+    keep: Keep
     over: threading.Event = field(default_factory=threading.Event)
     results: dict[int, Result] = field(default_factory=dict)
     counted: int = 0
@@ -139,6 +151,7 @@ class _Job:
                 return
             try:
                 found = run(self.attack, [self.views[i] for i in portion], [self.seeds[i] for i in portion])
+                self.keep(portion, found)
             except BaseException:
                 self.stop()
                 raise

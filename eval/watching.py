@@ -17,6 +17,7 @@ from attacks.spread import Spread
 from eval import store
 from eval.audit import forward_error, prediction_error
 from eval.floors import ceiling
+from eval.found import Found
 from eval.metrics import psnr
 from eval.naming import Lineup
 from eval.perceptual import Perceptual
@@ -30,7 +31,7 @@ from fl.seeds import derive
 from fl.simulate import Truth, observe
 from fl.types import Batch, ServerView
 
-IMAGES, PICTURES = "images.jsonl", "pictures.npz"
+IMAGES, PICTURES, FOUND = "images.jsonl", "pictures.npz", "found"
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,13 +109,14 @@ def attack(
         training: on what.
         seen: of the watch's scene and round.
         perceptual: LPIPS, or why there is none.
-        folder: empty, or with what an attempt before left.
+        folder: empty, or with what an attempt before left: portions that it finished are not attacked again.
         spread: the processes to do it in.
         tick: told how many more updates are done.
     """
     victims = watch.scene.victims
     seeds = [derive(training.seed, "attack", victim.key) for victim in victims]
-    results = _attacked(watch.attack.item, seen.views, seeds, spread, tick)
+    found = Found(folder / FOUND)
+    results = _attacked(watch.attack.item, seen.views, seeds, spread, found, tick)
     reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
     told = zip(victims, seen.views, seen.truths, results, seen.errors, seen.pictures, strict=True)
     for i, (victim, view, truth, result, error, pictures) in enumerate(told):
@@ -137,8 +139,9 @@ def attack(
             pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
     store.replace_rows(folder / IMAGES, rows)
     if pairs:
-        original, found = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
-        np.savez_compressed(folder / PICTURES, original=original, reconstruction=found)
+        original, recovered = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
+        np.savez_compressed(folder / PICTURES, original=original, reconstruction=recovered)
+    found.forget()
 
 
 def _observed(
@@ -178,12 +181,14 @@ def _attacked(
     views: Sequence[ServerView | NotApplicable],
     seeds: Sequence[int],
     spread: Spread,
+    kept: Found,
     tick: Callable[[int], None],
 ) -> list[Result]:
     """What the attack makes of the views; where there is none, why."""
     pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
     tick(len(views) - len(pairs))
-    found = iter(spread.run(attack, [view for view, _ in pairs], [seed for _, seed in pairs], tick))
+    open_to, own = [view for view, _ in pairs], [seed for _, seed in pairs]
+    found = iter(spread.run(attack, open_to, own, tick, kept.known(), kept.keep))
     return [next(found) if isinstance(view, ServerView) else view for view in views]
 
 

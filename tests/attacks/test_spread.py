@@ -107,6 +107,19 @@ def test_both_processes_work_each_with_one_thread(spread: Spread) -> None:
     assert sum(ticks) == 9
 
 
+def test_what_is_known_is_not_attacked_and_what_is_found_is_handed_on(spread: Spread) -> None:
+    kept: dict[int, Result] = {}
+    given = views(6)
+    known: dict[int, Result] = {1: NotApplicable("known"), 4: NotApplicable("known")}
+    results = spread.run(
+        telling(seconds=(0.3, 0.0)), given, range(6), known=known, keep=lambda i, r: kept.update(zip(i, r, strict=True))
+    )
+    assert {i for i, result in enumerate(results) if isinstance(result, NotApplicable)} == {1, 4}
+    assert sorted(kept) == [0, 2, 3, 5]
+    assert all(kept[i] is results[i] for i in kept)
+    assert len({told(result)[0] for result in kept.values()}) == 2  # of both processes
+
+
 def test_short_work_starts_no_process(children: Callable[[], set[Any]]) -> None:
     spread = Spread(2, patience=60.0)
     found = spread.run(telling(seconds=(0.05, 0.0)), views(4), range(4))

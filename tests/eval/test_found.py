@@ -1,0 +1,112 @@
+"""An attack that is stopped goes on after the portions it finished, and leaves the bytes of one that was not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import run, tiny
+from support.tiny import Guess, Registered
+from torch import Tensor
+
+from attacks.base import NotApplicable, Reconstruction
+from eval import found
+from eval.found import Found
+from fl.tensors import LowRank, Term, dense
+
+WORDS = (
+    "attack=guess",
+    "observe.method={steps: 1}",
+    "observe.images=6",
+    "observe.batch_size=1",
+    "method=[{name: fedavg, lr: 0.1, batch_size: 6}]",
+)
+
+
+def whole() -> Reconstruction:
+    """A result with a value in every field."""
+    return Reconstruction(
+        inputs=torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+        labels=torch.tensor([3, 1]),
+        objective=0.1 + 0.2,
+        history=(1.0, math.inf, 1 / 3),
+        private={
+            "embedding": torch.tensor([1.5, -2.0]),
+            "extractor/a/weight": LowRank(
+                None, 0.0, (Term(2.0, torch.ones(1, 3), torch.ones(1, 2)),), torch.Size([3, 2])
+            ),
+        },
+        knowledge=("labels", "defense"),
+        verified=False,
+        fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
+    )
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    kept, given = Found(tmp_path / "found"), whole()
+    assert kept.known() == {}
+    kept.keep([4, 2], [given, NotApplicable("not in the mood")])
+    kept.keep([0], [Reconstruction(inputs=None)])
+    back = kept.known()
+    assert set(back) == {0, 2, 4}
+    assert back[2] == NotApplicable("not in the mood")
+    assert isinstance(back[0], Reconstruction)
+    assert back[0].inputs is None
+    assert math.isnan(back[0].objective)
+    again = back[4]
+    assert isinstance(again, Reconstruction)
+    for field in fields(Reconstruction):
+        mine, was = getattr(again, field.name), getattr(given, field.name)
+        if isinstance(was, Tensor):
+            assert mine.dtype == was.dtype
+            assert torch.equal(mine, was)
+        elif field.name == "private":
+            assert mine.keys() == was.keys()
+            assert all(torch.equal(dense(mine[name]), dense(was[name])) for name in was)
+        else:
+            assert mine == was, field.name
+    kept.forget()
+    assert not (tmp_path / "found").exists()
+    kept.forget()
+
+
+def test_damaged_files_and_those_of_other_code_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Found(tmp_path)
+    kept.keep([0], [whole()])
+    kept.keep([1], [whole()])
+    path = tmp_path / "00001.npz"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert set(kept.known()) == {0}
+    monkeypatch.setattr(found, "code", lambda: "another")
+    assert kept.known() == {}
+
+
+def test_a_stopped_attack_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attacked: list[int] = []
+    guess = Guess.one
+
+    def one(self: Guess, view: object, seed: int) -> object:
+        attacked.append(seed)
+        if len(attacked) == 4:
+            raise KeyboardInterrupt
+        return guess(self, view, seed)  # type: ignore[arg-type]
+
+    with Registered():
+        monkeypatch.setattr(Guess, "one", one)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(*WORDS), tmp_path / "a", keep_checkpoints=True)
+        counts: list[tuple[str, int]] = []
+        again = run(tiny(*WORDS), tmp_path / "a", progress=lambda stage, done, _: counts.append((stage, done)))
+        assert len(attacked) == 4 + 3
+        assert len(set(attacked)) == 6  # the fourth had to be begun again
+        assert [done for stage, done in counts if stage == "fedavg: guess"][-4:] == [3, 4, 5, 6]
+        assert again == run(tiny(*WORDS), tmp_path / "b")
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert (a / "images.jsonl").read_bytes() == (b / "images.jsonl").read_bytes()
+    assert sorted(p.name for p in (a / "cells").glob("*/*")) == sorted(p.name for p in (b / "cells").glob("*/*"))
+    assert not list(a.rglob("found"))
