@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fl.tensors import Payloads, Tensors, Value
+from fl.tensors import LowRank, Payloads, Tensors, Value, dense
 
 if TYPE_CHECKING:
     from fl.client import Client
@@ -372,13 +372,8 @@ class ServerView:
     @property
     def _any(self) -> Tensor:
         """Some tensor of the update, which a client of its own (`local`) leaves empty."""
-        return _factor(next(iter((self.update or self.task.parameters).values())))
-
-
-def _factor(value: Value) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    return value.terms[0].left if value.terms else value.dense()
+        value = next(iter((self.update or self.task.parameters).values()))
+        return value.terms[0].left if isinstance(value, LowRank) and value.terms else dense(value)
 
 
 @dataclass(frozen=True)
