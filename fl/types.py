@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fl.tensors import LowRank, Payloads, Tensors, Value, dense
+from fl.tensors import LowRank, Payloads, Tensors, dense
 
 if TYPE_CHECKING:
     from fl.client import Client
