@@ -183,8 +183,8 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
     publish("defenses", {"search": search, "rows": rows, "cpu_seconds": seconds}, lines)
 
 
-def kept(cases: Sequence[Case], search: dict[str, Any]) -> tuple[list[Row], float]:
-    """The published rows but for those of `cases`, and the CPU seconds that went into all.
+def kept(search: dict[str, Any]) -> tuple[list[Row], float]:
+    """The published rows, and the CPU seconds that went into all.
 
     Raises:
         ValueError: these come from another search.
@@ -192,8 +192,7 @@ def kept(cases: Sequence[Case], search: dict[str, Any]) -> tuple[list[Row], floa
     found = json.loads((RESULTS / "defenses.json").read_text())
     if found["search"] != search:
         raise ValueError(f"expected the search of the published rows, {found['search']}, got {search}")
-    anew = {(case.name, case.images) for case in cases}
-    return [row for row in found["rows"] if (row["defense"], row["images"]) not in anew], found["cpu_seconds"]
+    return found["rows"], found["cpu_seconds"]
 
 
 def _told(found: Interval, form: str = ".1f") -> str:
@@ -207,17 +206,18 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--tv", type=float, default=1e-4)
-    parser.add_argument("--only", nargs="+", help="names of the defences to measure; all others stay as they are")
+    names = list(dict.fromkeys(case.name for case in CASES))
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="of these; all other rows stay")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     images = fl.data.load("fashion_mnist").test.take(torch.arange(FIRST, FIRST + chosen.images))
     search = {"iterations": chosen.iterations, "tv": chosen.tv}
     cases = [case for case in CASES if chosen.only is None or case.name in chosen.only]
-    scored, spent = kept(cases, search) if chosen.only else ([], 0.0)
+    scored, spent = kept(search) if chosen.only else ([], 0.0)
     begin = time.process_time()
     for case in cases:
-        for known in (True, False):
-            scored += rows(case, known, images, search)
+        found = [row for known in (True, False) for row in rows(case, known, images, search)]
+        scored = [row for row in scored if (row["defense"], row["images"]) != (case.name, case.images)] + found
         report(scored, spent + time.process_time() - begin, search, chosen.images)
 
 
