@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.exact.bounds import spans
+from attacks.exact.confirmed import confirmed
 from attacks.exact.decode import LOOSE
 from attacks.exact.equations import Equations
 from attacks.exact.invert import solve
@@ -272,6 +273,9 @@ def _fixed(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
     if bool(free.any()):
         off = spans(solved.known, solved.found, free, -mean / std, (1 - mean) / std) * std.expand_as(fixed)[free]
         fixed[free] = off < SURE
+    if solved.fixed is not None and not bool(fixed.all()):
+        # what is open may also move the positions by which others are fixed
+        fixed &= confirmed(solved.known, solved.found.x)
     return fixed
 
 

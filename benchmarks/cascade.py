@@ -2,7 +2,7 @@
 
 Untrained networks of HyperFL, one step on one image in float32, no label and no classifier. Image i meets the network
 of seed i. FedAvg's update is the difference of two models in float32, HyperFL's what `peel` makes of it. Colour images
-take a minute each. Sets that are left out keep what was measured last.
+take a quarter of a minute each. Sets that are left out keep what was measured last.
 """
 
 from __future__ import annotations

@@ -145,6 +145,11 @@ class Prior:
         sites = None if self.sites is None else self.sites.to(dtype)
         return Prior(self.channels.to(dtype), self.pixels.to(dtype), self.mean.to(dtype), sites)
 
+    def at(self, pixels: Tensor) -> Prior:
+        """What its precision says of some pixels of the plane (n,), the others being known."""
+        sites = None if self.sites is None else self.sites.flatten(2)[..., pixels]
+        return Prior(self.channels, self.pixels[pixels[:, None], pixels], self.mean, sites)
+
     def weakened(self, factor: float) -> Prior:
         """The same with its smoothness times `factor`."""
         return replace(self, channels=self.channels * factor)

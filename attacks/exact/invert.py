@@ -34,6 +34,9 @@ AGAIN = 4.0
 COOLING = (temperatures(30.0, 0.65), temperatures(100.0, 0.75))
 """Of one annealing after the other, for layers further up."""
 
+OPEN = 32
+"""Pixels not confirmed yet below which it is worth while to try what follows from a propagation."""
+
 SMALL = 1500
 """Unknowns below which a propagation is so cheap that it may take its time."""
 
@@ -43,7 +46,7 @@ def schedules(unknown: int) -> tuple[Schedule, ...]:
 
     The second starts wider and moves more slowly, the third takes any pixel value.
     """
-    fast = Schedule(noise=1e-3, factor=0.2, iterations=24, least=1e-9, gradient=0.1)
+    fast = Schedule(noise=1e-3, factor=0.2, damping=0.7, iterations=24, least=1e-9, gradient=0.1)
     wide = Schedule(deviation=0.6, noise=0.1, damping=0.3, factor=0.5)
     return Schedule() if unknown < SMALL else fast, wide, Schedule(levels=None, least=1e-8)
 
@@ -115,13 +118,15 @@ def _propagated(known: Equations, prior: Prior, schedule: Schedule, levels: Leve
     attempt = 2e-2 if int(known.seen.sum()) > 2 * unknown or levels is None else 1.5e-3
     best: Solved | None = None
     nearest = tried = State.first(known)
-    since = 0
+    since, left = 0, math.prod(known.layer.shape[1:])
     for state in propagate(known, prior, schedule, levels):
         since = 0 if state.error < nearest.error else since + 1
         nearest = state if since == 0 else nearest
         if since > 4 or not state.error < 5 * nearest.error:
             break
-        if state.error < attempt:
+        before, left = left, int((~state.held).sum())
+        ripe = attempt > 2e-3 or left == 0 or before <= left < OPEN
+        if state.error < attempt and ripe:
             attempt, tried = state.error / AGAIN, state
             best = _finished(known, state, prior, levels).better(best)
             if best.satisfied:

@@ -200,22 +200,6 @@ class Layer:
         stride = (down * rows, right * columns)
         return Layer(weight.flatten(0, 1), bias, self.shape, self.padding, stride, images=self.images, kept=self.kept)
 
-    def covariances(self, whole: Tensor) -> Tensor:
-        """Of every patch (L, M, M), from that of X (N, N); the padding has none."""
-        channels, height, width = self.alone
-        (top, left), (rows, columns) = self.padding, self._padded
-        offsets = torch.arange(channels, device=whole.device)[:, None] * (rows * columns)
-        at = (offsets + self._reach[:, None]).flatten(1)  # (L, M)
-        apart, found = whole.view(channels, self.images, height, width, channels, self.images, height, width), []
-        for n in range(self.images):
-            full = apart[:, n, :, :, :, n].permute(0, 3, 1, 4, 2, 5)
-            full = F.pad(full, (left, left) * 2) if left else full
-            full = full.permute(0, 1, 4, 5, 2, 3)  # (I, I, W, W, H, H)
-            full = F.pad(full, (top, top) * 2) if top else full
-            flat = full.permute(0, 4, 2, 1, 5, 3).reshape(channels * rows * columns, -1)
-            found.append(flat[at[:, :, None], at[:, None, :]])
-        return torch.cat(found)
-
     def _summed(self, forms: Tensor, count: int) -> Tensor:
         """The matrices (count, H W, H W) of sum_l patch_l^T forms_l patch_l over one channel."""
         (rows, columns), (down, right) = self.kernel, self.stride

@@ -9,12 +9,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attacks.exact.confirmed import confirmed
 from attacks.exact.equations import Equations, Prior
 from attacks.exact.layer import Layer, joined
 from attacks.exact.levels import Levels
+from attacks.exact.part import Part
 
 SINGLE = 1e-6
 """Relative noise down to which single precision tells outputs apart, at half the cost."""
+BEHIND = 0.2
+"""Share of the error below which the assumed noise of pixels' outputs does not fall: wrong positions were believed."""
+NEARLY = 2e-2
+"""Error from which on single pixels may be confirmed."""
+FEW = 512
+"""Numbers up to which double precision costs nothing worth saving."""
 OWN = 1e-3
 """Share of a cell's precision that must come from elsewhere for its site to be formed anew: less is rounding."""
 
@@ -55,6 +63,7 @@ class State:
         mean: of X (I, H, W).
         variance: of X (I, H, W).
         levels: precision, and precision times mean, of every pixel's site on its levels (2, I, H, W).
+        held: pixels that are taken for certain (H, W).
         error: of the pooled outputs, relative to them.
     """
 
@@ -64,6 +73,7 @@ class State:
     mean: Tensor
     variance: Tensor
     levels: Tensor
+    held: Tensor
     error: float = math.inf
 
     @classmethod
@@ -72,7 +82,7 @@ class State:
         shares = known.start
         flat = shares.new_zeros(*shares.shape, shares.shape[-1])
         x = shares.new_zeros(known.layer.shape)
-        return cls(flat, torch.zeros_like(shares), shares, x, x + 1, torch.stack([x, x]))
+        return cls(flat, torch.zeros_like(shares), shares, x, x + 1, torch.stack([x, x]), x[0] > 0)
 
 
 def image_prior(layer: Layer, mean: Tensor, std: Tensor, deviation: float) -> Prior:
@@ -118,29 +128,42 @@ def propagate(known: Equations, prior: Prior, schedule: Schedule, levels: Levels
     The forward equations of one filter in one cell say that the largest of P jointly Gaussian outputs is the target: a
     mixture over which one it is, the others truncated. Each is replaced by a Gaussian of the same first two moments,
     given all others (Minka, 2001), and so is each pixel's being on one of its levels. The gradient's equations are
-    Gaussian given the positions' probabilities.
+    Gaussian given the positions' probabilities. Pixels that equations confirm are left out of the algebra for as long
+    as these hold: what remains is small, is solved in double precision and no more moved by what is known.
     """
     state, noise = State.first(known), schedule.noise
+    part = Part.of(known.layer.windows, state.held)
     for iteration in range(schedule.iterations):
         if iteration:  # below what single precision can do only once the outputs are as near as that
             least = schedule.least if state.error < SINGLE**0.5 else max(schedule.least, SINGLE)
-            noise = max(noise * schedule.factor, least)
+            behind = (BEHIND * state.error) ** 2 if levels is not None and iteration > 1 else 0.0
+            noise = max(noise * schedule.factor, least, behind)
         told = gradient(known, state, schedule.gradient * noise**0.5) if iteration else None
-        precision = Precision(known, replace(prior, sites=state.levels), state, told)
+        precision = Precision(known, replace(prior, sites=state.levels), state, told, part)
         solved = precision.solved(single=noise >= SINGLE)
         if solved is None:
             return
-        mean, whole = solved[0].view(known.layer.shape), solved[1]
-        variance = whole.diagonal().view_as(mean).to(mean).clamp_min(1e-12)
+        mean, covariance = solved[0].view(known.layer.shape), solved[1]
+        variance = part.filled(torch.zeros_like(mean), covariance.diagonal()).clamp_min(1e-12)
         damping = schedule.damping if iteration else 0.7
-        made, shift, shares = sites(known, state, mean, whole, noise, damping)
+        made, shift, shares = sites(known, state, mean, part.covariances(covariance), noise, damping)
         on = state.levels
         if levels is not None:
             on = on.lerp(torch.stack(levels.sites(mean, variance, *on)), 0.5)
         missed = (known.layer.pooled_outputs(mean) - known.target).square()
         error = float(known.average(missed).sqrt() / known.forward_scale)
-        state = State(made, shift, shares, mean, variance, on, error)
+        before, state = state.held, State(made, shift, shares, mean, variance, on, state.held, error)
+        if levels is not None and error < NEARLY:
+            state = _surer(known, state, levels)
+            part = part if torch.equal(before, state.held) else Part.of(known.layer.windows, state.held)
         yield state
+
+
+def _surer(known: Equations, state: State, levels: Levels) -> State:
+    """The same with those pixels taken for certain that equations confirm on their nearest levels."""
+    x = levels.nearest(state.mean)
+    held = confirmed(known, x)
+    return replace(state, held=held, mean=torch.where(held, x, state.mean))
 
 
 @dataclass(frozen=True)
@@ -167,13 +190,12 @@ class Told:
         weighted = (self.inverse @ gradient[..., None]).view(len(gradient), -1, self.maps.shape[1])
         return torch.einsum("oin,oai->an", self.maps, weighted)
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The precision itself (N, N)."""
-        count, pixels = self.maps.shape[1:]
-        channels = self.inverse.shape[1] // count
+    def dense(self, dtype: torch.dtype, pixels: Tensor) -> Tensor:
+        """The precision itself of some pixels' numbers (n, n)."""
+        maps = self.maps[..., pixels].to(dtype)
+        count, channels = maps.shape[1], self.inverse.shape[1] // maps.shape[1]
         inverse = self.inverse.to(dtype).view(-1, channels, count, channels, count)
-        maps = self.maps.to(dtype)
-        flat, blocks = maps.flatten(0, 1), maps.new_empty(channels, channels, pixels, pixels)
+        flat, blocks = maps.flatten(0, 1), maps.new_empty(channels, channels, len(pixels), len(pixels))
         for i in range(channels):
             for j in range(i + 1):
                 blocks[i, j] = flat.mT @ (inverse[:, i, :, j] @ maps).flatten(0, 1)
@@ -190,6 +212,7 @@ class Precision:
     prior: Prior
     state: State
     told: Told | None
+    part: Part
 
     @property
     def right(self) -> Tensor:
@@ -207,27 +230,28 @@ class Precision:
         return result if self.told is None else result + self.told @ x
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The precision itself (N, N)."""
+        """The precision of what is not certain (n, n)."""
         windows = self.known.layer.windows
         filters = windows.filters.to(dtype).unflatten(0, (-1, self.state.shift.shape[-1]))  # (O, P, M)
         raised = torch.einsum("okpr,orm->kopm", self.state.precision.to(dtype), filters).flatten(1, 2)
-        matrix = windows.form(filters.flatten(0, 1).mT @ raised)
-        matrix += self.prior.to(dtype).dense
-        return matrix if self.told is None else matrix.add_(self.told.dense(dtype))
+        matrix = self.part.form(filters.flatten(0, 1).mT @ raised)
+        matrix += self.prior.to(dtype).at(self.part.pixels).dense
+        return matrix if self.told is None else matrix.add_(self.told.dense(dtype, self.part.pixels))
 
     def solved(self, *, single: bool) -> tuple[Tensor, Tensor] | None:
-        """Mean (I, H W) and covariance (N, N), the latter in single precision where that will do."""
-        right = self.right
-        size = right.norm()
-        for dtype in (torch.float32, torch.float64) if single else (torch.float64,):
+        """Mean (I, H W), and covariance (n, n) of what is not certain, in single precision where that will do."""
+        right, part = self.right, self.part
+        start = part.filled(self.state.mean, torch.zeros(part.count).to(right)).flatten(1)
+        for dtype in (torch.float32, torch.float64) if single and part.count > FEW else (torch.float64,):
             factor, failed = torch.linalg.cholesky_ex(self.dense(dtype))
             if bool(failed):
                 continue
-            x, left = torch.zeros_like(right), right
+            x, left = start, part.taken(right - self @ start)
             for _ in range(4):
-                x = x + torch.cholesky_solve(left.to(dtype).view(-1, 1), factor).view_as(x).to(x)
-                left = right - self @ x
-            if left.norm() <= 1e-9 * size:
+                moved = torch.cholesky_solve(left.to(dtype)[:, None], factor)[:, 0].to(x)
+                x = part.filled(x, part.taken(x) + moved)
+                left = part.taken(right - self @ x)
+            if left.norm() <= 1e-9 * right.norm():
                 return x, torch.cholesky_inverse(factor)
         return None
 
@@ -253,11 +277,14 @@ def gradient(known: Equations, state: State, noise: float) -> Told:
 
 
 def sites(
-    known: Equations, state: State, mean: Tensor, whole: Tensor, noise: float, damping: float
+    known: Equations, state: State, mean: Tensor, patches: Tensor, noise: float, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """New sites (O, K, P, P) and (O, K, P), and the probabilities of the positions (O, K, P)."""
+    """New sites (O, K, P, P) and (O, K, P), and the probabilities of the positions (O, K, P).
+
+    `patches` is the covariance of all that a cell sees (K, M, M). Where nothing in it is open, sites stay as they are.
+    """
     scale = known.forward_scale.square()
-    outputs, spread = _outputs(known, mean, whole)
+    outputs, spread = _outputs(known, mean, patches)
     tiny = 1e-5 * noise * scale * torch.eye(outputs.shape[-1]).to(outputs)
     inverse = torch.linalg.inv(spread + tiny)
     cavity = _bounded(inverse - state.precision, 1e-6 / scale)
@@ -269,17 +296,18 @@ def sites(
     shift = ((cavity + precision) @ tilted[..., None] - cavity @ centre[..., None])[..., 0]
     own = torch.linalg.eigvalsh(inverse - state.precision)[..., :1]
     sure = own > OWN * inverse.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
-    moved = damping * sure.to(own)
+    seen = spread.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True) > 0
+    moved = damping * (sure & seen).to(own)
     shares = torch.where(sure, shares, state.shares)
     return state.precision.lerp(precision, moved[..., None]), state.shift.lerp(shift, moved), shares
 
 
-def _outputs(known: Equations, mean: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def _outputs(known: Equations, mean: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
     """Mean (O, K, P) and covariance (O, K, P, P) of the outputs without the bias, cell by cell."""
     windows, (_, positions) = known.layer.windows, known.layer.cells.shape
     filters = windows.filters.unflatten(0, (-1, positions))  # (O, P, M)
     outputs = windows.convolved(mean).unflatten(0, (-1, positions)).transpose(1, 2)
-    through = windows.filters @ windows.covariances(whole).to(mean)  # (K, O P, M)
+    through = windows.filters @ patches.to(mean)  # (K, O P, M)
     through = through.unflatten(1, (-1, positions)).transpose(0, 1)  # (O, K, P, M)
     return outputs, through @ filters[:, None].mT
 

@@ -86,12 +86,6 @@ def test_the_matrices_of_a_layer_are_the_forms_they_stand_for(name: str) -> None
     cells = made.patches(only)[made.cells]
     between = randn(len(cells), cells.shape[1], cells.shape[1], key="pairs")
     assert torch.allclose(channel @ made.pairs(between) @ channel, torch.einsum("kpm,kpr,krm->", cells, between, cells))
-    whole = randn(flat.numel(), flat.numel(), key="whole")
-    selected = torch.stack([made.patches(row.view(x.shape)) for row in whole])  # (N, L, M)
-    both = torch.stack([made.patches(part.view(x.shape)) for part in selected.flatten(1).mT])  # (L M, L, M)
-    at = torch.arange(len(patches))
-    both = both.view(len(patches), patches.shape[1], len(patches), -1)[at, :, at].mT
-    assert torch.allclose(made.covariances(whole), both)
 
 
 def test_what_a_cell_sees_is_one_patch_of_its_window() -> None:

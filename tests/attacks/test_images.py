@@ -50,7 +50,7 @@ def test_images_do_not_touch(name: str) -> None:
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_forms_of_several_images_are_blocks(name: str) -> None:
     one, two, x = both(name)
-    parts, flat = x.chunk(2, 1), x.flatten()
+    flat = x.flatten()
     patches = two.patches(x)
     kernels = randn(*patches.shape, patches.shape[1], key="kernel")
     assert torch.allclose(flat @ two.form(kernels) @ flat, torch.einsum("lm,lmn,ln->", patches, kernels, patches))
@@ -59,12 +59,6 @@ def test_forms_of_several_images_are_blocks(name: str) -> None:
     assert torch.allclose(two.blocks(weights)[0], torch.block_diag(*blocks))
     between = randn(*two.cells.shape, two.cells.shape[1], key="pairs")
     assert torch.allclose(two.pairs(between), torch.block_diag(*[one.pairs(b) for b in between.chunk(2)]))
-    whole = randn(flat.numel(), flat.numel(), key="whole")
-    own = whole.view(*x.shape, *x.shape)
-    height = parts[0].shape[1]
-    alone = [own[:, :height, :, :, :height], own[:, height:, :, :, height:]]
-    expected = torch.cat([one.covariances(a.reshape(flat.numel() // 2, -1)) for a in alone])
-    assert torch.equal(two.covariances(whole), expected)
 
 
 def test_a_prior_does_not_join_images() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attacks.exact import invert, propagation
 from attacks.exact.equations import Equations
+from attacks.exact.part import Part
 from attacks.exact.polish import fit, passed
 from attacks.exact.propagation import Precision, Schedule, State, gradient, image_prior, propagate, sites
 from attacks.exact.solved import Solved
@@ -25,7 +26,13 @@ def moved(known: Equations, truth: Tensor) -> State:
     half = torch.randn(*shares.shape, shares.shape[-1], generator=draw, dtype=torch.float64)
     shift = torch.randn(shares.shape, generator=draw, dtype=torch.float64)
     levels = torch.rand(2, *truth.shape, generator=draw, dtype=torch.float64)
-    return State(half @ half.mT, shift, shares, truth, torch.ones_like(truth), levels)
+    none = torch.zeros(truth.shape[1:], dtype=torch.bool)
+    return State(half @ half.mT, shift, shares, truth, torch.ones_like(truth), levels, none)
+
+
+def every(known: Equations) -> Part:
+    """All pixels."""
+    return Part.of(known.layer.windows, torch.zeros(known.layer.shape[1:], dtype=torch.bool))
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -33,7 +40,7 @@ def test_the_precision_is_its_matrix(told: bool) -> None:
     known, truth = problem(6, 4)
     state = moved(known, truth)
     prior = replace(image_prior(known.layer, MEAN, STD, 0.3), sites=state.levels)
-    precision = Precision(known, prior, state, gradient(known, state, 0.1) if told else None)
+    precision = Precision(known, prior, state, gradient(known, state, 0.1) if told else None, every(known))
     matrix, x = precision.dense(torch.float64), truth.flatten(1)
     assert torch.allclose(matrix, matrix.mT)
     assert torch.allclose((precision @ x).flatten(), matrix @ x.flatten())
@@ -43,6 +50,26 @@ def test_the_precision_is_its_matrix(told: bool) -> None:
     assert covariance is not None
     assert torch.allclose(mean.flatten(), torch.linalg.solve(matrix, precision.right.flatten()))
     assert torch.allclose(covariance, torch.linalg.inv(matrix))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_what_is_certain_stays_and_the_rest_is_what_follows(share: float) -> None:
+    known, truth = problem(6, 4)
+    held = torch.rand(truth.shape[1:], generator=torch.Generator().manual_seed(4)) < share
+    state = replace(moved(known, truth), held=held)
+    prior = replace(image_prior(known.layer, MEAN, STD, 0.3), sites=state.levels)
+    told, part = gradient(known, state, 0.1), Part.of(known.layer.windows, held)
+    precision = Precision(known, prior, state, told, part)
+    matrix = replace(precision, part=every(known)).dense(torch.float64)
+    free = (~held).expand(truth.shape).flatten()
+    assert torch.allclose(precision.dense(torch.float64), matrix[free][:, free])
+    mean, covariance = precision.solved(single=False) or (None, None)
+    assert mean is not None
+    assert covariance is not None
+    assert torch.equal(mean.flatten()[~free], truth.flatten()[~free])
+    right = precision.right.flatten()[free] - matrix[free][:, ~free] @ truth.flatten()[~free]
+    assert torch.allclose(mean.flatten()[free], torch.linalg.solve(matrix[free][:, free], right))
+    assert torch.allclose(covariance, torch.linalg.inv(matrix[free][:, free]))
 
 
 def test_the_gradients_equations_say_where_their_own_image_is() -> None:
@@ -60,9 +87,10 @@ def test_a_cell_that_nothing_else_tells_keeps_its_site(size: float, moves: bool)
     precision = size * torch.eye(4).double().expand_as(state.precision)
     state = replace(state, precision=precision, shares=passed(known, truth))
     prior = replace(image_prior(known.layer, MEAN, STD, 1.0), sites=None)
-    solved = Precision(known, prior, state, None).solved(single=False)
+    part = every(known)
+    solved = Precision(known, prior, state, None, part).solved(single=False)
     assert solved is not None
-    site, _, shares = sites(known, state, solved[0].view_as(truth), solved[1], 1e-8, 0.6)
+    site, _, shares = sites(known, state, solved[0].view_as(truth), part.covariances(solved[1]), 1e-8, 0.6)
     assert bool((site == precision).all()) != moves
     assert torch.equal(shares, state.shares) != moves
 
@@ -90,7 +118,8 @@ def test_single_precision_ends_only_where_the_outputs_are_near(monkeypatch: pyte
 def test_what_came_no_nearer_is_not_tried_again_but_the_nearest_is(monkeypatch: pytest.MonkeyPatch) -> None:
     known, truth = problem(6, 6)
     errors = [1e-3, 9e-4, 4e-4, 2e-4, 1.5e-4, 1.4e-4]
-    states = [replace(State.first(known), error=error) for error in errors]
+    sure = torch.ones(truth.shape[1:], dtype=torch.bool)
+    states = [replace(State.first(known), error=error, held=sure) for error in errors]
     tried: list[float] = []
 
     def made(*_: object) -> Iterator[State]:
@@ -105,6 +134,27 @@ def test_what_came_no_nearer_is_not_tried_again_but_the_nearest_is(monkeypatch: 
     prior = image_prior(known.layer, MEAN, STD, 0.3)
     invert._propagated(known, prior, Schedule(), LEVELS)
     assert tried == [1e-3, 2e-4, 1.4e-4]
+
+
+def test_nothing_is_tried_while_equations_confirm_ever_more_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, truth = problem(6, 6)
+    sizes = [(40, 1e-3), (20, 9e-4), (10, 8e-4), (10, 7e-4), (4, 6e-4)]
+    total = truth[0].numel()
+    monkeypatch.setattr(invert, "OPEN", 25)
+    states = []
+    for count, error in sizes:
+        held = torch.arange(total).view(truth.shape[1:]) >= count
+        states.append(replace(State.first(known), error=error, held=held))
+    tried: list[float] = []
+
+    def finished(known: Equations, state: State, *_: object) -> Solved:
+        tried.append(state.error)
+        return Solved(known, replace(fit(known, truth), forward=1.0))
+
+    monkeypatch.setattr(invert, "propagate", lambda *_: iter(states))
+    monkeypatch.setattr(invert, "_finished", finished)
+    invert._propagated(known, image_prior(known.layer, MEAN, STD, 0.3), Schedule(), LEVELS)
+    assert tried == [7e-4, 6e-4]  # where no more were confirmed, and the last
 
 
 def test_levels_at_once_are_enough_where_the_mean_is_near(monkeypatch: pytest.MonkeyPatch) -> None:

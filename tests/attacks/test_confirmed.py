@@ -1,0 +1,114 @@
+"""Pixels that equations leave no doubt of: which are, and what the propagation and the attack make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.pixels import LEVELS, MEAN, STD, problem
+from torch import Tensor
+
+from attacks import cascade
+from attacks.exact import propagation
+from attacks.exact.confirmed import confirmed
+from attacks.exact.equations import Equations
+from attacks.exact.levels import Levels
+from attacks.exact.polish import fit, passed
+from attacks.exact.propagation import Schedule, State, image_prior, propagate, sites
+from attacks.exact.solved import Solved
+
+
+def off(truth: Tensor, *places: tuple[int, int]) -> Tensor:
+    """The picture with one level more in all channels of these pixels."""
+    wrong = truth.clone()
+    for row, column in places:
+        wrong[:, row, column] += LEVELS.step.flatten()
+    return wrong
+
+
+def test_equations_confirm_what_is_right_and_nothing_that_is_not() -> None:
+    known, truth = problem(6, 12)
+    right = confirmed(known, truth)
+    assert right.sum() == 35
+    assert not bool(right[0, 5])  # a single output saw this corner
+    sure = confirmed(known, off(truth, (0, 0), (5, 5)))
+    assert not bool(sure[0, 0])
+    assert not bool(sure[5, 5])
+    assert int(sure.sum()) > 10
+
+
+def test_few_of_many_equations_confirm_nothing() -> None:
+    known, truth = problem(6, 12)
+    missed = known.target.clone()
+    missed[2:] += 0.1
+    assert not bool(confirmed(replace(known, target=missed), truth)[2:4, 2:4].any())
+    missed = known.target.clone()
+    missed[8:] += 0.1
+    assert bool(confirmed(replace(known, target=missed), truth)[2:4, 2:4].all())
+
+
+def test_targets_that_are_hardly_known_confirm_nothing() -> None:
+    known, truth = problem(6, 12)
+    loose = known.loose + 1e-3 * known.forward_scale
+    assert not bool(confirmed(replace(known, loose=loose), truth).any())
+    missed, seen = known.target.clone(), known.seen.clone()
+    missed[2:] += 0.1
+    seen[2:] = False  # only bounds, so that it says nothing that these do not hold
+    assert bool(confirmed(replace(known, target=missed, seen=seen), truth)[2:4, 2:4].all())
+
+
+def test_the_propagation_leaves_out_what_is_confirmed() -> None:
+    known, truth = problem(8, 12)
+    schedule = Schedule(noise=1e-2, factor=0.2, iterations=16, least=1e-9)
+    states = list(propagate(known, image_prior(known.layer, MEAN, STD, 0.3), schedule, LEVELS))
+    held = [int(state.held.sum()) for state in states]
+    assert held[0] == 0
+    assert held[-1] > 55  # of 64
+    last = states[-1].held
+    assert torch.allclose(states[-1].mean[:, last], truth[:, last])
+    plain = propagate(known, image_prior(known.layer, MEAN, STD, 0.3), schedule)
+    assert not any(bool(state.held.any()) for state in plain)  # without levels there is nothing to confirm
+
+
+@pytest.mark.parametrize("levels", [LEVELS, None])
+def test_noise_does_not_run_ahead_of_the_error(levels: Levels | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, _ = problem(8, 12)
+    noises: list[float] = []
+
+    def watched(known: Equations, state: State, mean: Tensor, patches: Tensor, noise: float, damping: float) -> object:
+        noises.append(noise)
+        return sites(known, state, mean, patches, noise, damping)
+
+    monkeypatch.setattr(propagation, "sites", watched)
+    schedule = Schedule(noise=1e-3, factor=1e-2, iterations=6, least=1e-9)
+    errors = [s.error for s in propagate(known, image_prior(known.layer, MEAN, STD, 0.3), schedule, levels)]
+    behind = [noise >= (0.2 * error) ** 2 for noise, error in zip(noises[2:], errors[1:], strict=False)]
+    assert all(behind) == (levels is not None)
+
+
+def test_a_cell_of_certain_pixels_keeps_its_site_and_knows_its_position() -> None:
+    known, truth = problem(6, 4)
+    state = replace(State.first(known), shares=known.start)
+    precision = torch.eye(4).double().expand_as(state.precision)
+    state = replace(state, precision=precision)
+    size = known.layer.windows.filters.shape[1]
+    nothing = torch.zeros(known.layer.cells.shape[0], size, size, dtype=torch.float64)
+    site, shift, shares = sites(known, state, truth, nothing, 1e-8, 0.6)
+    assert torch.equal(site, precision)
+    assert torch.equal(shift, state.shift)
+    assert torch.equal(shares.argmax(-1), passed(known, truth).argmax(-1))
+
+
+def test_where_something_is_open_only_what_is_confirmed_counts_as_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, truth = problem(6, 12)
+    monkeypatch.setattr(cascade, "spans", lambda *_: torch.full((1,), float("inf")))
+    found = fit(known, off(truth, (5, 5)))
+    every = torch.ones_like(truth, dtype=torch.bool)
+    assert bool(cascade._fixed(Solved(known, found, every), MEAN, STD).all())
+    some = every.clone()
+    some[0, 2, 2] = False
+    fixed = cascade._fixed(Solved(known, found, some), MEAN, STD)
+    assert not bool(fixed[:, 5, 5].any())  # its equations do not hold
+    assert not bool(fixed[0, 2, 2])
+    assert bool(fixed[1:, 2, 2].all())
