@@ -19,13 +19,14 @@ from attacks.watch import Watch
 from benchmarks.worlds import STEP, victims
 from fl.method import Method
 from fl.methods.hyperfl import HyperFL
+from fl.models.hypernetwork import Hypernetwork
 from fl.types import ServerView
 
 NETWORKS = ("hyperfl-colour", "lenet-zhu")
 VICTIMS = (1, 4, 16, 64)
 WORK, LEAST = 256, 6
 """Iterations times trials of a case, and the fewest iterations."""
-HYPERFL = HyperFL(steps=1, batch_size=None, head_epochs=0)
+HYPERFL = HyperFL(steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(init="scaled"))
 ENDLESS: dict[str, Any] = {"tolerance": 0.0, "patience": 0, "enough": 0.0}
 """Searches that would stop of themselves go on."""
 SEARCHES: dict[str, tuple[Method, dict[str, Any], str]] = {
