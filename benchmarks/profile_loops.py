@@ -159,6 +159,7 @@ def loops(
         task = fl.models.build(network, num_classes=10, seed=0)
         for label, method, engine, clients in (
             ("fedavg, loop", FedAvg(lr=0.02, batch_size=BATCH), "loop", 1),
+            ("hyperfl, loop", HyperFL(batch_size=BATCH, epochs=1), "loop", 1),
             ("hyperfl, factored", HyperFL(batch_size=BATCH, epochs=1), "factored", TOGETHER),
         ):
             run = federation(task, method, clients=clients, each=each, engine=engine)  # type: ignore[arg-type]

@@ -1,9 +1,13 @@
-"""Seconds of one local round per client, engine by engine: `python -m benchmarks.rounds [--official DIR]`.
+"""Seconds of one local round per client, method by method: `python -m benchmarks.rounds [--official DIR] [--clock]`.
 
 DIR is the folder `cnn` of the HyperFL authors' code (https://github.com/Pengxin-Guo/HyperFL, no licence: get your own
-copy, and take `.cuda()` out of models/cnn.py to run it on a CPU). First in CPU seconds, everything in turns in one
-process with one thread, so that the ratios hold on a busy machine too; then in seconds of the clock with all cores,
-each in its own way (our worker processes, the authors' threads), which needs an idle machine.
+copy, and take `.cuda()` out of models/cnn.py to run it on a CPU). CPU seconds, everything in turns in one process with
+one thread (`processes` apart, whose workers count), so that the ratios hold on a busy machine too. `--clock` also takes
+seconds of the clock with all cores, each in its own way (our worker processes, the authors' threads), which needs an
+idle machine; what is not measured is kept as it was.
+
+HyperFL comes first, in a process that has done nothing else: the authors' code asks for fresh memory at every step, and
+how long that takes depends on what the process had before (3.4 to 5.3 CPU seconds for the same round on one machine).
 """
 
 from __future__ import annotations
@@ -11,12 +15,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
+import multiprocessing
 import os
-import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +29,26 @@ from typing import Any
 import torch
 
 import fl.models
-from benchmarks.common import publish, table
+from benchmarks.common import RESULTS, machine, publish
+from benchmarks.rounds_page import AUTHORS, FACTORED, FEDAVG, Row, page
 from benchmarks.worlds import BATCH, federation, images
 from fl.engines import EngineName
-from fl.method import Method
-from fl.methods.fedavg import FedAvg
-from fl.methods.hyperfl import HyperFL
+from fl.method import Method, methods
 
-IMAGES, EPOCHS, REPEATS = 600, 5, 3
-FACTORED, AUTHORS = "HyperFL, factored", "HyperFL, the authors' code"
+IMAGES, EPOCHS, REPEATS, WORKERS = 600, 5, 3, 2
 OFFICIAL = {"hyperfl-colour": "CifarCNN_Hyper", "hyperfl-grey": "CNN_FMNIST_Hyper"}
+FEW = 2
+"""Clients that show what one costs where engines train them one by one."""
+SCALED = {"name": "hyperfl", "parametrisation": {"name": "hypernetwork", "init": "scaled"}}
+ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    FEDAVG: {"name": "fedavg"},
+    "DP-FedAvg, loop": {"name": "dp-fedavg", "mode": "as-published", "lr": 0.02},
+    "FedPer, loop": {"name": "fedper"},
+    "FedRep, loop": {"name": "fedrep", "head_epochs": 1},
+    "pFedHN, loop": {"name": "pfedhn", "steps": None},
+    "HyperFL with scaled heads, loop": SCALED,
+}
+"""Methods by what they are called here, without what all have in common."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +65,18 @@ class Contender:
     close: Callable[[], None] = lambda: None
 
 
-def ours(network: str, method: Method, engine: EngineName, clients: int, workers: int = 1) -> Contender:
+def method(settings: dict[str, Any]) -> Method:
+    """A method by its settings, with as many epochs in batches of one size as all others."""
+    common: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS}
+    if settings["name"] in ("fedavg", "fedper", "fedrep"):
+        common["lr"] = 0.02
+    return methods.build({**common, **settings})
+
+
+def ours(network: str, trained: Method, engine: EngineName, clients: int, workers: int = 1) -> Contender:
     """Rounds of a federation of ours, aggregation included."""
     task = fl.models.build(network, num_classes=10, seed=0)
-    run = federation(task, method, clients=clients, each=IMAGES, engine=engine, workers=workers)
+    run = federation(task, trained, clients=clients, each=IMAGES, engine=engine, workers=workers)
 
     def once() -> None:
         run.step(evaluate=False)
@@ -61,6 +84,34 @@ def ours(network: str, method: Method, engine: EngineName, clients: int, workers
     if workers > 1:
         once()  # starts the processes
     return Contender(once, clients, run.close)
+
+
+def hyperfl(network: str, clients: int, folder: Path | None) -> dict[str, Contender]:
+    """HyperFL, FedAvg and the authors' code, if it is there."""
+    rule = method({"name": "hyperfl"})
+    found = {
+        FEDAVG: ours(network, method({"name": "fedavg"}), "loop", FEW),
+        "HyperFL, loop": ours(network, rule, "loop", FEW),
+        FACTORED: ours(network, rule, "factored", clients),
+    }
+    return found | ({AUTHORS: official(folder, network, 1)} if folder else {})
+
+
+def further(network: str, clients: int) -> dict[str, Contender]:
+    """Further methods and engines, beside FedAvg and HyperFL."""
+    fedavg, rule, scaled = (method(s) for s in ({"name": "fedavg"}, {"name": "hyperfl"}, SCALED))
+    found = {name: ours(network, method(settings), "loop", FEW) for name, settings in ONE_BY_ONE.items()}
+    found |= {
+        FACTORED: ours(network, rule, "factored", clients),
+        "HyperFL with scaled heads, factored": ours(network, scaled, "factored", clients),
+        "FedAvg, vmap": ours(network, fedavg, "vmap", clients),
+    }
+    if Path("/proc/self/stat").exists():  # what workers have spent is read there
+        found |= {
+            f"FedAvg, loop in {WORKERS} processes": ours(network, fedavg, "loop", clients, WORKERS),
+            f"HyperFL, factored in {WORKERS} processes": ours(network, rule, "factored", clients, WORKERS),
+        }
+    return found
 
 
 def official(folder: Path, network: str, clients: int) -> Contender:
@@ -86,15 +137,28 @@ def official(folder: Path, network: str, clients: int) -> Contender:
     return Contender(run, clients)
 
 
-def measure(contenders: dict[str, Contender], clock: Callable[[], float]) -> dict[str, list[float]]:
+def measure(found: dict[str, Contender], clock: Callable[[], float]) -> dict[str, list[float]]:
     """Seconds per client of `REPEATS` rounds of each, in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(REPEATS):
-        for name, contender in contenders.items():
+        for name, contender in found.items():
             began = clock()
             contender.run()
             seconds[name].append((clock() - began) / contender.clients)
+    for contender in found.values():
+        contender.close()
     return seconds
+
+
+def everywhere() -> float:
+    """CPU seconds of this process and of those that it has started and that are there."""
+    return time.process_time() + sum(_spent(child.pid) for child in multiprocessing.active_children())
+
+
+def _spent(process: int | None) -> float:
+    """CPU seconds of another process, as Linux counts them (proc(5))."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
@@ -108,63 +172,59 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def rows(network: str, seconds: dict[str, list[float]]) -> list[Row]:
+    """What was found."""
+    return [{"network": network, "what": name, "seconds_per_client": found} for name, found in seconds.items()]
+
+
+def all_cores(network: str, clients: int, folder: Path | None) -> list[Row]:
+    """Seconds of the clock."""
+    cores = os.cpu_count() or 1
+    found = measure(
+        {FACTORED: ours(network, method({"name": "hyperfl"}), "factored", clients, cores)}, time.perf_counter
+    )
+    if folder:
+        with threads(cores):
+            found |= measure({AUTHORS: official(folder, network, 1)}, time.perf_counter)
+    return rows(network, found)
+
+
+def clocked(networks: Sequence[str], clients: int, folder: Path | None, before: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the clock of every network; of before, where nothing is to be measured."""
+    if networks:
+        measured = [row for network in networks for row in all_cores(network, clients, folder)]
+        return {"on": machine(), "rows": measured, "kept": False}
+    last = before.get("clock") or {"on": before.get("machine", {}), "rows": before.get("all_cores", [])}
+    return {**last, "kept": True}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--official", type=Path, help="folder `cnn` of the authors' code")
-    parser.add_argument("--clients", type=int, default=20, help="in the federations of our engines")
+    parser.add_argument("--clients", type=int, default=20, help="in federations whose clients are trained together")
+    parser.add_argument("--clock", action="store_true", help="take seconds of the clock, too")
+    parser.add_argument(
+        "--only", choices=("hyperfl", "further"), help="measure this part, and keep the other as it was"
+    )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    cores = os.cpu_count() or 1
-    hyperfl, fedavg = HyperFL(batch_size=BATCH, epochs=EPOCHS), FedAvg(lr=0.02, batch_size=BATCH, epochs=EPOCHS)
-    single, whole = [], []
-    for network in OFFICIAL:
-        contenders = {
-            "FedAvg, loop": ours(network, fedavg, "loop", 2),
-            "HyperFL, loop": ours(network, hyperfl, "loop", 2),
-            FACTORED: ours(network, hyperfl, "factored", chosen.clients),
-        }
-        if chosen.official:
-            contenders[AUTHORS] = official(chosen.official, network, 1)
-        single += rows(network, measure(contenders, time.process_time))
-        spread = ours(network, hyperfl, "factored", chosen.clients, cores)
-        found = measure({FACTORED: spread}, time.perf_counter)
-        spread.close()
-        if chosen.official:
-            with threads(cores):
-                found |= measure({AUTHORS: official(chosen.official, network, 1)}, time.perf_counter)
-        whole += rows(network, found)
-    head = ["network", "what", "seconds per client", "over factored"]
-    lines = [
-        "# One local round per client",
-        "",
-        f"{IMAGES} images, batches of {BATCH}, {EPOCHS} epochs (HyperFL: after one of the classifier), median of "
-        f"{REPEATS} turns; {chosen.clients} clients for `factored`, which shares products between them. Ours include "
-        "the aggregation, the authors' does not.",
-        "",
-        "CPU seconds, one thread:",
-        "",
-        *table(head, [row["shown"] for row in single]),
-        "",
-        f"Seconds of the clock, all {cores} cores (ours in {cores} processes, the authors' in {cores} threads):",
-        "",
-        *table(head, [row["shown"] for row in whole]),
-    ]
-    publish("rounds", {"one_thread": single, "all_cores": whole, "clients": chosen.clients}, lines)
-
-
-def rows(network: str, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """What was found, with the ratio of the medians to that of `factored`."""
-    base = statistics.median(seconds[FACTORED])
-    return [
-        {
-            "network": network,
-            "what": name,
-            "seconds_per_client": found,
-            "shown": [network, name, f"{statistics.median(found):.2f}", f"{statistics.median(found) / base:.1f}"],
-        }
-        for name, found in seconds.items()
-    ]
+    path = RESULTS / "rounds.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    parts: dict[str, Callable[[str], dict[str, Contender]]] = {
+        "hyperfl": lambda network: hyperfl(network, chosen.clients, chosen.official),
+        "further": lambda network: further(network, chosen.clients),
+    }
+    found: dict[str, Any] = {"clients": chosen.clients, "few": FEW}
+    found |= {"images": IMAGES, "batch": BATCH, "epochs": EPOCHS, "repeats": REPEATS}
+    for part, make in parts.items():
+        if chosen.only in (None, part):
+            found[part] = [row for name in OFFICIAL for row in rows(name, measure(make(name), everywhere))]
+        else:
+            found[part] = before.get(part, [])
+    found["clock"] = clocked([*OFFICIAL] if chosen.clock else [], chosen.clients, chosen.official, before)
+    loops = json.loads((RESULTS / "scaling.json").read_text()).get("d", {}).get("loops", [])
+    publish("rounds", found, page(found, {loop["name"]: loop["share"] for loop in loops}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Cost as work grows, in CPU seconds and memory: `python -m benchmarks.scaling [--only a|b|c|d]`.
+"""Cost as work grows, in CPU seconds and memory: `python -m benchmarks.scaling [--only a|b|c|d|e]`.
 
-Victims in one call of an attack (a), clients in one process (b), size of the networks (c), and where the time goes (d,
-`benchmarks.profile_loops`). One thread. Every case of (a) and (b) runs in a process of its own, so that its peak of
-memory is its own. A part that is left out keeps what was measured last.
+Victims in one call of an attack (a), clients in one process (b), size of the networks (c), where the time goes (d,
+`benchmarks.profile_loops`), and every search (e, `benchmarks.searches`). One thread. Every case of (a) to (c) runs
+in a process of its own, so that its peak of memory is its own. A part that is left out keeps what was measured last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 import attacks
 import fl.models
 from attacks.base import NotApplicable
-from benchmarks import profile_loops
+from benchmarks import profile_loops, searches
 from benchmarks.common import RESULTS, machine, publish
 from benchmarks.profile_loops import seconds
 from benchmarks.scaling_page import page
@@ -37,7 +36,7 @@ from fl.types import Task
 
 MIB = 2**20
 VICTIMS = (1, 4, 16, 64, 256)
-ATTACKED = ("hyperfl-grey", "lenet-zhu", "mlp")
+ATTACKED = ("hyperfl-grey", "hyperfl-colour", "lenet-zhu", "mlp")
 ITERATIONS = 256
 """Times victims, in every case of (a), but at least `FEWEST` iterations."""
 FEWEST = 4
@@ -74,7 +73,7 @@ def apart(work: Callable[..., dict[str, float]], *settings: object) -> dict[str,
 def attacked(network: str, count: int) -> dict[str, float]:
     """One call of `ig` on so many victims."""
     torch.set_num_threads(1)
-    search(network, 1, 1)  # loads what is loaded on first use
+    search(network, min(count, 2), 1)()  # loads what is loaded on first use
     before, _ = memory()
     few = seconds(search(network, count, 1))
     iterations = max(ITERATIONS // count, FEWEST)
@@ -140,16 +139,6 @@ def part_b(
 
 
 # ---- (c) -------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Size:
-    """What the size of a network costs."""
-
-    network: str
-    parameters: int
-    client_round: float
-    iterations: float
-
-
 def part_c(
     sizes: Sequence[tuple[str, dict[str, Any]]] = SIZES,
     hidden: Sequence[int] = HIDDEN,
@@ -157,27 +146,39 @@ def part_c(
     count: int = 32,
 ) -> dict[str, list[dict[str, Any]]]:
     """Networks under FedAvg and `ig`, one client; hidden widths of the hypernetwork, four clients."""
+    networks = [
+        {"network": name + "".join(f", {key} {value}" for key, value in settings.items())}
+        | apart(sized, name, settings, each, count)
+        for name, settings in sizes
+    ]
+    return {"networks": networks, "hidden": [{"hidden": width, **apart(widened, width, each)} for width in hidden]}
+
+
+def sized(name: str, settings: dict[str, Any], each: int, count: int) -> dict[str, float]:
+    """What the size of a network costs: a client's round, then so many iterations of a search."""
     torch.set_num_threads(1)
-    networks = [vars(_size(name, settings, each, count)) for name, settings in sizes]
-    widths = []
-    for width in hidden:
-        task = fl.models.build("hyperfl-grey", num_classes=10, seed=0)
-        method = HyperFL(batch_size=BATCH, epochs=1, parametrisation=Hypernetwork(hidden=width))
-        run = federation(task, method, clients=4, each=each, engine="factored")
-        numbers = sum(value.numel() for value in run.server.shared.values())
-        spent = _fastest(lambda run=run: run.step(evaluate=False)) / 4  # type: ignore[misc]
-        widths.append({"hidden": width, "parameters": numbers, "client_round": spent})
-    return {"networks": networks, "hidden": widths}
-
-
-def _size(name: str, settings: dict[str, Any], each: int, count: int) -> Size:
+    search("mlp", 1, 1)()  # loads what is loaded on first use
+    before, _ = memory()
     task: Task = fl.models.build(name, num_classes=10, seed=0, **settings)
     run = federation(task, method_of("fedavg", 1)[0], clients=1, each=each, engine="loop")
     once = _fastest(lambda: run.step(evaluate=False))
     call = profile_loops.searching(task, 1)
     spent = max(_fastest(lambda: call(1 + count)) - _fastest(lambda: call(1)), 1e-9)
-    label = name + "".join(f", {key} {value}" for key, value in settings.items())
-    return Size(label, sum(p.numel() for p in task.parameters.values()), once, count / spent)
+    numbers = sum(p.numel() for p in task.parameters.values())
+    return {"parameters": numbers, "client_round": once, "iterations": count / spent, "mib_above": memory()[1] - before}
+
+
+def widened(width: int, each: int, clients: int = 4) -> dict[str, float]:
+    """What so many hidden units of the hypernetwork cost: a round of all clients, per client."""
+    torch.set_num_threads(1)
+    search("mlp", 1, 1)()  # loads what is loaded on first use
+    before, _ = memory()
+    task = fl.models.build("hyperfl-grey", num_classes=10, seed=0)
+    method = HyperFL(batch_size=BATCH, epochs=1, parametrisation=Hypernetwork(hidden=width))
+    run = federation(task, method, clients=clients, each=each, engine="factored")
+    numbers = sum(value.numel() for value in run.server.shared.values())
+    spent = _fastest(lambda: run.step(evaluate=False)) / clients
+    return {"parameters": numbers, "client_round": spent, "mib_above": memory()[1] - before}
 
 
 def _fastest(work: Callable[[], object]) -> float:
@@ -186,7 +187,13 @@ def _fastest(work: Callable[[], object]) -> float:
 
 
 # ---- all -------------------------------------------------------------------------------------------------------------
-PARTS: dict[str, Callable[[], Any]] = {"a": part_a, "b": part_b, "c": part_c, "d": profile_loops.loops}
+PARTS: dict[str, Callable[[], Any]] = {
+    "a": part_a,
+    "b": part_b,
+    "c": part_c,
+    "d": profile_loops.loops,
+    "e": searches.searches,
+}
 
 
 def kept(before: dict[str, Any]) -> dict[str, Any]:

@@ -14,15 +14,21 @@ INTRODUCTION = [
     "grow with the work (time and memory of a table's largest case over its smallest) is told per victim or per "
     "client; a column that stays flat is one whose cost is proportional to the work. Memory is the peak of resident "
     "memory of a process that runs one case and nothing else, above what it held after torch was loaded and a tiny "
-    "case had run (MiB). Images are noise, since only cost is measured. Searches are too short here to be recorded "
-    "(attacks/recorded.py): those of thousands of iterations are up to 1.4 times as fast, see speed.md.",
+    "case had run (MiB). Images are noise, since only cost is measured. Searches of (a) to (c) are too short to be "
+    "recorded (attacks/recorded.py): those of thousands of iterations are up to 1.4 times as fast, see speed.md.",
     "",
 ]
 
 
 def page(found: Mapping[str, Any]) -> list[str]:
     """All parts there are."""
-    sections: dict[str, Callable[[Any], list[str]]] = {"a": _victims, "b": _clients, "c": _sizes, "d": _loops}
+    sections: dict[str, Callable[[Any], list[str]]] = {
+        "a": _victims,
+        "b": _clients,
+        "c": _sizes,
+        "d": _loops,
+        "e": _searches,
+    }
     lines = list(INTRODUCTION)
     for part, section in sections.items():
         if part in found:
@@ -80,26 +86,37 @@ def _clients(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _sizes(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     networks = [
-        [row["network"], f"{row['parameters']:,}", f"{row['client_round']:.3f}", f"{row['iterations']:.0f}"]
+        [
+            row["network"],
+            f"{row['parameters']:,}",
+            f"{row['client_round']:.3f}",
+            f"{row['iterations']:.0f}",
+            f"{max(row['mib_above'], 0.0):.0f}",
+        ]
         for row in found["networks"]
     ]
-    widths = [[row["hidden"], f"{row['parameters']:,}", f"{row['client_round']:.3f}"] for row in found["hidden"]]
+    widths = [
+        [row["hidden"], f"{row['parameters']:,}", f"{row['client_round']:.3f}", f"{max(row['mib_above'], 0.0):.0f}"]
+        for row in found["hidden"]
+    ]
     return [
         "## (c) Size of the network",
         "",
-        "FedAvg, one epoch over 100 images; iterations of `ig` on one image.",
+        "FedAvg, one epoch over 100 images; iterations of `ig` on one image. Memory is that of both in turn.",
         "",
-        *table(["network", "parameters", "CPU s per client round", "`ig` iterations per CPU s"], networks),
+        *table(["network", "parameters", "CPU s per client round", "`ig` iterations per CPU s", "MiB above"], networks),
         "",
         "HyperFL's hypernetwork for hyperfl-grey, by the units of its hidden layer (128 in the paper); one epoch of "
         "each phase over 100 images, four clients trained by factors, aggregation included.",
         "",
-        *table(["hidden units", "parameters shared", "CPU s per client round"], widths),
+        *table(["hidden units", "parameters shared", "CPU s per client round", "MiB above"], widths),
     ]
 
 
 def _loops(found: Mapping[str, Any]) -> list[str]:
     names = list(found["loops"][0]["parts"])
+    looped = any(row["name"].startswith("hyperfl, loop") for row in found["loops"])
+    one_by_one = "; by the loop each client has a hypernetwork of its own" if looped else ""
     cells = [
         [
             row["name"],
@@ -115,9 +132,9 @@ def _loops(found: Mapping[str, Any]) -> list[str]:
         "",
         "`ig`: one iteration of one trial, alone or in a stack of so many, before and after its evaluation is "
         "recorded, as in searches of hundreds of iterations (by autograd the shares on the right are of a whole call "
-        "of few iterations). Local rounds: one client, one epoch over 200 images (HyperFL: of each phase), 10 clients "
-        "together by factors, "
-        "aggregation included. Operations are multiplications and additions in convolutions and matrix products "
+        "of few iterations). Local rounds: one client, one epoch over 200 images (HyperFL: of each phase, 10 clients "
+        f"together by factors{one_by_one}), aggregation included. "
+        "Operations are multiplications and additions in convolutions and matrix products "
         "(forward, backward and, in `ig`, the derivative of the backward pass); the peak is that of a product of two "
         f"2,048 x 2,048 matrices in float32 on one thread, {found['peak_gflop_per_second']:.0f} GFLOP/s here (another "
         "library makes the convolutions, which may come above it). The last "
@@ -125,4 +142,19 @@ def _loops(found: Mapping[str, Any]) -> list[str]:
         "between them (Python, autograd's own work, the profiler's).",
         "",
         *table(["loop", "MFLOP", "CPU ms", "of the peak", *names], cells),
+    ]
+
+
+def _searches(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = [[row["attack"], row["network"], *(f"{rate:.0f}" for rate in row["rates"])] for row in rows]
+    return [
+        "## (e) Every search",
+        "",
+        "Image-iterations per CPU second by the number of victims in one call, each a single image in one step (for "
+        "`joint`, `bilevel` and `peel+ig` one of HyperFL, with its label to be found). Taken between one iteration and "
+        "the next, after those in which a search is set up and recorded, as all are whose default length is worth it "
+        "(not `rog`). The four searches for each image of `gradinversion` count as four images. `bilevel` searches for "
+        "the embedding first, then for the image, where an iteration moves image and classifier in turn.",
+        "",
+        *table(["attack", "network", *(f"{count} victims" for count in rows[0]["victims"])], cells),
     ]

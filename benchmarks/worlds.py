@@ -14,6 +14,7 @@ from fl.seeds import stream
 from fl.types import Batch, ServerView, Task
 
 BATCH = 50
+STEP = FedAvg(lr=1.0, steps=1, batch_size=None)
 
 
 def images(task: Task, count: int, *keys: object) -> Batch:
@@ -33,8 +34,8 @@ def federation(
     return Federation(Client(task, method), data, engine=engine, workers=workers)
 
 
-def victims(network: str, count: int) -> list[ServerView]:
-    """So many clients' views of one step on a single image."""
+def victims(network: str, count: int, method: Method = STEP) -> list[ServerView]:
+    """So many clients' views of one step on a single image, of FedAvg unless said."""
     task = fl.models.build(network, num_classes=10, seed=0)
-    run = federation(task, FedAvg(lr=1.0, steps=1, batch_size=None), clients=1, each=count, engine="loop")
+    run = federation(task, method, clients=1, each=count, engine="loop")
     return [run.observe(0, data=run.data[0].train.take(torch.tensor([i])))[0] for i in range(count)]

@@ -37,15 +37,18 @@ def assign(reconstruction: Tensor, truth: Tensor) -> list[int | None]:
     usable = reconstruction.isfinite().flatten(1).all(1).nonzero().flatten()
     matched: list[int | None] = [None] * len(truth)
     if len(usable) and len(truth):
-        rows, columns = linear_sum_assignment(pairwise_mse(truth, reconstruction[usable]).numpy())
+        rows, columns = linear_sum_assignment(pairwise_mse(truth, reconstruction[usable]).cpu().numpy())
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
             matched[row] = int(usable[column])
     return matched
 
 
 def pairwise_mse(a: Tensor, b: Tensor) -> Tensor:
-    """MSE of every pair of images after clamping to [0, 1], (N, M) float64 for `a` (N, ...) and `b` (M, ...)."""
-    flat = [x.detach().to("cpu", torch.float64).clamp(0, 1).flatten(1) for x in (a, b)]
+    """MSE of every pair of images after clamping to [0, 1], (N, M) float64, for `a` (N, ...) and `b` (M, ...).
+
+    Computed where `a` is, and left there.
+    """
+    flat = [x.detach().to(a.device, torch.float64).clamp(0, 1).flatten(1) for x in (a, b)]
     # the matrix-product form of cdist loses the small distances that matter most here
     distance = torch.cdist(flat[0], flat[1], compute_mode="donot_use_mm_for_euclid_dist")
     return distance.square() / flat[0].shape[1]

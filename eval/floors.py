@@ -22,10 +22,9 @@ from torch import Tensor
 from attacks.base import Attack, Chain
 from attacks.latent import Upsampled
 from attacks.rog import ROG
-from eval.assignment import pairwise_mse
 from fl.seeds import stream
 
-_CHUNK = 2048
+_CHUNK = 256
 
 
 def guesses(truth: Tensor, *, reference: Tensor | None = None, seed: int = 0) -> dict[str, Tensor]:
@@ -47,7 +46,7 @@ def guesses(truth: Tensor, *, reference: Tensor | None = None, seed: int = 0) ->
 
 
 def nearest(truth: Tensor, reference: Tensor) -> Tensor:
-    """Index of the reference image closest to each true image by MSE, exact copies aside, (N,) int64.
+    """Index of the reference image closest to each true image by MSE of their 8 bits, exact copies aside, (N,) int64.
 
     Raises:
         ValueError: the images have different shapes, or the reference set holds nothing but copies of a true image.
@@ -57,10 +56,14 @@ def nearest(truth: Tensor, reference: Tensor) -> Tensor:
             f"expected a reference set (R, C, H, W) of the truth's shape {tuple(truth.shape[1:])}, "
             f"got {tuple(reference.shape)}"
         )
-    best = torch.full((len(truth),), torch.inf, dtype=torch.float64)
-    index = torch.zeros(len(truth), dtype=torch.int64)
+    levels = _levels(truth)
+    norms = _squares(levels)[:, None]
+    best = torch.full((len(truth),), torch.inf, dtype=torch.float64, device=truth.device)
+    index = torch.zeros(len(truth), dtype=torch.int64, device=truth.device)
     for start in range(0, len(reference), _CHUNK):
-        distance = pairwise_mse(_round8(truth), _round8(reference[start : start + _CHUNK]))
+        others = _levels(reference[start : start + _CHUNK].to(truth.device))
+        # whole numbers, so that this form of the squared distance loses nothing in double precision
+        distance = norms + _squares(others) - 2 * (levels @ others.T)
         value, position = distance.masked_fill(distance == 0, torch.inf).min(1)
         closer = value < best
         best = torch.where(closer, value, best)
@@ -101,5 +104,11 @@ def ceiling(attack: Attack, truth: Tensor) -> Tensor | None:
     return bound(truth, attack.factor)
 
 
-def _round8(images: Tensor) -> Tensor:
-    return (images * 255).round() / 255
+def _levels(images: Tensor) -> Tensor:
+    """Pixels as 8 bits have them, 0 to 255: (N, C * H * W) float64."""
+    return (images.detach().clamp(0, 1) * 255).round().double().flatten(1)
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """The sum of squares of each row."""
+    return torch.einsum("id,id->i", rows, rows)

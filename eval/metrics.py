@@ -1,15 +1,14 @@
 """How close a reconstruction is to an image: MSE, PSNR, SSIM and the SSIM variants that papers print under one name.
 
 Every metric takes reconstructions `a` and true images `b`, both floating point (N, C, H, W) on de-normalised pixels,
-and returns one float64 number per image (N,), on the CPU. Reconstructions are clamped to [0, 1] first, as a picture
-would be when it is saved; true images have to lie there already, so that a forgotten de-normalisation or a 0-255
-range is an error instead of a good score.
+and returns one float64 number per image (N,), on the CPU; whole batches are computed where the true images are.
+Reconstructions are clamped to [0, 1] first, as a picture would be when it is saved; true images have to lie there
+already, so that a forgotten de-normalisation or a 0-255 range is an error instead of a good score.
 """
 
 from __future__ import annotations
 
 import torch
-from skimage.metrics import structural_similarity
 from torch import Tensor
 
 PSNR_CAP = 100.0
@@ -21,10 +20,12 @@ WINDOWS = {"ssim": 11, "ssim_uniform7": 7}
 _MSE_FLOOR = 1e-10
 _ROUNDING = 1e-3
 _C1, _C2 = 0.01**2, 0.03**2
+_AT_ONCE = 2**15
+"""Numbers of an image batch whose windows are taken at a time: what is kept of them fits a CPU's caches."""
 
 
 def prepare(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Reconstructions and true images as clamped float64 on the CPU.
+    """Reconstructions and true images as clamped float64, where the true images are.
 
     Raises:
         ValueError: shapes differ or are not (N, C, H, W), pixels are not floating point or not finite, or true images
@@ -43,13 +44,13 @@ def prepare(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if b.numel() and (b.min() < -_ROUNDING or b.max() > 1 + _ROUNDING):
         low, high = b.min().item(), b.max().item()
         raise ValueError(f"expected truth with pixels in [0, 1], got [{low:.4g}, {high:.4g}]; undo the normalisation")
-    return _pixels(a), _pixels(b)
+    return a.detach().to(b.device, torch.float64).clamp(0, 1), b.detach().double().clamp(0, 1)
 
 
 def mse(a: Tensor, b: Tensor) -> Tensor:
     """Mean squared error over channels and pixels (N,), in [0, 1]."""
     a, b = prepare(a, b)
-    return (a - b).square().flatten(1).mean(1)
+    return (a - b).square().flatten(1).mean(1).cpu()
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
@@ -70,7 +71,9 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         (N,) in [-1, 1]; NaN (not available) for images smaller than the window.
     """
-    return _local(a, b, WINDOWS["ssim"], gaussian_weights=True, sigma=1.5, use_sample_covariance=False)
+    size = WINDOWS["ssim"]
+    bell = torch.exp(-0.5 * ((torch.arange(size, dtype=torch.float64) - size // 2) / 1.5).square())
+    return _local(a, b, (bell / bell.sum()).tolist())
 
 
 def ssim_uniform7(a: Tensor, b: Tensor) -> Tensor:
@@ -79,7 +82,8 @@ def ssim_uniform7(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         (N,) in [-1, 1]; NaN (not available) for images smaller than the window.
     """
-    return _local(a, b, WINDOWS["ssim_uniform7"])
+    size = WINDOWS["ssim_uniform7"]
+    return _local(a, b, [1 / size] * size, sample=size**2 / (size**2 - 1))
 
 
 def ssim_rog(a: Tensor, b: Tensor) -> Tensor:
@@ -95,29 +99,56 @@ def ssim_rog(a: Tensor, b: Tensor) -> Tensor:
     """
     a, b = prepare(a, b)
     if a.shape[1] == 1:
-        return _global(a, b).squeeze(1)
+        return _global(a, b).squeeze(1).cpu()
     if a.shape[1] != 3:
         raise ValueError(f"expected 1 or 3 channels, got {a.shape[1]}")
-    return _global(_ycrcb(a), _ycrcb(b)) @ torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64)
+    return _global(_ycrcb(a), _ycrcb(b)).cpu() @ torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64)
 
 
 def exact8(a: Tensor, b: Tensor) -> Tensor:
     """Whether every pixel is right after rounding both images to 8 bits, (N,) bool."""
     a, b = prepare(a, b)
-    return ((a * 255).round() == (b * 255).round()).flatten(1).all(1)
+    return ((a * 255).round() == (b * 255).round()).flatten(1).all(1).cpu()
 
 
-def _pixels(images: Tensor) -> Tensor:
-    return images.detach().to("cpu", torch.float64).clamp(0, 1)
+def _local(a: Tensor, b: Tensor, weights: list[float], sample: float = 1.0) -> Tensor:
+    """Mean SSIM over all windows that lie within the image, (N,).
 
-
-def _local(a: Tensor, b: Tensor, window: int, **settings: object) -> Tensor:
+    Args:
+        a: reconstructions.
+        b: true images.
+        weights: of a window, along each side.
+        sample: what covariances are multiplied by.
+    """
     a, b = prepare(a, b)
-    if min(a.shape[2:]) < window:
+    if min(a.shape[2:]) < len(weights):
         return torch.full((len(a),), torch.nan, dtype=torch.float64)
-    pairs = zip(a.movedim(1, -1).numpy(), b.movedim(1, -1).numpy(), strict=True)
-    values = [structural_similarity(x, y, data_range=1.0, channel_axis=-1, **settings) for x, y in pairs]
-    return torch.tensor(values, dtype=torch.float64)
+    parts = (part.split(max(1, _AT_ONCE // a[0].numel())) for part in (a, b))
+    return torch.cat([_windows(x, y, weights, sample) for x, y in zip(*parts, strict=True)]).cpu()
+
+
+def _windows(a: Tensor, b: Tensor, weights: list[float], sample: float) -> Tensor:
+    """The same of prepared images."""
+    mean_a, mean_b, aa, bb, ab = _smoothed(torch.stack((a, b, a * a, b * b, a * b)), weights)
+    product, squares = mean_a * mean_b, mean_a.square() + mean_b.square()
+    luminance = (2 * product + _C1) / (squares + _C1)
+    structure = (2 * sample * (ab - product) + _C2) / (sample * (aa + bb - squares) + _C2)
+    return (luminance * structure).flatten(1).mean(1)
+
+
+def _smoothed(images: Tensor, weights: list[float]) -> Tensor:
+    """Weighted means over square windows wherever they fit: (..., H, W) to (..., H - k + 1, W - k + 1).
+
+    Sums of shifted images, one side after the other: in double precision on a CPU up to nine times as fast as torch's
+    convolutions, and the numbers do not depend on how many images there are.
+    """
+    for side in (-2, -1):
+        length = images.shape[side] - len(weights) + 1
+        total = images.narrow(side, 0, length) * weights[0]
+        for shift, weight in enumerate(weights[1:], 1):
+            total.add_(images.narrow(side, shift, length), alpha=weight)
+        images = total
+    return images
 
 
 def _global(a: Tensor, b: Tensor) -> Tensor:

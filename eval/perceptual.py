@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.nn.functional import interpolate
 
 from eval.metrics import prepare
@@ -118,14 +119,16 @@ class Lpips:
             b: true images of the same shape in [0, 1].
 
         Returns:
-            (N,) float64.
+            (N,) float64, on the CPU; computed where the true images are.
 
         Raises:
             ValueError: as `eval.metrics.prepare`, or for other numbers of channels.
         """
         pairs = [_network_input(images) for images in prepare(a, b)]
-        parts = [self.model(x, y).flatten() for x, y in zip(*(torch.split(p, _BATCH) for p in pairs), strict=True)]
-        return torch.cat(parts).double()
+        model = self.model.to(b.device)
+        with cudnn.flags(enabled=cudnn.enabled, allow_tf32=False):  # ten bits of a GPU's convolutions are too few
+            parts = [model(x, y).flatten() for x, y in zip(*(torch.split(p, _BATCH) for p in pairs), strict=True)]
+        return torch.cat(parts).double().cpu()
 
 
 def load_lpips(

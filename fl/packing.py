@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -50,8 +52,21 @@ class Flat:
 
 
 def flat(packed: Packed) -> Flat:
-    """The packed value, ready to be handed to a process that starts."""
-    return Flat(torch.frombuffer(bytearray(ForkingPickler.dumps(packed.value)), dtype=torch.uint8), packed.blocks)
+    """The packed value, ready to be handed to as many processes as start."""
+    code = io.BytesIO()
+    _Whole(code).dump(packed.value)
+    return Flat(torch.frombuffer(code.getbuffer(), dtype=torch.uint8), packed.blocks)
+
+
+class _Whole(ForkingPickler):
+    """Pickles tensors that are no part of a packed value, such as a model's, with their numbers.
+
+    As torch has it, memory is handed over that only the first process which asks is given.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.dispatch_table = copyreg.dispatch_table
 
 
 def pack(value: Any) -> Packed:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fl.models
-from benchmarks import profile_loops, scaling
+from attacks.recorded import STEADY
+from benchmarks import profile_loops, scaling, searches, worlds
 from benchmarks.scaling_page import page
 
 
@@ -27,19 +30,34 @@ def test_every_part_measures_and_is_shown() -> None:
         "b": scaling.part_b(["hyperfl-grey"], [2], each=4),
         "c": scaling.part_c([("mlp", {"widths": (8,)})], [4], each=4, count=2),
         "d": profile_loops.loops(["lenet-zhu"], ["hyperfl-grey"], [2], iterations=4, each=4),
+        "e": searches.searches(["ig", "bilevel, the image"], ["lenet-zhu"], [1, 2], work=8),
     }
     assert [row["method"] for row in found["b"]] == ["fedavg", "hyperfl"]
     assert all(row["seconds_per_client"] > 0 and row["mib_whole"] > row["mib_images"] for row in found["b"])
     assert found["a"][0]["image_iterations_per_second"] > 0
     assert found["c"]["networks"][0]["parameters"] == 8 * 785 + 10 * 9
+    assert all(row["mib_above"] >= 0 for rows in found["c"].values() for row in rows)
+    names = [loop["name"] for loop in found["d"]["loops"]]
+    assert names[-3:] == [f"{way}, hyperfl-grey" for way in ("fedavg, loop", "hyperfl, loop", "hyperfl, factored")]
     for loop in found["d"]["loops"]:
         assert 0 < loop["share"] < 1
         assert sum(loop["parts"].values()) == pytest.approx(1, abs=0.01)
         assert loop["parts"]["convolutions"] > 0
-    found["processors"] = {part: f"processor {part}" for part in "abcd"}
+    found["processors"] = {part: f"processor {part}" for part in "abcde"}
     text = "\n".join(page(found))
-    assert all(f"## ({part})" in text and f"Measured on: processor {part}." in text for part in "abcd")
+    assert all(f"## ({part})" in text and f"Measured on: processor {part}." in text for part in "abcde")
     assert "mlp, widths (8,)" in text
+
+
+def test_an_iteration_counts_once_for_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a clock that goes on by a second whenever it is read, and after the iterations that are set up."""
+    monkeypatch.setattr(searches, "time", SimpleNamespace(process_time=count().__next__))
+    views = worlds.victims("lenet-zhu", 2)
+    kinds = {kind: searches.rate(kind, views, work=8) for kind in ("ig", "gradinversion")}
+    assert kinds == {"ig": 2.0, "gradinversion": 8.0}  # four searches for each image
+    with searches.timed() as laps:
+        searches._call({"name": "ig", "iterations": STEADY + 3}, views)
+    assert laps == [(2, 1)] * 3
 
 
 def test_parts_keep_their_processors() -> None:

@@ -115,6 +115,25 @@ def test_ssim_against_independent_formulas(channels, sigma):
     np.testing.assert_allclose(ssim_uniform7(guess, truth), per_channel(guess, truth, uniform_plane), atol=1e-6)
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3])
+@pytest.mark.parametrize("size", [(32, 32), (11, 11), (13, 47), (28, 31)])
+def test_ssim_is_scikit_images(channels, size):
+    """In two parts of a batch, or one image at a time."""
+    draw = torch.Generator().manual_seed(0)
+    count = 2**15 // (channels * size[0] * size[1]) + 3
+    truth = torch.rand(count, channels, *size, generator=draw, dtype=torch.float64)
+    truth[1] = 0.5  # flat: what is divided by is smallest there
+    guess = noisy(truth, 0.2).clamp(0, 1)
+    planes = [(x.movedim(0, -1).numpy(), y.movedim(0, -1).numpy()) for x, y in zip(guess, truth, strict=True)]
+    wang = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+    for metric, settings in ((ssim, wang), (ssim_uniform7, {})):
+        expected = [structural_similarity(x, y, data_range=1.0, channel_axis=-1, **settings) for x, y in planes]
+        np.testing.assert_allclose(metric(guess, truth), expected, rtol=0, atol=1e-10)
+        np.testing.assert_array_equal(
+            torch.cat([metric(guess[:2], truth[:2]), metric(guess[2:], truth[2:])]), metric(guess, truth)
+        )
+
+
 def test_ssim_rog_is_global_and_weighted_over_ycrcb():
     truth, guess = photos(), noisy(photos()).clamp(0, 1)
     expected = [rog_8bit(x, y) for x, y in zip(guess.numpy(), truth.numpy(), strict=True)]
@@ -199,6 +218,16 @@ def test_bad_images_are_refused(metric, guess, truth, message):
 def test_ssim_rog_refuses_other_channel_counts():
     with pytest.raises(ValueError, match="1 or 3 channels"):
         ssim_rog(torch.zeros(1, 2, 16, 16), torch.zeros(1, 2, 16, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("metric", [*METRICS, exact8], ids=lambda m: m.__name__)
+def test_images_on_a_gpu_get_the_same_figures(metric):
+    truth, guess = photos(), noisy(photos())
+    found = metric(guess.cuda(), truth.cuda())
+    assert found.device.type == "cpu"
+    torch.testing.assert_close(found, metric(guess, truth), atol=1e-10, rtol=0)
 
 
 def test_golden_values_on_digits():

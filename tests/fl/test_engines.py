@@ -366,6 +366,13 @@ def test_little_goes_through_the_pipe_of_a_process_that_starts() -> None:
     assert all(torch.equal(x.train.inputs, y.train.inputs) for x, y in zip(images, data, strict=True))
 
 
+def test_every_process_that_starts_is_given_the_model() -> None:
+    """Memory that torch hands over is given to whoever asks first."""
+    handed, before = flat(pack(worlds.task())), dict(worlds.task().model.state_dict())
+    for _ in range(2):
+        assert_same(dict(unpack(handed.opened()).model.state_dict()), before)
+
+
 def test_packed_values_come_back_as_they_were() -> None:
     shared = torch.rand(4, 3)
     value = {
