@@ -16,7 +16,8 @@ from attacks.exact.cavity import Guess, Without, guesses
 from attacks.exact.equations import Equations
 from attacks.exact.invert import COOLING, solve
 from attacks.exact.layer import Layer
-from attacks.exact.polish import passed, settle
+from attacks.exact.polish import fit, passed, settle
+from attacks.exact.solved import Solved
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.seeds import stream
@@ -85,11 +86,27 @@ def test_positions_are_found_where_annealing_stays_stuck() -> None:
 
 
 def test_a_search_without_an_end_is_cut_off() -> None:
-    known, _ = problem(8, 3)
+    known, x = problem(8, 3)
     assert len(list(guesses(replace(known, gradient=randn(8, 36, key="other")), rounds=4))) == 4
     solved = solve(replace(known, gradient=randn(8, 36, key="other")))
     assert not solved.satisfied
-    assert "of 384 pooling cells open" in solved.progress
+    count, rest = solved.progress.split(" ", 1)
+    assert rest.startswith("of 384 pooling cells open")
+    assert int(count) > 100
+    assert Solved(known, fit(known, x)).progress.startswith("0 of 384")
+
+
+def test_two_blocks_of_few_filters_with_relu() -> None:
+    """Nearly half of the outputs are zero and say little: annealing stays stuck."""
+    block = (nn.MaxPool2d(2), nn.ReLU())
+    task = network(nn.Conv2d(1, 16, 3, padding=1), *block, nn.Conv2d(16, 32, 3, padding=1), *block, size=20)
+    batch = Batch(photograph(20), torch.tensor([1]))
+    view = Federation(Client(task, STEP), [ClientData(batch, batch)]).observe(0)[0]
+    result = Cascade()(view)
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+    assert result.inputs is not None
+    assert torch.allclose(result.inputs, batch.inputs, atol=1e-5)
 
 
 TWICE = (nn.Conv2d(1, 16, 3), nn.MaxPool2d(2), LEAKY, nn.Conv2d(16, 32, 3), nn.MaxPool2d(2), LEAKY)
