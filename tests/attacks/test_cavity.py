@@ -18,6 +18,7 @@ from attacks.exact.invert import COOLING, solve
 from attacks.exact.layer import Layer
 from attacks.exact.polish import fit, passed, settle
 from attacks.exact.solved import Solved
+from eval.watching import _scored
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.seeds import stream
@@ -134,10 +135,12 @@ def test_a_batch_that_is_not_followed_says_how_far_it_got() -> None:
 def test_an_end_that_was_reached_has_no_note(changed: bool) -> None:
     task = network(nn.Conv2d(1, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY)
     batch = Batch(photograph(14), torch.tensor([0]))
-    view = Federation(Client(task, STEP), [ClientData(batch, batch)]).observe(0)[0]
+    view, truth = Federation(Client(task, STEP), [ClientData(batch, batch)]).observe(0)
     if changed:
         view = replace(view, update={**view.update, "body.0.weight": -view.update["body.0.weight"]})  # type: ignore[operator]
     result = Cascade()(view)
     assert isinstance(result, Reconstruction)
     assert bool(result.note) == changed
     assert ("body.0" in result.note) == changed
+    (row,) = _scored(result, truth, None, None, 0)
+    assert row.get("note", "") == result.note
