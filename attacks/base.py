@@ -31,6 +31,7 @@ class Reconstruction:
         verified: whether the attack could check its own success without the truth; None if it can't tell.
         fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
             among levels of 8 bits; None if it can't tell.
+        note: how far an attack got that did not get to its end; empty where it did.
     """
 
     inputs: Tensor | None
@@ -41,6 +42,7 @@ class Reconstruction:
     knowledge: tuple[str, ...] = ()
     verified: bool | None = None
     fixed: Tensor | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

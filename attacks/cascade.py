@@ -14,7 +14,7 @@ from attacks.exact.bounds import spans
 from attacks.exact.confirmed import confirmed
 from attacks.exact.decode import LOOSE
 from attacks.exact.equations import Equations
-from attacks.exact.invert import solve
+from attacks.exact.invert import ROUGHLY, solve
 from attacks.exact.layer import Layer
 from attacks.exact.separate import Apart, Mixture, Sum, most, separate
 from attacks.exact.solved import Solved
@@ -56,6 +56,9 @@ class Cascade(Attack):
     equation fixes, would have made another output the largest. What neither fixes comes from a smooth prior.
 
     `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
+    Every search is bounded (docs/sharp-edges.md says by what), and `note` names the layers whose equations it did not
+    satisfy. Of a batch, a layer above the pixels that is left far from them is the end: its input is returned under
+    `features/layer`, image by image, and no picture.
     """
 
     plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
@@ -227,6 +230,7 @@ def _descend(
     verified, off = view.threat.knows_defense or top > 0, 0.0
     values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
     kept: tuple[int, int] | None = None
+    notes: list[str] = []
     for i in range(top, -1, -1):
         stage = stages[i]
         if i < top:
@@ -247,6 +251,9 @@ def _descend(
             found = solved.found
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
+            notes += [] if solved.satisfied else [f"{stage.name}: {solved.progress}"]
+            if count > 1 and i > 0 and not found.error < ROUGHLY:
+                return _stopped(residuals, stage.name, known.layer.apart(found.x), notes)
             if i == 0 and verified:
                 fixed = known.layer.apart(_fixed(solved, *_statistics(stage)))
                 verified = bool(fixed.all())
@@ -262,6 +269,18 @@ def _descend(
         private={f"residual/{name}": value for name, value in residuals.items()},
         verified=verified,
         fixed=None if fixed is None else fixed.to(view.device),
+        note="; ".join(notes),
+    )
+
+
+def _stopped(residuals: dict[str, Tensor], name: str, features: Tensor, notes: list[str]) -> Reconstruction:
+    """What there is of a batch whose images could not be followed below the layer `name`."""
+    return Reconstruction(
+        inputs=None,
+        objective=max(float(r.max()) for r in residuals.values()),
+        private={**{f"residual/{n}": value for n, value in residuals.items()}, f"features/{name}": features},
+        verified=False,
+        note="; ".join([*notes, "the layers below it were not tried"]),
     )
 
 

@@ -2,8 +2,8 @@
 
 Untrained networks of HyperFL, one step on a batch in float32, no label and no classifier: `cascade` on FedAvg,
 `peel+cascade` on HyperFL. Batch i of size B holds the test images from `first + B i` on, with the network of seed i.
-A batch of two takes about half a minute, one of three one and a half. Sets, methods and sizes that are left out keep
-what was measured last.
+A batch of two takes about half a minute, one of four up to three minutes, two colour images at least as long. Sets,
+methods and sizes that are left out keep what was measured last.
 """
 
 from __future__ import annotations

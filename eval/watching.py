@@ -216,6 +216,11 @@ def _scored(
     history = [value if math.isfinite(value) else None for value in map(float, result.history)]
     common = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
     rows = score(result, truth, perceptual=perceptual, reference=reference, seed=seed)
+    common: Row = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
+    if result.note:
+        common["note"] = result.note
+    pictures = None if reference is None else reference.inputs
+    rows = score(result, truth, perceptual=perceptual, reference=pictures, seed=seed)
     return [{**row, **common} for row in rows]
 
 

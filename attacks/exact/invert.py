@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from attacks.exact.annealing import Start, anneal, temperatures
+from attacks.exact.cavity import affordable, guesses
 from attacks.exact.decode import decode
-from attacks.exact.equations import Equations, Prior
+from attacks.exact.equations import LARGEST, Equations, Prior
 from attacks.exact.flat import flatten
 from attacks.exact.levels import Levels
 from attacks.exact.polish import decided, fit, settle, system_of, unbent
@@ -30,6 +31,10 @@ ROUGHLY = 0.1
 
 AGAIN = 4.0
 """How much nearer a propagation has to come before what follows from it is tried again."""
+
+UNSURE, STALLED = 4e-3, 15
+"""Noise of the middle filter, relative to its gradient, below which what a guess leads to is tried; and guesses that
+come no nearer before the search is given up."""
 
 COOLING = (temperatures(30.0, 0.65), temperatures(100.0, 0.75))
 """Of one annealing after the other, for layers further up."""
@@ -68,13 +73,43 @@ def solve(known: Equations, statistics: tuple[Tensor, Tensor] | None = None) -> 
 def _hidden(known: Equations) -> Solved:
     closed = from_rows(known)
     best = None if closed is None else Solved.of(known, settle(known, closed))
+    ways = (_annealed, _without) if known.layer.images == 1 else (_without, _annealed)
+    for way in ways:
+        if best is None or not best.satisfied:
+            best = way(known).better(best)
+    assert best is not None
+    if not best.satisfied and known.layer.images == 1:  # of a batch it would take hours
+        best = _again(_propagated(known, feature_prior(known), Schedule(factor=0.4))).better(best)
+    return best
+
+
+def _annealed(known: Equations) -> Solved:
+    best: Solved | None = None
     for stretches in COOLING:
         if best is None or not best.satisfied:
             x, _ = anneal(known, stretches, partial(_close, known))
             best = _again(Solved.of(known, settle(known, x))).better(best)
     assert best is not None
+    return best
+
+
+def _without(known: Equations) -> Solved:
+    """What is found where each filter's positions are decided by what the others say."""
+    best = Solved.of(known, fit(known, known.layer.weight.new_zeros(known.layer.shape)))
+    if not affordable(known):
+        return best
+    attempt, nearest, since = UNSURE, math.inf, 0
+    for guess in guesses(known):
+        unsure = float((guess.noise.sqrt() / known.gradient_scale).median())
+        since = 0 if unsure < 0.99 * nearest else since + 1
+        nearest = min(nearest, unsure)
+        if unsure < attempt:
+            attempt = unsure / AGAIN
+            best = _again(Solved.of(known, settle(known, guess.x))).better(best)
+        if best.satisfied or since > STALLED:
+            break
     if not best.satisfied:
-        best = _again(_propagated(known, feature_prior(known), Schedule(factor=0.4))).better(best)
+        best = _again(Solved.of(known, settle(known, guess.x))).better(best)
     return best
 
 
@@ -99,7 +134,8 @@ def _again(now: Solved, rounds: int = 6) -> Solved:
 
 def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
     best: Solved | None = None
-    for schedule in schedules(math.prod(known.layer.alone)):
+    large = known.layer.images > 1 and math.prod(known.layer.shape) > LARGEST
+    for schedule in schedules(math.prod(known.layer.alone))[: 1 if large else None]:
         prior = image_prior(known.layer, mean, std, schedule.deviation)
         levels = None if schedule.levels is None else Levels.of(mean, std, schedule.levels)
         best = _propagated(known, prior, schedule, levels).better(best)

@@ -291,7 +291,7 @@ def sites(
     hidden = torch.linalg.inv(cavity)
     centre = (hidden @ ((inverse @ outputs[..., None])[..., 0] - state.shift)[..., None])[..., 0]
     variance = (noise * scale + known.loose**2)[..., None]
-    shares, tilted, covariance = _tilted(known, centre, hidden, variance)
+    shares, tilted, covariance = conditioned(known, centre, hidden, variance)
     precision = _bounded(torch.linalg.inv(covariance + tiny) - cavity, torch.zeros_like(variance), 1 / variance)
     shift = ((cavity + precision) @ tilted[..., None] - cavity @ centre[..., None])[..., 0]
     own = torch.linalg.eigvalsh(inverse - state.precision)[..., :1]
@@ -312,7 +312,7 @@ def _outputs(known: Equations, mean: Tensor, patches: Tensor) -> tuple[Tensor, T
     return outputs, through @ filters[:, None].mT
 
 
-def _tilted(known: Equations, centre: Tensor, hidden: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def conditioned(known: Equations, centre: Tensor, hidden: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities (O, K, P), mean (O, K, P) and covariance (O, K, P, P) given that the largest is the target."""
     target = known.height[..., None]
     chances, means, covariances = [], [], []

@@ -10,6 +10,8 @@ from torch import Tensor
 from attacks.exact.equations import SMALLEST, Equations, System
 from attacks.exact.polish import Fit, unbent
 
+ASTRAY = 1e-3
+"""Of the outputs' root mean square: a cell that misses its target by more has not found its position."""
 EXACT = 1e-5
 """Equations left unexplained by less than this share are taken for satisfied, in float32."""
 
@@ -38,6 +40,15 @@ class Solved:
     def satisfied(self) -> bool:
         """Whether what is known is explained up to rounding, or up to the gradient's own noise."""
         return self.found.error < max(EXACT, 5 * self.known.noise)
+
+    @property
+    def progress(self) -> str:
+        """How far the search got, in words."""
+        missed = (self.known.layer.pooled_outputs(self.found.x) - self.known.target).abs()
+        far = missed > ASTRAY * self.known.forward_scale + 5 * self.known.loose
+        count = int((far & self.known.seen).sum())
+        cells = f"{count} of {int(self.known.seen.sum())} pooling cells open, " if self.known.layer.searched else ""
+        return f"{cells}{self.found.error:.1e} of the equations unexplained"
 
     @property
     def signal(self) -> Tensor:
