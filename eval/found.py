@@ -69,6 +69,7 @@ def _plain(result: Result) -> dict[str, Any]:
         "history": history,
         "knowledge": list(result.knowledge),
         "verified": result.verified,
+        "note": result.note,
     }
 
 
@@ -94,6 +95,7 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
         history=tuple(told["history"]),
         knowledge=tuple(told["knowledge"]),
         verified=told["verified"],
+        note=told["note"],
         private=private,
     )
 

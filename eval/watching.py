@@ -16,9 +16,8 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.spread import Spread
 from eval import store
 from eval.audit import forward_error, prediction_error
-from eval.floors import ceiling
-from eval.found import Found
 from eval.floors import ceiling, nearest
+from eval.found import Found
 from eval.metrics import psnr
 from eval.naming import Lineup
 from eval.perceptual import Perceptual
@@ -214,13 +213,10 @@ def _scored(
 ) -> list[Row]:
     """The rows of one attacked update."""
     history = [value if math.isfinite(value) else None for value in map(float, result.history)]
-    common = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
-    rows = score(result, truth, perceptual=perceptual, reference=reference, seed=seed)
     common: Row = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
     if result.note:
         common["note"] = result.note
-    pictures = None if reference is None else reference.inputs
-    rows = score(result, truth, perceptual=perceptual, reference=pictures, seed=seed)
+    rows = score(result, truth, perceptual=perceptual, reference=reference, seed=seed)
     return [{**row, **common} for row in rows]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.exact.equations import Equations
+from attacks.exact.part import Part
 from attacks.exact.propagation import conditioned, feature_prior
 
 DAMPING, TEMPERATURE = 0.3, 2.5
@@ -135,7 +136,8 @@ class Without:
         windows = replace(layer.windows, weight=layer.windows.weight[:, :1], shape=(1, *layer.shape[1:]))
         filters = layer.windows.filters.view(count, mean.shape[2], layer.shape[0], -1)
         forms = torch.einsum("opim,orin->oprmn", filters, filters).flatten(3)
-        common = windows.covariances(self.covariance)  # (K, m, m)
+        whole = Part.of(windows, self.x.new_zeros(layer.shape[1:], dtype=torch.bool))
+        common = whole.covariances(self.covariance)  # (K, m, m)
         planes = self.through.reshape(-1, *layer.shape[1:])
         own = replace(windows, shape=planes.shape).patches(planes).view(len(common), count, equations, -1)  # type: ignore[arg-type]
         added = torch.einsum("koam,oab,kobn->okmn", own, self.inner, own)

@@ -41,6 +41,7 @@ def whole() -> Reconstruction:
         },
         knowledge=("labels", "defense"),
         verified=False,
+        note="as far as the second layer",
         fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
     )
 
@@ -58,7 +59,9 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     assert math.isnan(back[0].objective)
     again = back[4]
     assert isinstance(again, Reconstruction)
+    empty = Reconstruction(inputs=None)
     for field in fields(Reconstruction):
+        assert repr(getattr(given, field.name)) != repr(getattr(empty, field.name)), f"give {field.name} a value"
         mine, was = getattr(again, field.name), getattr(given, field.name)
         if isinstance(was, Tensor):
             assert mine.dtype == was.dtype
