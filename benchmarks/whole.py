@@ -9,11 +9,12 @@ makes it shorter.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import time
 from contextlib import closing
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +23,7 @@ import fl.data
 import fl.models
 from attacks.base import Reconstruction
 from attacks.spread import Spread
-from benchmarks.common import publish, table
+from benchmarks.common import RESULTS, publish, table
 from eval.machine import workers
 from fl.client import Client
 from fl.federation import ClientData, Federation
@@ -80,28 +81,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--uncompiled", action="store_true", help="replay records without machine code of them")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="of each search")
-    parser.add_argument("--only", choices=list(WHOLE), action="append", help="one of the two")
+    parser.add_argument("--only", choices=list(WHOLE), action="append", help="one of the two; the other row stays")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     number = workers(torch.device("cpu"))
     how = "recorded" if chosen.uncompiled else "recorded and compiled"
-    found = {
-        name: evaluation(name, number, chosen.iterations, compiled=not chosen.uncompiled)
-        for name in chosen.only or WHOLE
-    }
+    settings = {"processes": number, "how": how, "iterations": chosen.iterations}
+    rows = kept(settings) if chosen.only else {}
+    for name in chosen.only or WHOLE:
+        clock, cpu = evaluation(name, number, chosen.iterations, compiled=not chosen.uncompiled)
+        rows[name] = {"seconds": clock, "cpu_seconds": cpu}
+    notes = [f"`{name}`: {row['note']}" for name, row in rows.items() if "note" in row]
     lines = [
         f"# {COUNT} images, {chosen.iterations:,} iterations, on {number} processes",
         "",
         "HyperFL's colour network (CIFAR-10's), one step on one image each, single precision. Seconds of the clock "
         f"from views to results, {how}; and those of all processes on their {os.cpu_count()} cores.",
         "",
-        *table(
-            ["attack", "method", "seconds", "minutes", "CPU seconds"],
-            [[k, WHOLE[k].name, f"{t:.0f}", f"{t / 60:.1f}", f"{cpu:.0f}"] for k, (t, cpu) in found.items()],
-        ),
+        *table(["attack", "method", "seconds", "minutes", "CPU seconds"], [_shown(name, rows[name]) for name in rows]),
+        *(["", *notes] if notes else []),
     ]
-    rows = {name: {"seconds": clock, "cpu_seconds": cpu} for name, (clock, cpu) in found.items()}
-    publish("whole", {"processes": number, "how": how, "iterations": chosen.iterations, "rows": rows}, lines)
+    publish("whole", {**settings, "rows": rows}, lines)
+
+
+def kept(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The published rows.
+
+    Raises:
+        ValueError: they were measured otherwise.
+    """
+    found: dict[str, Any] = json.loads((RESULTS / "whole.json").read_text())
+    if {key: found[key] for key in settings} != settings:
+        raise ValueError(f"expected the settings of the published rows, {found}, got {settings}")
+    rows: dict[str, dict[str, Any]] = found["rows"]
+    return rows
+
+
+def _shown(name: str, row: dict[str, Any]) -> list[str]:
+    seconds = row["seconds"]
+    return [name, WHOLE[name].name, f"{seconds:.0f}", f"{seconds / 60:.1f}", f"{row['cpu_seconds']:.0f}"]
 
 
 if __name__ == "__main__":
