@@ -170,7 +170,7 @@ def report(found: Mapping[str, dict[str, Any]]) -> None:
         f"Test images from number {FIRST} on for choosing and as many others after them; means with 95 % intervals "
         "over images, and the paired difference on the others. Whatever isn't named has its default, but for the "
         "number of iterations, which is that of the list. Labels are read off or searched for, as each attack has it. "
-        "Every combination of",
+        "Defaults are those of when it was measured. Every combination of",
         "",
         *(f"- {name}" for name in done),
         "",
