@@ -62,11 +62,11 @@ class GradInversion(Matching):
     presets: ClassVar[dict[str, Preset]] = {
         "published": Preset(
             "Yin et al., CVPR 2021: length, warm-up and noise of the search; the weights are in other units",
-            {"iterations": 20_000, "objective": "l2", "signed": False, "langevin": 0.2, "first": 10.0},
+            {"iterations": 20_000, "objective": "l2", "signed": False, "langevin": 0.2, "first": 10.0, "tv": 1e-4},
         ),
         "breaching": Preset(
             "breaching 0.1.2, `seethroughgradients`: one search, less noise",
-            {"iterations": 20_000, "objective": "l2", "signed": False, "first": 10.0, "restarts": 1},
+            {"iterations": 20_000, "objective": "l2", "signed": False, "first": 10.0, "restarts": 1, "tv": 1e-4},
         ),
     }
 
@@ -75,7 +75,7 @@ class GradInversion(Matching):
     schedule: Literal["step", "cosine", "none"] = "cosine"
     warmup: int = 50
     langevin: float = 0.01
-    tv: float = 1e-4
+    tv: float = 1e-2
     energy: float = 1e-6
     statistics: float = 1e-3
     first: float = 1.0

@@ -289,8 +289,10 @@ def _report(
         *([] if complete else ["**Incomplete: the run was not finished; read the number of runs.**", ""]),
         f"{IMAGES} test images x {SEEDS} seeds (network, hypernetwork and attack), scaled initialisation of the heads, "
         f"{iterations} iterations and TV {TV:g} (chosen on other images) for every search for images, {LOWER} for "
-        "bilevel's embedding. The server knows neither label nor classifier nor embedding of HyperFL. Intervals: 95 % "
-        "bootstrap over images and seeds.",
+        "bilevel's embedding. The server knows neither label nor classifier nor embedding of HyperFL. FedAvg starts "
+        "from the network's own initial weights, HyperFL from generated ones, whose scale is another: the differences "
+        "hold that, too. [same_network.md](same_network.md) has both on the same weights. Intervals: 95 % bootstrap "
+        "over images and seeds.",
         "",
         *table(["method: attack", "runs", "PSNR dB [95 %]", "median", "SSIM [95 %]", ">= 20 dB", "CPU s"], body),
         "",

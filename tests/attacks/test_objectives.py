@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 from support import worlds
+from torch.func import grad, vmap
 
+from attacks import objectives
 from attacks.labels import idlg
 from attacks.objectives import cosine, direction, squared
 from attacks.priors import total_variation
@@ -45,6 +47,27 @@ def test_squared_distance_is_relative_to_the_observed() -> None:
     x, y = updates()
     p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
     assert squared(x, *direction(y)).item() == pytest.approx(((p - q).norm() / q.norm()).item() ** 2)
+
+
+@pytest.mark.parametrize("large", [4, 10**6])
+def test_the_squared_distance_has_the_derivatives_of_its_formula(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second order as well, in a stack, and whether or not a tensor is compared by itself."""
+    monkeypatch.setattr(objectives, "LARGE", large)
+    x, y = updates()
+    unit, size = direction(y)
+
+    def found(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return squared({"a": a, "b": b}, unit, size)
+
+    def formula(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ((a - y["a"]).square().sum() + (b - y["b"]).square().sum()) / size**2
+
+    leaves = tuple(v.clone().requires_grad_() for v in x.values())
+    assert torch.autograd.gradcheck(found, leaves)
+    assert torch.autograd.gradgradcheck(found, leaves)
+    several = tuple(torch.stack([v.detach(), 2 * v.detach(), -v.detach()]) for v in leaves)
+    for mine, theirs in zip(*(vmap(grad(f, (0, 1)))(*several) for f in (found, formula)), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_structured_values_give_the_dense_figures() -> None:

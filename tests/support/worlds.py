@@ -59,6 +59,11 @@ def strided() -> Task:
     return replace(given, model=model)
 
 
+def flat() -> Task:
+    """Linear layers alone."""
+    return build("mlp", num_classes=CLASSES, seed=0, input_shape=(1, 8, 8)).to(dtype=torch.float64)
+
+
 def adapted() -> Task:
     """A frozen network with two adapters, which train."""
     return build("resnet18-adapter", num_classes=CLASSES, seed=0, **ADAPTERS).to(dtype=torch.float64)
