@@ -6,8 +6,9 @@ one thread (`processes` apart, whose workers count), so that the ratios hold on 
 seconds of the clock with all cores, each in its own way (our worker processes, the authors' threads), which needs an
 idle machine; what is not measured is kept as it was.
 
-HyperFL comes first, in a process that has done nothing else: the authors' code asks for fresh memory at every step, and
-how long that takes depends on what the process had before (3.4 to 5.3 CPU seconds for the same round on one machine).
+HyperFL comes before further methods, and a round of everybody does not count. The authors' code asks for fresh memory
+at every step, and how long that takes depends on what the process did before (3.4 to 5.3 CPU seconds for the same round
+on one machine).
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "HyperFL with scaled heads, loop": SCALED,
 }
 """Methods by what they are called here, without what all have in common."""
+NONE: dict[str, Any] = {"on": {}, "clients": 0, "rows": []}
+"""A part that was never measured."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,9 @@ def ours(network: str, trained: Method, engine: EngineName, clients: int, worker
     def once() -> None:
         run.step(evaluate=False)
 
-    if workers > 1:
-        once()  # starts the processes
+    here = len(multiprocessing.active_children())
+    while len(multiprocessing.active_children()) < here + workers - 1:
+        once()  # processes start once there has been work for as long as that takes
     return Contender(once, clients, run.close)
 
 
@@ -138,8 +142,10 @@ def official(folder: Path, network: str, clients: int) -> Contender:
 
 
 def measure(found: dict[str, Contender], clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds per client of `REPEATS` rounds of each, in turns."""
+    """Seconds per client of `REPEATS` rounds of each, in turns, after one that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in found}
+    for contender in found.values():
+        contender.run()
     for _ in range(REPEATS):
         for name, contender in found.items():
             began = clock()
@@ -193,9 +199,8 @@ def clocked(networks: Sequence[str], clients: int, folder: Path | None, before: 
     """Seconds of the clock of every network; of before, where nothing is to be measured."""
     if networks:
         measured = [row for network in networks for row in all_cores(network, clients, folder)]
-        return {"on": machine(), "rows": measured, "kept": False}
-    last = before.get("clock") or {"on": before.get("machine", {}), "rows": before.get("all_cores", [])}
-    return {**last, "kept": True}
+        return {"on": machine(), "clients": clients, "rows": measured, "kept": False}
+    return {**before.get("clock", NONE), "kept": True}
 
 
 def main() -> None:
@@ -215,13 +220,13 @@ def main() -> None:
         "hyperfl": lambda network: hyperfl(network, chosen.clients, chosen.official),
         "further": lambda network: further(network, chosen.clients),
     }
-    found: dict[str, Any] = {"clients": chosen.clients, "few": FEW}
-    found |= {"images": IMAGES, "batch": BATCH, "epochs": EPOCHS, "repeats": REPEATS}
+    found: dict[str, Any] = {"images": IMAGES, "batch": BATCH, "epochs": EPOCHS, "repeats": REPEATS, "few": FEW}
     for part, make in parts.items():
         if chosen.only in (None, part):
-            found[part] = [row for name in OFFICIAL for row in rows(name, measure(make(name), everywhere))]
+            measured = [row for name in OFFICIAL for row in rows(name, measure(make(name), everywhere))]
+            found[part] = {"on": machine(), "clients": chosen.clients, "rows": measured}
         else:
-            found[part] = before.get(part, [])
+            found[part] = before.get(part, NONE)
     found["clock"] = clocked([*OFFICIAL] if chosen.clock else [], chosen.clients, chosen.official, before)
     loops = json.loads((RESULTS / "scaling.json").read_text()).get("d", {}).get("loops", [])
     publish("rounds", found, page(found, {loop["name"]: loop["share"] for loop in loops}))

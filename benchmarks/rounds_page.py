@@ -21,26 +21,27 @@ def page(found: Mapping[str, Any], shares: Mapping[str, float]) -> list[str]:
         found: as kept.
         shares: of the machine's peak that loops reach, by their names in scaling.md.
     """
-    single, clock = found["hyperfl"], found["clock"]
-    networks = list(dict.fromkeys(row["network"] for row in single))
+    single, more, clock = found["hyperfl"], found["further"], found["clock"]
+    networks = list(dict.fromkeys(row["network"] for row in single["rows"]))
     head = ["network", "what", "seconds per client", "over FedAvg", "over factored"]
     return [
         "# One local round per client",
         "",
         f"{found['images']} images, batches of {found['batch']}, {found['epochs']} epochs (HyperFL and FedRep: after "
         f"one of the classifier), median of {found['repeats']} turns. Loops train {found['few']} clients one after the "
-        f"other; `factored` trains {found['clients']}, which share products, `vmap` {found['clients']} at once, and "
-        "processes have as many between them. Ours include the aggregation, the authors' code does not. Ratios are "
-        "medians over the turns.",
+        "other; `factored` trains more of them, which share products, `vmap` as many at once, and processes have as "
+        "many between them. Ours include the aggregation, the authors' code does not. Ratios are medians over the "
+        "turns.",
         "",
-        "CPU seconds of one thread (of processes: of all of them together):",
+        f"CPU seconds of one thread (of processes: of all of them together), {single['clients']} clients{_on(single)}:",
         "",
-        *table(head, shown(single, [FEDAVG, FACTORED])),
+        *table(head, shown(single["rows"], [FEDAVG, FACTORED])),
         "",
-        *(line for network in networks for line in goals(network, single, shares)),
-        "Further methods and engines, measured apart from that, with FedAvg and HyperFL once more for the ratios:",
+        *(line for network in networks for line in goals(network, single["rows"], shares)),
+        "Further methods and engines, measured apart from that, with FedAvg and HyperFL once more for the ratios, "
+        f"{more['clients']} clients{_on(more)}:",
         "",
-        *table(head, shown(found["further"], [FEDAVG, FACTORED])),
+        *table(head, shown(more["rows"], [FEDAVG, FACTORED])),
         "",
         *_clock(clock),
     ]
@@ -98,6 +99,11 @@ def _why(network: str, rows: Sequence[Row], shares: Mapping[str, float]) -> str:
     return f" A tenth of theirs would be {wanted:.2f} s: {word} than FedAvg itself takes ({fedavg:.2f} s){near}."
 
 
+def _on(part: Mapping[str, Any]) -> str:
+    """The processor of a part, where there is one."""
+    return f", {part['on']['processor']}" if part["on"] else ""
+
+
 def _clock(clock: Mapping[str, Any]) -> list[str]:
     """Seconds of the clock, where there are any."""
     if not clock["rows"]:
@@ -105,7 +111,8 @@ def _clock(clock: Mapping[str, Any]) -> list[str]:
     on, cores = clock["on"], clock["on"]["cores"]
     return [
         f"Seconds of the clock, all {cores} cores (ours in {cores} processes, the authors' in {cores} threads), which "
-        f"take an idle machine; measured on: processor {on['processor']}, torch {on['torch']}"
+        f"take an idle machine; {clock['clients']} clients; measured on: processor {on['processor']}, torch "
+        + on["torch"]
         + (", before what stands above:" if clock["kept"] else ":"),
         "",
         *table(["network", "what", "seconds per client", "over factored"], shown(clock["rows"], [FACTORED])),

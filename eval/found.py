@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
+import logging
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,48 +19,89 @@ from attacks.base import NotApplicable, Reconstruction, Result
 from eval.cells import code
 from fl.checkpoint import DAMAGED
 from fl.files import replacing
-from fl.tensors import Tensors, dense
+from fl.tensors import Tensors, dense, each
+from fl.types import ServerView
 
 TENSORS = ("inputs", "labels", "fixed")
+EVERY = 1.0
+"""Seconds of work that may be lost: what takes less is not worth a file."""
 _TOLD, _PRIVATE = "told", "private"
+log = logging.getLogger(__name__)
 
 
 class Found:
     """Results by the number of the attacked view, in a folder of their own.
 
+    They count as known where the code that runs now has found them, and in the same updates.
+
     Args:
         folder: where they lie; made when the first are kept.
+        views: what is attacked.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, views: Sequence[ServerView]) -> None:
         self.folder = folder
+        self._marks = [_mark(view) for view in views]
+        self._open: dict[int, Result] = {}
+        self._one_by_one = threading.Lock()
+        self._last = time.monotonic()
 
     def keep(self, numbers: Sequence[int], results: Sequence[Result]) -> None:
-        """Write down what came of views that were attacked together, at once."""
+        """Write down what came of views that were attacked together, with what else has come since the last time.
+
+        Where that fails (a full disk), the attack goes on, and a run that is stopped has more to do again.
+        """
+        with self._one_by_one:
+            self._open.update(zip(numbers, results, strict=True))
+            if time.monotonic() - self._last < EVERY:
+                return
+            try:
+                self._write(self._open)
+            except OSError as error:
+                log.warning("what the attack has found so far can't be kept in %s: %s", self.folder, error)
+            else:
+                self._open = {}
+            self._last = time.monotonic()
+
+    def _write(self, results: Mapping[int, Result]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        told = {"code": code(), "results": dict(zip(numbers, map(_plain, results), strict=True))}
-        arrays = {f"{i}/{name}": a for i, r in zip(numbers, results, strict=True) for name, a in _arrays(r).items()}
-        with replacing(self.folder / f"{numbers[0]:05d}.npz") as file:
-            np.savez(file, **{_TOLD: np.array(json.dumps(told))}, **arrays)  # type: ignore[arg-type]
+        told = {i: {"mark": self._marks[i], **_plain(result)} for i, result in results.items()}
+        arrays = {f"{i}/{name}": a for i, result in results.items() for name, a in _arrays(result).items()}
+        text = json.dumps({"code": code(), "results": told})
+        with replacing(self.folder / f"{min(results):05d}.npz") as file:
+            np.savez(file, **{_TOLD: np.array(text)}, **arrays)  # type: ignore[arg-type]
 
     def known(self) -> dict[int, Result]:
-        """What was kept by the code that runs now: other code's results are not mixed with its own."""
+        """What was kept; other code's results are not mixed with those to come."""
         known: dict[int, Result] = {}
         for path in sorted(self.folder.glob("*.npz")):
             try:
                 with np.load(path, allow_pickle=False) as file:
                     arrays = {name: file[name] for name in file.files}
+                told = json.loads(str(arrays.pop(_TOLD)))
             except DAMAGED:
                 continue
-            told = json.loads(str(arrays.pop(_TOLD)))
             if told["code"] == code():
-                known |= {int(i): _result(plain, _of(i, arrays)) for i, plain in told["results"].items()}
+                mine = {i: plain for i, plain in told["results"].items() if self._marked(int(i), plain["mark"])}
+                known |= {int(i): _result(plain, _of(i, arrays)) for i, plain in mine.items()}
         return known
 
-    def forget(self) -> None:
-        """Remove the folder: the cell has its rows."""
-        if self.folder.is_dir():
-            shutil.rmtree(self.folder)
+    def _marked(self, number: int, mark: str) -> bool:
+        return number < len(self._marks) and self._marks[number] == mark
+
+
+def _mark(view: ServerView) -> str:
+    """A hash of the update."""
+    digest = hashlib.sha256()
+
+    def take(value: Tensor) -> Tensor:
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return value
+
+    for name in sorted(view.update):
+        digest.update(name.encode())
+        each({name: view.update[name]}, take)
+    return digest.hexdigest()
 
 
 def _plain(result: Result) -> dict[str, Any]:

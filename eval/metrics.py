@@ -123,7 +123,7 @@ def _local(a: Tensor, b: Tensor, weights: list[float], sample: float = 1.0) -> T
     a, b = prepare(a, b)
     if min(a.shape[2:]) < len(weights):
         return torch.full((len(a),), torch.nan, dtype=torch.float64)
-    parts = (part.split(max(1, _AT_ONCE // a[0].numel())) for part in (a, b))
+    parts = (part.split(max(1, _AT_ONCE // a.shape[1:].numel())) for part in (a, b))
     return torch.cat([_windows(x, y, weights, sample) for x, y in zip(*parts, strict=True)]).cpu()
 
 

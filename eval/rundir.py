@@ -28,6 +28,8 @@ from fl.files import sync
 from fl.guard import leave_if_unguarded
 
 RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
+FOUND = "found"
+"""In the folder of an attack that is not finished: what it has found so far."""
 OLDER = {"config.yaml", "images.jsonl"}
 """What a result folder held before there were run directories."""
 log = logging.getLogger(__name__)
@@ -199,6 +201,8 @@ class RunDir:
         (folder / TRACEBACK).unlink(missing_ok=True)
         about = {"settings": cell.settings, "code": code(), "seconds": round(seconds, 3)}
         store.write_text(folder / CELL, json.dumps(about, indent=2) + "\n")
+        if (folder / FOUND).is_dir():
+            shutil.rmtree(folder / FOUND)
         for path in folder.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

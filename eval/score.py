@@ -172,8 +172,9 @@ def relative_error(a: Mapping[str, Value], b: Mapping[str, Value]) -> float:
         mine, true = dense(a[name]), dense(value)
         if mine.shape != true.shape:
             raise ValueError(f"expected {name!r} of shape {tuple(true.shape)}, got {tuple(mine.shape)}")
-        difference += _squared(mine.detach().to(true.device) - true.detach())
-        norm += _squared(true.detach())
+        mine, true = (x.detach() if x.is_floating_point() else x.double() for x in (mine, true))
+        difference += _squared(mine.to(true.device) - true)
+        norm += _squared(true)
     if norm == 0:
         return math.nan if math.isnan(difference) else math.inf if difference else 0.0
     return math.sqrt(difference / norm)

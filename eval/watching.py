@@ -22,6 +22,7 @@ from eval.metrics import psnr
 from eval.naming import Lineup
 from eval.perceptual import Perceptual
 from eval.plan import Scene, Training, Watch
+from eval.rundir import FOUND
 from eval.score import Row, score
 from eval.worlds import Victim
 from fl.client import Client
@@ -31,7 +32,7 @@ from fl.seeds import derive
 from fl.simulate import Truth, observe
 from fl.types import Batch, ServerView
 
-IMAGES, PICTURES, FOUND = "images.jsonl", "pictures.npz", "found"
+IMAGES, PICTURES = "images.jsonl", "pictures.npz"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +118,7 @@ def attack(
     """
     victims = watch.scene.victims
     seeds = [derive(training.seed, "attack", victim.key) for victim in victims]
-    found = Found(folder / FOUND)
-    results = _attacked(watch.attack.item, seen.views, seeds, spread, found, tick)
+    results = _attacked(watch.attack.item, seen.views, seeds, spread, folder / FOUND, tick)
     reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
     told = zip(victims, seen.views, seen.truths, results, seen.errors, seen.pictures, strict=True)
     for i, (victim, view, truth, result, error, pictures) in enumerate(told):
@@ -142,9 +142,8 @@ def attack(
             pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
     store.replace_rows(folder / IMAGES, rows)
     if pairs:
-        original, recovered = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
-        np.savez_compressed(folder / PICTURES, original=original, reconstruction=recovered)
-    found.forget()
+        original, found = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
+        np.savez_compressed(folder / PICTURES, original=original, reconstruction=found)
 
 
 def _observed(
@@ -184,13 +183,14 @@ def _attacked(
     views: Sequence[ServerView | NotApplicable],
     seeds: Sequence[int],
     spread: Spread,
-    kept: Found,
+    folder: Path,
     tick: Callable[[int], None],
 ) -> list[Result]:
     """What the attack makes of the views; where there is none, why."""
     pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
     tick(len(views) - len(pairs))
     open_to, own = [view for view, _ in pairs], [seed for _, seed in pairs]
+    kept = Found(folder, open_to)
     found = iter(spread.run(attack, open_to, own, tick, kept.known(), kept.keep))
     return [next(found) if isinstance(view, ServerView) else view for view in views]
 

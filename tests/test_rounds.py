@@ -49,11 +49,14 @@ def test_why_a_goal_was_missed_follows_from_the_figures(authors: float, said: st
 
 
 def test_seconds_of_the_clock_are_kept_and_said_to_be() -> None:
-    measured = {"on": {"cores": 3, "processor": "that", "torch": "2"}, "rows": rows(factored=[2.0]), "kept": False}
-    clock = rounds.clocked([], 20, None, {"machine": {}, "clock": measured})
+    on = {"cores": 3, "processor": "that", "torch": "2"}
+    measured = {"on": on, "clients": 20, "rows": rows(factored=[2.0]), "kept": False}
+    clock = rounds.clocked([], 5, None, {"machine": {}, "clock": measured})
     assert clock == {**measured, "kept": True}
-    found: dict[str, Any] = {"images": 1, "batch": 1, "epochs": 1, "repeats": 1, "few": 1, "clients": 1}
-    found |= {"hyperfl": rows(fedavg=[1.0], factored=[1.0]), "further": [], "clock": clock}
+    found: dict[str, Any] = {"images": 1, "batch": 1, "epochs": 1, "repeats": 1, "few": 1, "clock": clock}
+    found |= {"hyperfl": {**measured, "clients": 7, "rows": rows(fedavg=[1.0], factored=[1.0])}, "further": rounds.NONE}
+    assert any("7 clients, that:" in line for line in page(found, {}))
+    assert any("20 clients; measured on" in line for line in page(found, {}))
     assert any("all 3 cores" in line and line.endswith("before what stands above:") for line in page(found, {}))
     found["clock"] = measured
     assert not any("before what stands above" in line for line in page(found, {}))

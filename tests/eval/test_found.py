@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import worlds
 from support.runs import run, tiny
 from support.tiny import Guess, Registered
 from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction
-from eval import found
+from eval import found, watching
 from eval.found import Found
+from fl.methods.hyperfl import HyperFL
 from fl.tensors import LowRank, Term, dense
+from fl.types import ServerView
 
 WORDS = (
     "attack=guess",
@@ -46,8 +49,19 @@ def whole() -> Reconstruction:
     )
 
 
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found, "EVERY", 0.0)
+
+
+def views(count: int) -> list[ServerView]:
+    """Of one step on one image each."""
+    seen = worlds.federation(worlds.one_step(HyperFL.example()), rounds=0)
+    return [seen.observe(0, data=worlds.images(1, "victim", i))[0] for i in range(count)]
+
+
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
-    kept, given = Found(tmp_path / "found"), whole()
+    kept, given = Found(tmp_path / "found", views(5)), whole()
     assert kept.known() == {}
     kept.keep([4, 2], [given, NotApplicable("not in the mood")])
     kept.keep([0], [Reconstruction(inputs=None)])
@@ -71,22 +85,75 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
             assert all(torch.equal(dense(mine[name]), dense(was[name])) for name in was)
         else:
             assert mine == was, field.name
-    kept.forget()
-    assert not (tmp_path / "found").exists()
-    kept.forget()
 
 
-def test_damaged_files_and_those_of_other_code_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Found(tmp_path)
-    kept.keep([0], [whole()])
-    kept.keep([1], [whole()])
+def test_what_is_damaged_or_of_other_code_or_updates_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = views(3)
+    kept = Found(tmp_path, given)
+    for i in range(3):
+        kept.keep([i], [whole()])
     path = tmp_path / "00001.npz"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    assert set(kept.known()) == {0}
+    assert set(kept.known()) == {0, 2}
+    assert set(Found(tmp_path, given[:1]).known()) == {0}
+    assert set(Found(tmp_path, [given[1], given[1], given[2]]).known()) == {2}
     monkeypatch.setattr(found, "code", lambda: "another")
     assert kept.known() == {}
+
+
+def test_what_takes_no_time_is_not_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(found, "EVERY", 1.0)
+    monkeypatch.setattr(found.time, "monotonic", lambda: now[0])
+    kept = Found(tmp_path, views(4))
+    for i, now[0] in enumerate((0.4, 0.8, 1.2, 1.6)):
+        kept.keep([i], [whole()])
+    assert [path.name for path in tmp_path.iterdir()] == ["00000.npz"]
+    assert set(kept.known()) == {0, 1, 2}
+
+
+def test_a_full_disk_does_not_end_the_attack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    kept = Found(tmp_path, views(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(found.np, "savez", full)
+        kept.keep([0], [whole()])
+    assert "no space left" in caplog.text
+    kept.keep([1], [whole()])
+    assert set(kept.known()) == {0, 1}
+
+
+def test_nothing_is_lost_between_the_last_portion_and_the_finished_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    attacked: list[int] = []
+    guess = Guess.one
+
+    def one(self: Guess, view: ServerView, seed: int) -> object:
+        attacked.append(seed)
+        return guess(self, view, seed)
+
+    with Registered():
+        monkeypatch.setattr(Guess, "one", one)
+        with monkeypatch.context() as patched:
+            patched.setattr(watching.np, "savez_compressed", stop)
+            with pytest.raises(KeyboardInterrupt):
+                run(tiny(*WORDS), tmp_path / "a", keep_checkpoints=True)
+        assert len(attacked) == 6
+        run(tiny(*WORDS), tmp_path / "a")
+    assert len(attacked) == 6
+    assert not list(tmp_path.rglob("found"))
 
 
 def test_a_stopped_attack_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,3 +245,9 @@ def test_golden_values_on_digits():
     black = torch.zeros_like(truth)
     assert ssim(black, truth).mean().item() < ssim_uniform7(black, truth).mean().item() < 0.6
     assert ssim_rog(black, truth).mean().item() == pytest.approx(0, abs=0.01)
+
+
+def test_no_images_have_no_figures():
+    none = torch.zeros(0, 3, 16, 16)
+    for metric in (mse, psnr, ssim, ssim_uniform7, ssim_rog, exact8):
+        assert metric(none, none).shape == (0,)

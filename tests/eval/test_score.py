@@ -214,6 +214,7 @@ def test_structured_tensors_are_compared_like_dense_ones():
     structured = LowRank(None, 0.0, (Term(1.0, left, right),), (2, 3))
     assert relative_error({"w": structured}, {"w": left.T @ right}) == 0
     assert relative_error({"w": 1.1 * (left.T @ right)}, {"w": structured}) == pytest.approx(0.1)
+    assert relative_error({"n": torch.tensor([3, 4])}, {"n": torch.tensor([3, 0])}) == pytest.approx(4 / 3)
 
 
 def test_the_extractor_counts_whole():
