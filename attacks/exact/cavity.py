@@ -57,7 +57,8 @@ def guesses(known: Equations, rounds: int = ROUNDS) -> Iterator[Guess]:
     """
     prior = feature_prior(known)
     smooth = prior.pixels * prior.channels[0, 0]
-    guess = Guess(known.layer.weight.new_zeros(known.layer.shape), known.start, known.gradient_scale.square())
+    noise = known.gradient_scale.square().maximum(known.floor**2)
+    guess = Guess(known.layer.weight.new_zeros(known.layer.shape), known.start, noise)
     for _ in range(rounds):
         without = Without.of(known, guess, smooth)
         if without is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.exact.annealing import Start, anneal, temperatures
-from attacks.exact.cavity import affordable, guesses
+from attacks.exact.cavity import Guess, affordable, guesses
 from attacks.exact.decode import decode
 from attacks.exact.equations import LARGEST, Equations, Prior
 from attacks.exact.flat import flatten
@@ -99,6 +99,7 @@ def _without(known: Equations) -> Solved:
     if not affordable(known):
         return best
     attempt, nearest, since = UNSURE, math.inf, 0
+    guess: Guess | None = None
     for guess in guesses(known):
         unsure = float((guess.noise.sqrt() / known.gradient_scale).median())
         since = 0 if unsure < 0.99 * nearest else since + 1
@@ -108,7 +109,7 @@ def _without(known: Equations) -> Solved:
             best = _again(Solved.of(known, settle(known, guess.x))).better(best)
         if best.satisfied or since > STALLED:
             break
-    if not best.satisfied:
+    if guess is not None and not best.satisfied:
         best = _again(Solved.of(known, settle(known, guess.x))).better(best)
     return best
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from attacks import Reconstruction
 from attacks.cascade import Cascade
+from attacks.exact import invert
 from attacks.exact.annealing import anneal
 from attacks.exact.cavity import Guess, Without, guesses
 from attacks.exact.equations import Equations
-from attacks.exact.invert import COOLING, solve
+from attacks.exact.invert import COOLING, _without, solve
 from attacks.exact.layer import Layer
 from attacks.exact.polish import fit, passed, settle
 from attacks.exact.solved import Solved
@@ -84,6 +85,22 @@ def test_positions_are_found_where_annealing_stays_stuck() -> None:
     solved = solve(known)
     assert solved.satisfied
     assert torch.allclose(solved.found.x, x, atol=1e-6)
+
+
+def test_a_filter_whose_gradient_is_zero_is_no_end_of_the_search() -> None:
+    known, _ = problem(8, 3)
+    silent = known.gradient.clone()
+    silent[0] = 0
+    known = replace(known, gradient=silent)
+    assert len(list(guesses(known, rounds=2))) == 2
+    assert not _without(known).satisfied
+    assert not solve(known).satisfied
+
+
+def test_a_search_that_never_starts_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, _ = problem(8, 3)
+    monkeypatch.setattr(invert, "guesses", lambda _: iter(()))
+    assert _without(known).found.x.count_nonzero() == 0
 
 
 def test_a_search_without_an_end_is_cut_off() -> None:
