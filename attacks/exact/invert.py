@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attacks.exact.annealing import Start, anneal, temperatures
 from attacks.exact.cavity import Guess, affordable, guesses
+from attacks.exact.confirmed import tight
 from attacks.exact.decode import decode
 from attacks.exact.equations import LARGEST, Equations, Prior
 from attacks.exact.flat import flatten
@@ -152,7 +153,9 @@ def _propagated(known: Equations, prior: Prior, schedule: Schedule, levels: Leve
     """The best of the propagation's means and of what they lead to."""
     unknown = math.prod(known.layer.shape)
     # where the outputs alone are more than enough, or features have no levels, positions follow from rough values
-    attempt = 2e-2 if int(known.seen.sum()) > 2 * unknown or levels is None else 1.5e-3
+    rough = int(known.seen.sum()) > 2 * unknown or levels is None
+    attempt = 2e-2 if rough else 1.5e-3
+    waits = not rough and bool(tight(known).any())  # for pixels to be confirmed
     best: Solved | None = None
     nearest = tried = State.first(known)
     since, left = 0, math.prod(known.layer.shape[1:])
@@ -162,7 +165,7 @@ def _propagated(known: Equations, prior: Prior, schedule: Schedule, levels: Leve
         if since > 4 or not state.error < 5 * nearest.error:
             break
         before, left = left, int((~state.held).sum())
-        ripe = attempt > 2e-3 or left == 0 or before <= left < OPEN
+        ripe = not waits or left == 0 or before <= left < OPEN
         if state.error < attempt and ripe:
             attempt, tried = state.error / AGAIN, state
             best = _finished(known, state, prior, levels).better(best)
