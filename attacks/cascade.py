@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.exact.bounds import spans
-from attacks.exact.confirmed import confirmed
-from attacks.exact.decode import LOOSE
 from attacks.exact.equations import Equations
+from attacks.exact.fixed import fixed_pixels
 from attacks.exact.invert import ROUGHLY, solve
 from attacks.exact.layer import Layer
 from attacks.exact.separate import Apart, Mixture, Sum, most, separate
-from attacks.exact.solved import Solved
 from attacks.headless import exact_gradient
 from attacks.layer_equations import Outputs, invert, slope_below
 from attacks.training import training
@@ -26,12 +23,12 @@ from fl.tensors import dense
 from fl.types import ServerView
 
 RESHAPING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d)
-SURE = 0.5 / 255
-"""How far a pixel may move and still counts as known."""
 ROUNDED = 0.25
 """Rounding to the nearest number, root mean square, relative to the spacing after 1."""
 MOST = 12_288
 """Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
+MISSED = 1e-3
+"""Share of a linear layer's gradient, unexplained, that is no longer rounding."""
 RANGE = 1e-2
 """How far outside [0, 1] a pixel may come out of equations that are satisfied."""
 
@@ -57,8 +54,8 @@ class Cascade(Attack):
 
     `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
     Every search is bounded (docs/sharp-edges.md says by what), and `note` names the layers whose equations it did not
-    satisfy. Of a batch, a layer above the pixels that is left far from them is the end: its input is returned under
-    `features/layer`, image by image, and no picture.
+    satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
+    the end: its input is returned under `features/layer`, image by image, and no picture.
     """
 
     plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
@@ -110,6 +107,9 @@ def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | Non
             return f"the update says nothing of {stage.name}: its weight did not move"
         if not bool(weight.isfinite().all()):
             return f"the update of {stage.name} has numbers that are not finite"
+        parts = (stage.before, stage.layer, stage.after)
+        if not all(bool(value.isfinite().all()) for part in parts for value in part.state_dict().values()):
+            return f"the model has numbers at {stage.name} that are not finite"
         bias = gradients.get(f"{stage.name}.bias")
         if isinstance(stage.layer, nn.Linear) and bias is not None and not bool(bias.any()):
             return f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
@@ -242,7 +242,9 @@ def _descend(
             left = weight - signal.mT @ values
             residuals[stage.name] = torch.stack([left.norm() / weight.norm(), left.new_tensor(first.left * (i == top))])
             off = max(float(residuals[stage.name][0]), ROUNDED * torch.finfo(view.dtype).eps, first.off)
-            verified = verified and off < 1e-3
+            if not off < MISSED:
+                verified = False
+                notes.append(f"{stage.name}: its gradient explained up to {off:.1e}")
             signal = signal @ stage.layer.weight.detach()
         else:
             known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt), kept)
@@ -255,13 +257,14 @@ def _descend(
             if count > 1 and i > 0 and not found.error < ROUGHLY:
                 return _stopped(residuals, stage.name, known.layer.apart(found.x), notes)
             if i == 0 and verified:
-                fixed = known.layer.apart(_fixed(solved, *_statistics(stage)))
+                fixed = known.layer.apart(fixed_pixels(solved, *_statistics(stage)))
                 verified = bool(fixed.all())
             values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
             off, kept = max(found.gradient, known.noise), known.layer.reached
     image = stages[0].undo(values)
     if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
         verified, fixed = False, None
+        notes.append("the picture came out beyond [0, 1] and was cut off there")
     return Reconstruction(
         inputs=image.clamp(0, 1).to(view.device, view.dtype),
         labels=view.labels if count == 1 else None,  # which image has which is not known
@@ -282,20 +285,6 @@ def _stopped(residuals: dict[str, Tensor], name: str, features: Tensor, notes: l
         verified=False,
         note="; ".join([*notes, "the layers below it were not tried"]),
     )
-
-
-def _fixed(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
-    """Which pixels are fixed (I, H, W): by equations, or by the outputs that pooling did not pass on."""
-    mean, std = mean[:, None, None], std[:, None, None]
-    fixed = solved.deviations() * std < LOOSE / 255 if solved.fixed is None else solved.fixed.clone()
-    free = ~fixed
-    if bool(free.any()):
-        off = spans(solved.known, solved.found, free, -mean / std, (1 - mean) / std) * std.expand_as(fixed)[free]
-        fixed[free] = off < SURE
-    if solved.fixed is not None and not bool(fixed.all()):
-        # what is open may also move the positions by which others are fixed
-        fixed &= confirmed(solved.known, solved.found.x)
-    return fixed
 
 
 def _below(

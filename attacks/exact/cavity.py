@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attacks.exact.equations import Equations
+from attacks.exact.layer import Layer
 from attacks.exact.part import Part
 from attacks.exact.propagation import conditioned, feature_prior
 
@@ -23,12 +25,16 @@ FORWARD = 1e-3
 FREE = 0.02
 """Least share of a filter's equations that is taken to be left over once the input has followed them."""
 MANY = 2**26
-"""Numbers in the patches of all positions, filter by filter, up to which they are held at once: half a gigabyte."""
+"""Numbers in the largest of a guess's arrays up to which the search is made: half a gigabyte each. A guess
+took four to six times its largest array in all."""
 
 
 def affordable(known: Equations) -> bool:
     """Whether a layer is small enough to be searched in this way."""
-    return known.start.numel() * known.gradient.shape[1] <= MANY
+    (count, cells, positions), (_, height, width) = known.start.shape, known.layer.shape
+    patches = known.start.numel() * known.gradient.shape[1]
+    pairs = count * math.prod(known.layer.windows.kernel) ** 2 * max(cells, positions**2)
+    return max(patches, pairs, (height * width) ** 2) <= MANY
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,40 @@ def guesses(known: Equations, rounds: int = ROUNDS) -> Iterator[Guess]:
     """
     prior = feature_prior(known)
     smooth = prior.pixels * prior.channels[0, 0]
-    guess = Guess(known.layer.weight.new_zeros(known.layer.shape), known.start, known.gradient_scale.square())
+    noise = known.gradient_scale.square().maximum(known.floor**2)
+    guess = Guess(known.layer.weight.new_zeros(known.layer.shape), known.start, noise)
+    windows = Windows.of(known.layer)
     for _ in range(rounds):
-        without = Without.of(known, guess, smooth)
+        without = Without.of(known, guess, smooth, windows)
         if without is None:
             return
         shares = guess.shares.lerp(without.decided(guess.shares), DAMPING)
         guess = Guess(without.x, shares, without.noise(shares))
         yield guess
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What the search needs of the layer alone: its cells as seen in one channel, with patches of m numbers.
+
+    Attributes:
+        plane: one position per cell, of a single channel.
+        every: all numbers of a plane.
+        forms: products of the filters at two positions of a cell, summed over channels (O, P, P, m * m).
+    """
+
+    plane: Layer
+    every: Part
+    forms: Tensor
+
+    @classmethod
+    def of(cls, layer: Layer) -> Windows:
+        """Of a layer."""
+        windows, (channels, height, width) = layer.windows, layer.shape
+        plane = replace(windows, weight=windows.weight[:, :1], shape=(1, height, width))
+        filters = windows.filters.view(len(layer.weight), -1, channels, math.prod(windows.kernel))
+        forms = torch.einsum("opim,orin->oprmn", filters, filters).flatten(3)
+        return cls(plane, Part.of(plane, layer.weight.new_zeros(height, width, dtype=torch.bool)), forms)
 
 
 @dataclass(frozen=True)
@@ -83,6 +115,7 @@ class Without:
         inner: (v - T C T^T)^-1 (O, kh kw, kh kw).
         left: what the mean leaves of the gradient (O, kh kw, I).
         variance: v (O,).
+        windows: of the layer.
     """
 
     known: Equations
@@ -93,9 +126,10 @@ class Without:
     inner: Tensor
     left: Tensor
     variance: Tensor
+    windows: Windows
 
     @classmethod
-    def of(cls, known: Equations, guess: Guess, smooth: Tensor) -> Without | None:
+    def of(cls, known: Equations, guess: Guess, smooth: Tensor, windows: Windows) -> Without | None:
         """From a guess and the precision of a plane (H W, H W) that is expected; None where rounding is in the way."""
         layer, channels = known.layer, known.layer.shape[0]
         count = len(guess.noise)
@@ -112,7 +146,7 @@ class Without:
         ridge = (1 + 1e-9) * guess.noise[:, None, None] * torch.eye(maps.shape[1]).to(maps)
         inner = torch.linalg.inv(ridge - within)
         left = gradient - maps @ x
-        return cls(known, x.mT.reshape(layer.shape), covariance, through, within, inner, left, guess.noise)
+        return cls(known, x.mT.reshape(layer.shape), covariance, through, within, inner, left, guess.noise, windows)
 
     @cached_property
     def cells(self) -> Tensor:
@@ -131,17 +165,14 @@ class Without:
     @cached_property
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Mean (O, K, P) and covariance (O, K, P, P) of the outputs without the bias."""
-        layer, (count, equations, _) = self.known.layer, self.through.shape
+        layer, (count, equations, _), windows = self.known.layer, self.through.shape, self.windows
         mean = torch.einsum("okpm,om->okp", self.cells, layer.filters)
-        windows = replace(layer.windows, weight=layer.windows.weight[:, :1], shape=(1, *layer.shape[1:]))
-        filters = layer.windows.filters.view(count, mean.shape[2], layer.shape[0], -1)
-        forms = torch.einsum("opim,orin->oprmn", filters, filters).flatten(3)
-        whole = Part.of(windows, self.x.new_zeros(layer.shape[1:], dtype=torch.bool))
-        common = whole.covariances(self.covariance)  # (K, m, m)
+        common = windows.every.covariances(self.covariance)  # (K, m, m)
         planes = self.through.reshape(-1, *layer.shape[1:])
-        own = replace(windows, shape=planes.shape).patches(planes).view(len(common), count, equations, -1)  # type: ignore[arg-type]
+        seen = replace(windows.plane, shape=planes.shape).patches(planes)  # type: ignore[arg-type]
+        own = seen.view(len(common), count, equations, -1)
         added = torch.einsum("koam,oab,kobn->okmn", own, self.inner, own)
-        spread = torch.einsum("oprm,okm->okpr", forms, (common + added).flatten(2))
+        spread = torch.einsum("oprm,okm->okpr", windows.forms, (common + added).flatten(2))
         tiny = 1e-9 * self.known.forward_scale.square() * torch.eye(mean.shape[2]).to(mean)
         return mean, spread + tiny
 

@@ -269,13 +269,16 @@ def _spread(shares: Tensor, signal: Tensor) -> Tensor:
 
 
 def _cholesky(blocks: Tensor) -> Tensor:
-    """Factors of positive semi-definite matrices, with as small a multiple of the identity as they need."""
+    """Factors of positive semi-definite matrices, with as small a multiple of the identity as they need.
+
+    Of others, or what is not finite, whatever comes out.
+    """
     mean = blocks.diagonal(dim1=1, dim2=2).mean()
     ridge = 1e-13 * mean
     while True:
         raised = blocks + ridge * torch.eye(blocks.shape[-1]).to(blocks)
         factor, failed = torch.linalg.cholesky_ex(raised)
-        if not bool(failed.any()) or ridge > mean:
+        if not bool(failed.any()) or not ridge < mean:  # not a number is neither
             return factor
         ridge = ridge * 100
 

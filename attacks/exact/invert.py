@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attacks.exact.annealing import Start, anneal, temperatures
-from attacks.exact.cavity import affordable, guesses
+from attacks.exact.cavity import Guess, affordable, guesses
+from attacks.exact.confirmed import tight
 from attacks.exact.decode import decode
 from attacks.exact.equations import LARGEST, Equations, Prior
 from attacks.exact.flat import flatten
@@ -99,6 +100,7 @@ def _without(known: Equations) -> Solved:
     if not affordable(known):
         return best
     attempt, nearest, since = UNSURE, math.inf, 0
+    guess: Guess | None = None
     for guess in guesses(known):
         unsure = float((guess.noise.sqrt() / known.gradient_scale).median())
         since = 0 if unsure < 0.99 * nearest else since + 1
@@ -108,7 +110,7 @@ def _without(known: Equations) -> Solved:
             best = _again(Solved.of(known, settle(known, guess.x))).better(best)
         if best.satisfied or since > STALLED:
             break
-    if not best.satisfied:
+    if guess is not None and not best.satisfied:
         best = _again(Solved.of(known, settle(known, guess.x))).better(best)
     return best
 
@@ -151,7 +153,9 @@ def _propagated(known: Equations, prior: Prior, schedule: Schedule, levels: Leve
     """The best of the propagation's means and of what they lead to."""
     unknown = math.prod(known.layer.shape)
     # where the outputs alone are more than enough, or features have no levels, positions follow from rough values
-    attempt = 2e-2 if int(known.seen.sum()) > 2 * unknown or levels is None else 1.5e-3
+    rough = int(known.seen.sum()) > 2 * unknown or levels is None
+    attempt = 2e-2 if rough else 1.5e-3
+    waits = not rough and bool(tight(known).any())  # for pixels to be confirmed
     best: Solved | None = None
     nearest = tried = State.first(known)
     since, left = 0, math.prod(known.layer.shape[1:])
@@ -161,7 +165,7 @@ def _propagated(known: Equations, prior: Prior, schedule: Schedule, levels: Leve
         if since > 4 or not state.error < 5 * nearest.error:
             break
         before, left = left, int((~state.held).sum())
-        ripe = attempt > 2e-3 or left == 0 or before <= left < OPEN
+        ripe = not waits or left == 0 or before <= left < OPEN
         if state.error < attempt and ripe:
             attempt, tried = state.error / AGAIN, state
             best = _finished(known, state, prior, levels).better(best)

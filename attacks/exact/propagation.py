@@ -162,7 +162,7 @@ def propagate(known: Equations, prior: Prior, schedule: Schedule, levels: Levels
 def _surer(known: Equations, state: State, levels: Levels) -> State:
     """The same with those pixels taken for certain that equations confirm on their nearest levels."""
     x = levels.nearest(state.mean)
-    held = confirmed(known, x)
+    held = confirmed(known, x, levels.step)
     return replace(state, held=held, mean=torch.where(held, x, state.mean))
 
 

@@ -176,3 +176,29 @@ def test_an_update_without_a_gradient_says_so() -> None:
     result = Cascade()(replace(view, update={n: torch.zeros(v.shape).double() for n, v in view.update.items()}))
     assert isinstance(result, NotApplicable)
     assert "no gradient reached it" in result.reason
+
+
+@pytest.mark.parametrize("name", ["body.0.weight", "body.0.bias", "body.1.weight", "body.5.weight"])
+def test_a_model_of_numbers_that_are_not_finite_is_refused(name: str) -> None:
+    view = victim(network(*CHAINS["batch norm"]), photograph(14), replace(STEP, train_mode=False))
+    broken = view.shared[name].clone()  # type: ignore[union-attr]
+    broken.view(-1)[0] = float("nan")
+    result = Cascade()(replace(view, shared={**view.shared, name: broken}))
+    assert isinstance(result, NotApplicable)
+    assert "the model has numbers at body." in result.reason
+
+
+def test_a_result_that_explains_nothing_has_a_note() -> None:
+    """Nine tenths of the update are pruned: all that is left counts as noise, and every layer below as satisfied."""
+    view = victim(network(*CHAINS["max pooling"]), photograph(14))
+    kept = {n: torch.where(v.abs() >= v.abs().quantile(0.9), v, 0.0) for n, v in view.update.items()}  # type: ignore[union-attr]
+    result = attack(replace(view, update=kept))
+    assert not result.verified
+    assert "body.4: its gradient explained up to" in result.note
+
+
+def test_a_picture_beyond_its_range_has_a_note() -> None:
+    view = victim(network(nn.Flatten(), nn.Linear(196, 20), LEAKY), 3 * photograph(14))
+    result = attack(view)
+    assert not result.verified
+    assert result.note == "the picture came out beyond [0, 1] and was cut off there"

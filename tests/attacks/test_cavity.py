@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from attacks import Reconstruction
 from attacks.cascade import Cascade
+from attacks.exact import cavity, invert
 from attacks.exact.annealing import anneal
-from attacks.exact.cavity import Guess, Without, guesses
+from attacks.exact.cavity import Guess, Windows, Without, affordable, guesses
 from attacks.exact.equations import Equations
-from attacks.exact.invert import COOLING, solve
+from attacks.exact.invert import COOLING, _without, solve
 from attacks.exact.layer import Layer
+from attacks.exact.part import Part
 from attacks.exact.polish import fit, passed, settle
 from attacks.exact.solved import Solved
 from eval.watching import _scored
@@ -53,7 +55,7 @@ def test_what_the_other_filters_say_is_the_least_squares_without_one() -> None:
     shares = torch.softmax(randn(*known.start.shape, key="shares"), -1)
     noise = randn(3, key="noise").square() + 0.1
     smooth = torch.eye(32).double() * 0.3 + 0.01
-    without = Without.of(known, Guess(x, shares, noise), smooth)
+    without = Without.of(known, Guess(x, shares, noise), smooth, Windows.of(layer))
     assert without is not None
     mean, covariance = without.outputs
     maps = layer.correlation(layer.placed(shares * known.signal[..., None])).unflatten(0, (3, -1))
@@ -84,6 +86,42 @@ def test_positions_are_found_where_annealing_stays_stuck() -> None:
     solved = solve(known)
     assert solved.satisfied
     assert torch.allclose(solved.found.x, x, atol=1e-6)
+
+
+def test_a_filter_whose_gradient_is_zero_is_no_end_of_the_search() -> None:
+    known, _ = problem(8, 3)
+    silent = known.gradient.clone()
+    silent[0] = 0
+    known = replace(known, gradient=silent)
+    assert len(list(guesses(known, rounds=2))) == 2
+    assert not _without(known).satisfied
+    assert not solve(known).satisfied
+
+
+def test_what_a_guess_holds_at_once_bounds_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = 3 * 16 * 16**2  # filters, pairs of positions (cells are fewer), pairs of what a cell sees in a channel
+    patches = 3 * 8 * 4 * 16 * 9
+    plane = (4 * 8 * 8) ** 2
+    for shape, size in (((3, 2, 1, 4), pairs), ((3, 2, 16, 4), patches), ((1, 4, 1, 8), plane)):
+        known, _ = problem(*shape)
+        monkeypatch.setattr(cavity, "MANY", size)
+        assert affordable(known)
+        monkeypatch.setattr(cavity, "MANY", size - 1)
+        assert not affordable(known)
+
+
+def test_what_depends_on_the_layer_alone_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Layer] = []
+    of = Part.of
+    monkeypatch.setattr(Part, "of", lambda layer, held: made.append(layer) or of(layer, held))  # type: ignore[func-returns-value]
+    assert len(list(guesses(problem(3, 2, channels=2, size=4)[0], rounds=3))) == 3
+    assert len(made) == 1
+
+
+def test_a_search_that_never_starts_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, _ = problem(8, 3)
+    monkeypatch.setattr(invert, "guesses", lambda _: iter(()))
+    assert _without(known).found.x.count_nonzero() == 0
 
 
 def test_a_search_without_an_end_is_cut_off() -> None:

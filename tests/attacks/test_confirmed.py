@@ -9,10 +9,10 @@ import torch
 from support.pixels import LEVELS, MEAN, STD, problem
 from torch import Tensor
 
-from attacks import cascade
-from attacks.exact import propagation
+from attacks.exact import fixed, propagation
 from attacks.exact.confirmed import confirmed
 from attacks.exact.equations import Equations
+from attacks.exact.fixed import fixed_pixels
 from attacks.exact.levels import Levels
 from attacks.exact.polish import fit, passed
 from attacks.exact.propagation import Schedule, State, image_prior, propagate, sites
@@ -29,10 +29,10 @@ def off(truth: Tensor, *places: tuple[int, int]) -> Tensor:
 
 def test_equations_confirm_what_is_right_and_nothing_that_is_not() -> None:
     known, truth = problem(6, 12)
-    right = confirmed(known, truth)
+    right = confirmed(known, truth, LEVELS.step)
     assert right.sum() == 35
     assert not bool(right[0, 5])  # a single output saw this corner
-    sure = confirmed(known, off(truth, (0, 0), (5, 5)))
+    sure = confirmed(known, off(truth, (0, 0), (5, 5)), LEVELS.step)
     assert not bool(sure[0, 0])
     assert not bool(sure[5, 5])
     assert int(sure.sum()) > 10
@@ -42,20 +42,20 @@ def test_few_of_many_equations_confirm_nothing() -> None:
     known, truth = problem(6, 12)
     missed = known.target.clone()
     missed[2:] += 0.1
-    assert not bool(confirmed(replace(known, target=missed), truth)[2:4, 2:4].any())
+    assert not bool(confirmed(replace(known, target=missed), truth, LEVELS.step)[2:4, 2:4].any())
     missed = known.target.clone()
     missed[8:] += 0.1
-    assert bool(confirmed(replace(known, target=missed), truth)[2:4, 2:4].all())
+    assert bool(confirmed(replace(known, target=missed), truth, LEVELS.step)[2:4, 2:4].all())
 
 
 def test_targets_that_are_hardly_known_confirm_nothing() -> None:
     known, truth = problem(6, 12)
     loose = known.loose + 1e-3 * known.forward_scale
-    assert not bool(confirmed(replace(known, loose=loose), truth).any())
+    assert not bool(confirmed(replace(known, loose=loose), truth, LEVELS.step).any())
     missed, seen = known.target.clone(), known.seen.clone()
     missed[2:] += 0.1
     seen[2:] = False  # only bounds, so that it says nothing that these do not hold
-    assert bool(confirmed(replace(known, target=missed, seen=seen), truth)[2:4, 2:4].all())
+    assert bool(confirmed(replace(known, target=missed, seen=seen), truth, LEVELS.step)[2:4, 2:4].all())
 
 
 def test_the_propagation_leaves_out_what_is_confirmed() -> None:
@@ -102,13 +102,38 @@ def test_a_cell_of_certain_pixels_keeps_its_site_and_knows_its_position() -> Non
 
 def test_where_something_is_open_only_what_is_confirmed_counts_as_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     known, truth = problem(6, 12)
-    monkeypatch.setattr(cascade, "spans", lambda *_: torch.full((1,), float("inf")))
+    monkeypatch.setattr(fixed, "spans", lambda *_: torch.full((1,), float("inf")))
     found = fit(known, off(truth, (5, 5)))
     every = torch.ones_like(truth, dtype=torch.bool)
-    assert bool(cascade._fixed(Solved(known, found, every), MEAN, STD).all())
+    assert bool(fixed_pixels(Solved(known, found, every), MEAN, STD).all())
     some = every.clone()
     some[0, 2, 2] = False
-    fixed = cascade._fixed(Solved(known, found, some), MEAN, STD)
-    assert not bool(fixed[:, 5, 5].any())  # its equations do not hold
-    assert not bool(fixed[0, 2, 2])
-    assert bool(fixed[1:, 2, 2].all())
+    sure = fixed_pixels(Solved(known, found, some), MEAN, STD)
+    assert not bool(sure[:, 5, 5].any())  # its equations do not hold
+    assert not bool(sure[0, 2, 2])
+    assert bool(sure[1:, 2, 2].all())
+
+
+def test_a_pixel_off_its_level_is_not_fixed_whatever_told_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, truth = problem(6, 12)
+    monkeypatch.setattr(fixed, "spans", lambda *_: torch.full((1,), float("inf")))
+    some = torch.zeros_like(truth)
+    some[0, 2, 2] = float("inf")
+    monkeypatch.setattr(Solved, "deviations", lambda _: some)
+    sure = fixed_pixels(Solved(known, fit(known, off(truth, (5, 5)))), MEAN, STD)
+    assert not bool(sure[:, 5, 5].any())
+    assert not bool(sure[0, 2, 2])
+    assert bool(sure[1:, 2, 2].all())
+    between = fit(known, truth + 0.1 * LEVELS.step)  # on no levels: outputs have nothing to confirm
+    assert int((~fixed_pixels(Solved(known, between), MEAN, STD)).sum()) == 1
+
+
+def test_outputs_that_hardly_see_a_channel_do_not_confirm_it() -> None:
+    known, truth = problem(6, 12)
+    weight = known.layer.weight.clone()
+    weight[:, 1] *= 1e-6
+    layer = replace(known.layer, weight=weight)
+    known = replace(known, layer=layer, target=layer.pooled_outputs(truth))
+    wrong = truth.clone()
+    wrong[1] += 20 * LEVELS.step[1]
+    assert not bool(confirmed(known, wrong, LEVELS.step).any())

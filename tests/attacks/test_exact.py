@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attacks.exact.bounds import spans
-from attacks.exact.equations import Equations, Prior, System
+from attacks.exact.equations import Equations, Prior, System, _cholesky
 from attacks.exact.invert import Solved, solve
 from attacks.exact.layer import Layer
 from attacks.exact.levels import SHARP, Levels
@@ -242,3 +242,8 @@ def test_what_pooling_did_not_pass_on_bounds_what_no_equation_fixes() -> None:
     free[0, 0, 5] = False
     reach = float(spans(lone, fit(lone, x), free, low, high).max())
     assert reach == pytest.approx(0.25 if one.weight[0, 0, 2, 2] > 0 else 0.75, abs=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_factors_of_what_has_none_are_not_sought_for_ever(value: float) -> None:
+    assert _cholesky(torch.full((1, 2, 2), value).double()).shape == (1, 2, 2)

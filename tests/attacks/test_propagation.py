@@ -157,6 +157,29 @@ def test_nothing_is_tried_while_equations_confirm_ever_more_pixels(monkeypatch: 
     assert tried == [7e-4, 6e-4]  # where no more were confirmed, and the last
 
 
+@pytest.mark.parametrize("noise", [None, 1e-3])
+def test_where_nothing_can_be_confirmed_nothing_is_waited_for(
+    noise: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, truth = problem(6, 6)
+    states = [replace(State.first(known), error=error) for error in (1e-2, 1.4e-3, 3e-4, 7e-5, 6e-5)]
+    tried: list[float] = []
+
+    def finished(known: Equations, state: State, *_: object) -> Solved:
+        tried.append(state.error)
+        return Solved(known, replace(fit(known, truth), forward=1.0))
+
+    monkeypatch.setattr(invert, "propagate", lambda *_: iter(states))
+    monkeypatch.setattr(invert, "_finished", finished)
+    prior = image_prior(known.layer, MEAN, STD, 0.3)
+    if noise is None:  # without levels
+        invert._propagated(known, prior, Schedule())
+        assert tried == [1e-2, 1.4e-3, 3e-4, 7e-5, 6e-5]
+    else:  # no output tells one level from the next
+        invert._propagated(replace(known, noise=noise), prior, Schedule(), LEVELS)
+        assert tried == [1.4e-3, 3e-4, 7e-5, 6e-5]
+
+
 def test_levels_at_once_are_enough_where_the_mean_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     known, truth = problem(6, 6)
     state = replace(State.first(known), mean=truth + 0.2 * LEVELS.step, shares=passed(known, truth), error=1e-3)
