@@ -41,7 +41,7 @@ class Found:
 
     def __init__(self, folder: Path, views: Sequence[ServerView]) -> None:
         self.folder = folder
-        self._marks = [_mark(view) for view in views]
+        self._views, self._marks = views, dict[int, str]()
         self._open: dict[int, Result] = {}
         self._one_by_one = threading.Lock()
         self._last = time.monotonic()
@@ -65,7 +65,7 @@ class Found:
 
     def _write(self, results: Mapping[int, Result]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        told = {i: {"mark": self._marks[i], **_plain(result)} for i, result in results.items()}
+        told = {i: {"mark": self._mark(i), **_plain(result)} for i, result in results.items()}
         arrays = {f"{i}/{name}": a for i, result in results.items() for name, a in _arrays(result).items()}
         text = json.dumps({"code": code(), "results": told})
         with replacing(self.folder / f"{min(results):05d}.npz") as file:
@@ -87,11 +87,16 @@ class Found:
         return known
 
     def _marked(self, number: int, mark: str) -> bool:
-        return number < len(self._marks) and self._marks[number] == mark
+        return number < len(self._views) and self._mark(number) == mark
+
+    def _mark(self, number: int) -> str:
+        """Of a view's update; taken when it is asked for, as most attacks are done before anything is kept."""
+        if number not in self._marks:
+            self._marks[number] = _hash(self._views[number])
+        return self._marks[number]
 
 
-def _mark(view: ServerView) -> str:
-    """A hash of the update."""
+def _hash(view: ServerView) -> str:
     digest = hashlib.sha256()
 
     def take(value: Tensor) -> Tensor:

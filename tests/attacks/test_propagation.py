@@ -136,6 +136,19 @@ def test_what_came_no_nearer_is_not_tried_again_but_the_nearest_is(monkeypatch: 
     assert tried == [1e-3, 2e-4, 1.4e-4]
 
 
+def attempts(states: list[State], truth: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The errors of those of the states that are tried, once a propagation of just these has been made."""
+    tried: list[float] = []
+
+    def finished(known: Equations, state: State, *_: object) -> Solved:
+        tried.append(state.error)
+        return Solved(known, replace(fit(known, truth), forward=1.0))
+
+    monkeypatch.setattr(invert, "propagate", lambda *_: iter(states))
+    monkeypatch.setattr(invert, "_finished", finished)
+    return tried
+
+
 def test_nothing_is_tried_while_equations_confirm_ever_more_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     known, truth = problem(6, 6)
     sizes = [(40, 1e-3), (20, 9e-4), (10, 8e-4), (10, 7e-4), (4, 6e-4)]
@@ -145,14 +158,7 @@ def test_nothing_is_tried_while_equations_confirm_ever_more_pixels(monkeypatch: 
     for count, error in sizes:
         held = torch.arange(total).view(truth.shape[1:]) >= count
         states.append(replace(State.first(known), error=error, held=held))
-    tried: list[float] = []
-
-    def finished(known: Equations, state: State, *_: object) -> Solved:
-        tried.append(state.error)
-        return Solved(known, replace(fit(known, truth), forward=1.0))
-
-    monkeypatch.setattr(invert, "propagate", lambda *_: iter(states))
-    monkeypatch.setattr(invert, "_finished", finished)
+    tried = attempts(states, truth, monkeypatch)
     invert._propagated(known, image_prior(known.layer, MEAN, STD, 0.3), Schedule(), LEVELS)
     assert tried == [7e-4, 6e-4]  # where no more were confirmed, and the last
 
@@ -163,14 +169,7 @@ def test_where_nothing_can_be_confirmed_nothing_is_waited_for(
 ) -> None:
     known, truth = problem(6, 6)
     states = [replace(State.first(known), error=error) for error in (1e-2, 1.4e-3, 3e-4, 7e-5, 6e-5)]
-    tried: list[float] = []
-
-    def finished(known: Equations, state: State, *_: object) -> Solved:
-        tried.append(state.error)
-        return Solved(known, replace(fit(known, truth), forward=1.0))
-
-    monkeypatch.setattr(invert, "propagate", lambda *_: iter(states))
-    monkeypatch.setattr(invert, "_finished", finished)
+    tried = attempts(states, truth, monkeypatch)
     prior = image_prior(known.layer, MEAN, STD, 0.3)
     if noise is None:  # without levels
         invert._propagated(known, prior, Schedule())
