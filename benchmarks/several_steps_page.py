@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attacks.first_step import FirstStep
 from benchmarks.common import table
-from benchmarks.several_steps_cases import SEARCH, Case, cases
-from benchmarks.several_steps_read import CLIENTS, EVEN, SIZES, UPDATES
+from benchmarks.several_steps_cases import SEARCH, SIGMOID_TV, Case, cases
+from benchmarks.several_steps_read_page import of_labels, of_peel, written
 from eval.statistics import Interval, mean_interval, paired_difference, success_rate
 
 Row = dict[str, Any]
@@ -40,11 +40,12 @@ def page(searches: Found, read: Mapping[str, Sequence[Row]]) -> list[str]:
         "",
         "FedAvg and HyperFL (heads scaled, its classifier at rest), Fashion-MNIST on `hyperfl-grey`, CIFAR-10 on "
         "`lenet-zhu`; untrained where nothing else is said, every update of test images and a network of its own. "
-        f"Searches are `ig` of {SEARCH['iterations']} iterations with TV {SEARCH['tv']:g}: short ones, so that rows "
-        "compare with each other and not with those of other pages. No labels are given. Reconstructions are assigned "
-        "to the images they are nearest to; intervals are 95 % bootstrap over images, which takes those of one "
-        "update as independent. *Mean colour* is what a guess of each image's own mean colour would get; *labels "
-        "right* counts a batch's labels in whatever order, *on their image* those that came back with their image.",
+        f"Searches are `ig` of {SEARCH['iterations']} iterations with TV {SEARCH['tv']:g} ({SIGMOID_TV:g} on "
+        "`lenet-zhu`): short ones, so that rows compare with each other and not with those of other pages. No labels "
+        "are given. Reconstructions are assigned to the images they are nearest to; intervals are 95 % bootstrap over "
+        "images, which takes those of one update as independent. *Mean colour* is what a guess of each image's own "
+        "mean colour would get; *labels right* counts a batch's labels in whatever order, *on their image* those that "
+        "came back with their image.",
         "",
     ]
     if len(done) < len(every) or len(read) < 2:
@@ -58,8 +59,8 @@ def page(searches: Found, read: Mapping[str, Sequence[Row]]) -> list[str]:
         chosen = [(case, value) for case, value in done if case.section == part]
         lines += [f"## {title}", "", *text(chosen), ""] if chosen else []
     for title, show, part in (
-        ("A hypernetwork after a whole local round", _peel, "peel"),
-        ("Labels alone", _labels, "labels"),
+        ("A hypernetwork after a whole local round", of_peel, "peel"),
+        ("Labels alone", of_labels, "labels"),
     ):
         lines += [f"## {title}", "", *show(read[part]), ""] if part in read else []
     return lines[:-1]
@@ -135,8 +136,8 @@ def _of_exact(done: Done) -> list[str]:
     body = [[case.images, case.trained, case.attack, *figures(case, value)] for case, value in done]
     return [
         f"FedAvg, `first-step+cascade` with {done[0][0].spec['first']['corrections']} corrections "
-        f"({FirstStep().corrections} by default): each asks `cascade` anew, which goes "
-        "through all its searches where equations hold approximately only.",
+        f"({FirstStep().corrections} by default), each of which asks `cascade` anew. One update each: read the times, "
+        "not the figures.",
         "",
         *table(head, body),
         *reasons(done),
@@ -146,22 +147,27 @@ def _of_exact(done: Done) -> list[str]:
 def _of_history(done: Done) -> list[str]:
     head = ["method", "batch", "rounds watched", "attack", *FIGURES]
     body = [[case.method, case.images, case.rounds, case.attack, *figures(case, value)] for case, value in done]
-    alone = {(case.method, case.images): _psnr(value) for case, value in done if case.rounds == 1}
-    same = [case for case, value in done if case.rounds > 1 and alone.get((case.method, case.images)) == _psnr(value)]
-    note = [f"- {case.method}: {case.rounds} rounds give what one gives, number by number." for case in same]
     return [
         "The attack is made in the fourth round, on one step of the client on all its images, with none or more of the "
         "rounds before it beside; other clients train in these. Behind `peel` earlier rounds are not used, since the "
         "private classifier may have moved on between them.",
         "",
         *table(head, body),
-        *(["", *note] if note else []),
+        "",
+        "Less what one round gives, on the same images:",
+        "",
+        *(f"- {line}" for line in _over_one_round(done)),
     ]
 
 
-def _psnr(value: Mapping[str, Any]) -> list[float]:
-    """Of every image."""
-    return [row["psnr"] for row in value["rows"]]
+def _over_one_round(done: Done) -> Iterator[str]:
+    """Paired differences, by method and rounds."""
+    alone = {(case.method, case.images): value["rows"] for case, value in done if case.rounds == 1}
+    for case, value in done:
+        base = alone.get((case.method, case.images))
+        if case.rounds > 1 and base:
+            gain = written(paired_difference(value["rows"], base), signed)
+            yield f"{case.method}, {case.rounds} rounds: {gain} dB."
 
 
 def figures(case: Case, value: Mapping[str, Any]) -> list[str]:
@@ -191,59 +197,3 @@ def reasons(done: Done) -> list[str]:
     """Why rows are not applicable, each reason once."""
     why = {f"{case.attack} ({case.method}): {value['reason']}." for case, value in done if "reason" in value}
     return ["", *(f"- Not applicable: {one}" for one in sorted(why))] if why else []
-
-
-def written(interval: Interval, number: Callable[[float], str] = lambda value: f"{value:.1f}") -> str:
-    """A figure with its interval."""
-    low, high = interval.low, interval.high
-    if low is None or high is None:
-        return number(interval.value)
-    return f"{number(interval.value)} [{number(low)}, {number(high)}]"
-
-
-def grouped(rows: Sequence[Row], *columns: str) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
-    """Rows of equal values in these columns, in order of their first."""
-    keys = dict.fromkeys(tuple(row[column] for column in columns) for row in rows)
-    for key in keys:
-        yield key, [row for row in rows if tuple(row[column] for column in columns) == key]
-
-
-def _peel(rows: Sequence[Row]) -> list[str]:
-    body = []
-    columns = ("extractor", "embedding", "mean", "start")
-    for (optimiser, work), mine in grouped(rows, "optimiser", "work"):
-        errors = [written(mean_interval(mine, column), _short) for column in columns]
-        body.append([optimiser, work, *errors, f"{sum(row['verified'] for row in mine)} of {len(mine)}"])
-    head = ["optimiser", "local work", "extractor", "embedding", "gradient: mean along the round", "at the start"]
-    return [
-        f"HyperFL's split in {CLIENTS} clients of 600 images, batches of 50, the published step size and clipping, "
-        "before any round. Relative errors, mean over clients with its interval. The gradient that is read off the "
-        "update is compared, at the factor that suits it best, with the *mean along the round* of what the client's "
-        "steps computed (weighted as momentum and clipping do), and with that of all its images *at the start*, which "
-        "attacks for one step take it for: 1 is no better than nothing. *Verified* is the peel's own word.",
-        "",
-        *table([*head, "verified"], body),
-    ]
-
-
-def _short(value: float) -> str:
-    return f"{value:.1e}" if value < 0.01 else f"{value:.2f}"
-
-
-def _labels(rows: Sequence[Row]) -> list[str]:
-    body = []
-    for (rounds, accuracy, rule), mine in grouped(rows, "rounds", "accuracy", "rule"):
-        by_size = {size: [row for row in mine if row["size"] == size] for size in SIZES}
-        cells = [written(mean_interval(part, "known"), lambda value: f"{100 * value:.0f}") for part in by_size.values()]
-        body.append([f"{rounds} ({accuracy:.0%})", rule, *cells])
-    refused = sum(row["refused"] for row in rows)
-    return [
-        "Percent of an update's labels that a rule tells, each label counted as often as it is there; "
-        f"{UPDATES} updates of test images in their order for each batch size, with 95 % intervals, after so many "
-        "rounds of FedAvg (accuracy in brackets). *Signs*: every class whose bias has a negative gradient, once. "
-        "*Counts*: `attacks/labels.py`, on one step, on one whose bias was not sent, and on four steps of a quarter of "
-        f"the batch each (of one image: of it each time). *{EVEN.capitalize()}*: every class as often, drawn without "
-        f"the update: what the size alone tells. {refused} of {len(rows)} guesses were refused and count as 0.",
-        "",
-        *table(["rounds", "rule", *(f"B = {size}" for size in SIZES)], body),
-    ]

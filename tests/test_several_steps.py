@@ -14,7 +14,7 @@ from attacks.peel import Peel, Peeled
 from benchmarks import several_steps
 from benchmarks.several_steps_cases import Case, cases
 from benchmarks.several_steps_page import page
-from benchmarks.several_steps_read import Recorded, flat, overlap, turned
+from benchmarks.several_steps_read import EVEN, SIZES, Recorded, flat, overlap, turned
 from fl.data import Dataset
 from fl.methods.hyperfl import HyperFL
 
@@ -87,3 +87,17 @@ def test_rows_have_names_of_their_own() -> None:
     every = cases()
     assert len({case.name for case in every}) == len(every)
     assert all(case.updates * case.images >= 8 for case in every if case.section != "exact")
+
+
+def test_the_page_subtracts_one_round_and_the_even_deal() -> None:
+    watched = [case for case in cases() if (case.section, case.method) == ("history", "FedAvg")]
+    searches = {case.name: {"seconds": 1.0, "rows": rows(20 + case.rounds, 22 + case.rounds)} for case in watched}
+    told = [
+        {"rounds": 10, "accuracy": 0.5, "rule": rule, "size": size, "image": image, "known": known, "refused": False}
+        for rule, known in (("counts", 0.25), (EVEN, 0.75))
+        for size in SIZES
+        for image in range(2)
+    ]
+    text = "\n".join(page(searches, {"labels": told}))
+    assert "FedAvg, 4 rounds: +3.0 [+3.0, +3.0] dB." in text
+    assert "rounds of training 10: -50 [-50, -50] points." in text
