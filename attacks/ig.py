@@ -16,8 +16,9 @@ class InvertingGradients(Matching):
 
     The published weights of the total variation run from 1e-6 (HyperFL's protocol, with 10,000 iterations) to 1e-1
     (`presets`). The default was better than 1e-4 on every set that it was tried on, grey and colour, if not always the
-    best: 1e-2 was in colour, 1e-1 on a sigmoid LeNet (benchmarks/results/settings.md). Private tensors, where a method
-    has any, are searched for together with the images.
+    best: 1e-2 was in colour, 1e-1 on a sigmoid LeNet, but 1e-2 is far worse for characters and on a trained network
+    (benchmarks/results/settings.md). Private tensors, where a method has any, are searched for together with the
+    images.
 
     Attributes:
         iterations: of the search.

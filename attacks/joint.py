@@ -15,8 +15,10 @@ from fl.types import ServerView
 class Joint(InvertingGradients):
     """IG with embedding, classifier and labels searched for together with the image (HyperFL, appendix D.1).
 
-    The paper's settings: 10,000 iterations, total variation 1e-6, step size 0.1 for images. It gives none for labels
-    and private tensors; a signed step of 0.1 on an unknown classifier ruins the search: they take plain Adam at 0.01.
+    The paper's settings, by the name `published`: 10,000 iterations, total variation 1e-6, step size 0.1 for images.
+    The default weight of the total variation was better in short searches (benchmarks/results/settings.md). The
+    paper gives no step sizes for labels and private tensors; a signed step of 0.1 on an unknown classifier ruins the
+    search: they take plain Adam at 0.01.
 
     Attributes:
         iterations: of the search.
@@ -28,10 +30,14 @@ class Joint(InvertingGradients):
         "guesses picture, label and everything the client kept private all at once, as the paper of hyperfl did."
     )
 
-    presets: ClassVar[dict[str, Preset]] = {}
+    presets: ClassVar[dict[str, Preset]] = {
+        "published": Preset(
+            "HyperFL (Guo et al., AAAI 2025), appendix D.1", {"iterations": 10_000, "tv": 1e-6, "lr": 0.1}
+        ),
+    }
 
     iterations: int = 10_000
-    tv: float = 1e-6
+    tv: float = 1e-2
     label_lr: float = 0.01
 
     def refuse(self, view: ServerView) -> NotApplicable | None:

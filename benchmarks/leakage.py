@@ -38,6 +38,7 @@ IMAGES, SEEDS = 32, 3
 TV = 1e-2
 ITERATIONS = {"l2": 6000, "cosine": 10_000}  # of iDLG; most trials end long before, once they have converged
 LOWER = 50  # iterations of bilevel's search for the embedding: each runs the whole hypernetwork
+BILEVEL = {"lower_iterations": LOWER, "head_lr": 1e-3}  # that step size was the default when this was measured
 Seen = tuple[ServerView, Truth]
 
 
@@ -248,7 +249,7 @@ def run_hyperfl(dataset: str, iterations: int) -> None:
             ("FedAvg", "headless+ig", search, plain),
             ("HyperFL", "peel+ig", search, hidden),
             ("HyperFL", "joint", search, hidden),
-            ("HyperFL", "bilevel", {**search, "lower_iterations": LOWER}, hidden),
+            ("HyperFL", "bilevel", {**search, **BILEVEL}, hidden),
         ):
             results, spent = timed(attacks.build({"name": name, **settings}), victims, seed)
             key = f"{method}: {name}"

@@ -140,8 +140,9 @@ def main() -> None:
         "LeNet, FedAvg, one step on one image in float32, no label given; all attacks know the defence. `lti` learns "
         f"on {len(data.train)} training images, in {chosen.steps} steps on 64 imitated updates; `ig` takes "
         f"{search.iterations} iterations with a total variation of {search.tv:g}, its default; `rog` its default "
-        f"{rog.iterations} iterations on codes {rog.factor} times smaller on each side. The mean of all training "
-        f"images has {floor:.1f} dB. Brackets are 95 % intervals over images, differences are paired. CPU seconds for "
+        f"{rog.iterations} iterations on codes {rog.factor} times smaller on each side, total variation {rog.tv:g}, "
+        f"objective {rog.objective}. The mean of all training images has {floor:.1f} dB. Brackets are 95 % intervals "
+        "over images, differences are paired. CPU seconds for "
         "all images, one thread, training included.",
         "",
         *table(HEAD, [line(label, found) for label in DEFENSES]),

@@ -34,7 +34,7 @@ SEARCHES: dict[str, tuple[Method, dict[str, Any], str]] = {
     "idlg": (STEP, {"name": "idlg", **ENDLESS}, "iterations"),
     "ig": (STEP, {"name": "ig"}, "iterations"),
     "gradinversion": (STEP, {"name": "gradinversion"}, "iterations"),
-    "rog": (STEP, {"name": "rog"}, "iterations"),
+    "rog": (STEP, {"name": "rog", "preset": "published"}, "iterations"),
     "joint": (HYPERFL, {"name": "joint"}, "iterations"),
     "bilevel, the embedding": (HYPERFL, {"name": "bilevel", "iterations": 1}, "lower_iterations"),
     "bilevel, the image": (HYPERFL, {"name": "bilevel", "lower_iterations": 1}, "iterations"),

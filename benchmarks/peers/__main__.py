@@ -89,6 +89,7 @@ CASES = (
         ours="rog",
         iterations=100,
         moves=100,
+        options={"preset": "published"},
         notes="Codes of 8 x 8 enlarged fourfold, Adam at 0.05 with a cosine, 100 iterations, label known to both. "
         "Theirs returns its last iterate. Only the search is compared: the authors' networks that sharpen its result "
         "are for photographs of 128 x 128 pixels.",

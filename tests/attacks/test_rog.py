@@ -77,7 +77,7 @@ def test_the_bound_leaves_alone_what_a_code_can_show_and_no_code_comes_closer() 
 def test_gradients_reach_the_codes() -> None:
     task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 8, 8)).to(dtype=torch.float64)
     view, _ = one_step(task, worlds.images(1, "rog"))
-    attack = attacks.build("rog")
+    attack = attacks.build({"name": "rog", "preset": "published"})
     assert isinstance(attack, Matching)
     problem = attack._problem(view)
     codes = attack._start(problem, 0, 0)[INPUTS][None]
@@ -96,7 +96,8 @@ def test_gradients_reach_the_codes() -> None:
 def test_an_image_that_codes_can_show_is_found(objective: str) -> None:
     task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 16, 16)).to(dtype=torch.float64)
     view, truth = one_step(task, Batch(smooth(1, 16), torch.tensor([2])))
-    found = attacks.build({"name": "rog", "iterations": 150, "objective": objective})(view, seed=0)
+    settings = {"name": "rog", "preset": "published", "iterations": 150, "objective": objective}
+    found = attacks.build(settings)(view, seed=0)
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
     assert found.labels is not None
@@ -136,7 +137,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_trained_decoder_can_be_searched_and_an_enhancer_follows(trained: dict[str, str]) -> None:
     task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 8, 8))
     view, truth = one_step(task, Batch(smooth(1, 8).float(), torch.tensor([1])))
-    settings = {"name": "rog", "iterations": 150, "objective": "cosine", "decoder": trained["decoder"]}
+    settings = {"name": "rog", "iterations": 150, "objective": "cosine", "tv": 0, "decoder": trained["decoder"]}
     found = attacks.build(settings)(view, seed=0)
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None

@@ -1,0 +1,41 @@
+"""Defaults are measured by sweeps; what papers published comes out by name, whatever the defaults are."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+import attacks
+from attacks.bilevel import Bilevel
+from attacks.joint import Joint
+from attacks.rog import ROG
+from benchmarks import settings
+from benchmarks.sweeps import SWEEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("rog", {"iterations": 100, "factor": 4, "tv": 0.0, "lr": 0.05, "objective": "l2", "signed": False}),
+        ("joint", {"iterations": 10_000, "tv": 1e-6, "lr": 0.1, "signed": True, "objective": "cosine"}),
+        ("bilevel", {"iterations": 10_000, "tv": 1e-6, "head_lr": 1e-3, "lr": 0.1}),
+    ],
+)
+def test_what_was_published_stays_by_name(name: str, published: dict[str, Any]) -> None:
+    found = asdict(attacks.build({"name": name, "preset": "published"}))  # type: ignore[call-overload]
+    assert {key: found[key] for key in published} == published
+
+
+@pytest.mark.parametrize(("attack", "key"), [(ROG, "tv"), (ROG, "factor"), (Joint, "tv"), (Bilevel, "head_lr")])
+def test_a_preset_says_what_the_default_differs_in(attack: type, key: str) -> None:
+    preset = attack.presets["published"].settings  # type: ignore[attr-defined]
+    assert getattr(attack(), key) != preset[key]
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.name)
+def test_every_default_was_swept_and_measured_on_other_images(sweep: Any) -> None:
+    found = settings.kept()[sweep.name]
+    assert settings.whole(sweep, found)
+    assert all(len(point["psnr"]) == sweep.images for point in found["others"])
