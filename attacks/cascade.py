@@ -17,14 +17,13 @@ from attacks.exact.layer import Layer
 from attacks.exact.separate import Apart, Mixture, Sum, most, separate
 from attacks.headless import exact_gradient
 from attacks.layer_equations import Outputs, invert, slope_below
+from attacks.rounding import ROUNDED, grain, rounding
 from attacks.training import training
 from attacks.unroll import Stage, unroll
 from fl.tensors import dense
 from fl.types import ServerView
 
 RESHAPING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d)
-ROUNDED = 0.25
-"""Rounding to the nearest number, root mean square, relative to the spacing after 1."""
 MOST = 12_288
 """Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
 MISSED = 1e-3
@@ -230,11 +229,12 @@ def _descend(
     verified, off = view.threat.knows_defense or top > 0, 0.0
     values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
     kept: tuple[int, int] | None = None
+    spread = torch.zeros_like(values)
     notes: list[str] = []
     for i in range(top, -1, -1):
         stage = stages[i]
         if i < top:
-            given, signal, loose, doubt = _below(stage, stages[i + 1], values, signal, off)
+            given, signal, loose, doubt = _below(stage, stages[i + 1], values, signal, spread)
         weight = gradients[f"{stage.name}.weight"]
         if isinstance(stage.layer, nn.Linear):
             if i < top:
@@ -245,11 +245,11 @@ def _descend(
             if not off < MISSED:
                 verified = False
                 notes.append(f"{stage.name}: its gradient explained up to {off:.1e}")
-            signal = signal @ stage.layer.weight.detach()
+            signal, spread = signal @ stage.layer.weight.detach(), torch.full_like(values, off)
         else:
             known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt), kept)
-            known = replace(known, noise=max(off, _rounding(view, stage.name)))
-            solved = solve(known, _statistics(stage) if i == 0 else None)
+            off = max(off, rounding(view, f"{stage.name}.weight"))
+            solved = solve(replace(known, noise=off, grain=_grain(view, stage)), _statistics(stage) if i == 0 else None)
             found = solved.found
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
@@ -260,7 +260,8 @@ def _descend(
                 fixed = known.layer.apart(fixed_pixels(solved, *_statistics(stage)))
                 verified = bool(fixed.all())
             values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
-            off, kept = max(found.gradient, known.noise), known.layer.reached
+            off, kept = max(found.gradient, off), known.layer.reached
+            spread = known.layer.apart(solved.off())
     image = stages[0].undo(values)
     if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
         verified, fixed = False, None
@@ -288,17 +289,17 @@ def _stopped(residuals: dict[str, Tensor], name: str, features: Tensor, notes: l
 
 
 def _below(
-    stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: float
+    stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: Tensor
 ) -> tuple[Outputs, Tensor, Tensor, Tensor]:
     """What the activation of `stage` was given, pooled, and what flows back into it; image by image (B, .).
 
     And how far the first may be off, and the factor between the slopes on both sides of the bend where that leaves the
-    side open; `off` is how far the values may be off, relative to their root mean square.
+    side open; `off` is how far each of the values may be off, relative to the root mean square of all.
     """
     if above.pointwise:
         values, signal = above.undo(values), signal.flatten(1) * _between(above, values)[1]
     values, signal = values.flatten(1), signal.flatten(1)
-    error = off * values.square().mean().sqrt()
+    error = off.flatten(1) * values.square().mean().sqrt()
     given, slope = invert(stage.activation, values)
     doubt = torch.ones_like(slope)
     if isinstance(stage.activation, nn.LeakyReLU):
@@ -374,12 +375,10 @@ def _normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
         return norm(like.new_ones(1, len(like), 1, 1)).flatten() - shift, shift
 
 
-def _rounding(view: ServerView, name: str) -> float:
-    """Share of a weight's gradient that is rounding: the update is a difference of numbers of the weight's size."""
-    full = f"{name}.weight"
-    step = ROUNDED * torch.finfo(view.dtype).eps
-    moved, start = dense(view.update[full]).norm(), dense(view.shared[full]).norm()
-    return float(step * (1 + start / moved)) if bool(moved > 0) else step
+def _grain(view: ServerView, stage: Stage) -> Tensor | None:
+    """Rounding of each of the equations of a convolution's gradient (O, M), as far as normalisation leaves it."""
+    found = None if any(isinstance(m, nn.BatchNorm2d) for m in stage.after) else grain(view, f"{stage.name}.weight")
+    return None if found is None else found.flatten(1)
 
 
 def _statistics(stage: Stage) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,9 @@ from attacks.exact.layer import Layer
 
 SMALLEST = 1e-7
 """Noise relative to the equations' own size, below which nothing is told apart in float32."""
+OTHERS = 1e-6
+"""What else a float32 gradient is off by beside the update's rounding, relative to its root mean square: sums made by
+autograd, and rounding of what flows back. Of numbers whose own rounding is less this was left."""
 LARGEST = 4096
 """Unknowns up to which a dense matrix of all of them is factorised."""
 
@@ -35,6 +38,8 @@ class Equations:
         doubt: factor on the signal, and divisor of the target, if an output was on the other side of the activation's
             bend (O, K); 1 where that is out of the question.
         noise: how far `gradient` may be off, relative to its root mean square.
+        grain: how far each of its numbers may be off by rounding, relative to the root mean square of all (O, M); None
+            is all alike.
     """
 
     layer: Layer
@@ -45,6 +50,7 @@ class Equations:
     loose: Tensor
     doubt: Tensor
     noise: float = 1e-7
+    grain: Tensor | None = None
 
     @cached_property
     def height(self) -> Tensor:
@@ -82,6 +88,17 @@ class Equations:
         """Every position of a cell alike (O, K, P)."""
         cells = self.layer.cells
         return self.gradient.new_full((len(self.gradient), *cells.shape), 1 / cells.shape[1])
+
+    def sharpness(self, noise: Tensor) -> Tensor | None:
+        """Factor on the precision of each of the gradient's equations (O, M) where `noise` (O,) is its filter's.
+
+        What exceeds rounding is alike for all equations of a filter. None is 1.
+        """
+        if self.grain is None:
+            return None
+        least = OTHERS * self.gradient.square().mean().sqrt()
+        own = noise[:, None].square() + self.floor.square() * (self.grain.square() - 1)
+        return noise[:, None].square() / (own + least.square()).clamp_min(least.square())
 
     def excess(self, x: Tensor) -> Tensor:
         """How far the output of each position exceeds the cell's target (O, K, P)."""
@@ -164,7 +181,7 @@ class System:
 
     Attributes:
         layer: whose input is X; average pooling merged into it.
-        plane: quadratic form of each channel (H W, H W).
+        plane: quadratic form of each channel (I, H W, H W), or of all alike (H W, H W).
         weights: of the forward equations (O, L).
         right: right-hand side (I, H W).
         prior: what is added to the matrix, or None.
@@ -185,6 +202,7 @@ class System:
         forward: Tensor,
         exceeded: Tensor | None = None,
         prior: Prior | None = None,
+        fine: bool = False,
     ) -> System:
         """Averaged over uncertain positions.
 
@@ -198,6 +216,7 @@ class System:
             forward: standard deviation of the forward equations.
             exceeded: 1 where a position is to be pulled down to the target although it was not passed on (O, K, P).
             prior: what is expected of X beside them.
+            fine: weigh each of the gradient's equations by its own rounding, which every channel has another of.
         """
         layer = known.layer
         weights = known.seen[..., None].to(shares) if layer.average else shares * known.seen[..., None]
@@ -208,10 +227,16 @@ class System:
         right = told.pull(told.placed(weights * known.height[..., None])).flatten(1)
         signal = known.signal / noise[:, None]
         maps = layer.correlation(layer.placed(shares * signal[..., None]))
-        plane = maps.mT @ maps
+        scaled = (known.gradient / noise[:, None]).view(layer.weight.shape).transpose(0, 1).flatten(1)
+        sharp = known.sharpness(noise) if fine else None
+        if sharp is None:
+            plane = maps.mT @ maps
+        else:
+            sharp = sharp.view(layer.weight.shape).transpose(0, 1).flatten(1)
+            plane = torch.stack([maps.mT @ (own[:, None] * maps) for own in sharp])
+            scaled = scaled * sharp
         if layer.searched:
             plane += layer.pairs(_spread(shares, signal))
-        scaled = (known.gradient / noise[:, None]).view(layer.weight.shape).transpose(0, 1).flatten(1)
         right = right + scaled @ maps
         if prior is not None:
             right = right + prior.right
@@ -220,15 +245,15 @@ class System:
     def __call__(self, x: Tensor) -> Tensor:
         """The matrix times X (I, H W)."""
         outputs = self.layer.convolved(x.view(self.layer.shape))
-        result = x @ self.plane + self.layer.pull(self.weights * outputs).flatten(1)
+        result = (x[:, None] @ self.plane)[:, 0] + self.layer.pull(self.weights * outputs).flatten(1)
         return result if self.prior is None else result + self.prior @ x
 
     def dense(self) -> Tensor:
         """The matrix itself (N, N)."""
-        filters, count = self.layer.filters, self.plane.shape[0]
+        filters, count = self.layer.filters, self.plane.shape[-1]
         matrix = self.layer.form(torch.einsum("om,ol,on->lmn", filters, self.weights, filters))
-        for first in range(0, len(matrix), count):
-            matrix[first : first + count, first : first + count] += self.plane
+        for i, own in enumerate(self.plane.expand(self.layer.shape[0], -1, -1)):
+            matrix[i * count : (i + 1) * count, i * count : (i + 1) * count] += own
         return matrix if self.prior is None else matrix.add_(self.prior.dense)
 
     def solve(self, start: Tensor, tolerance: float = 1e-3, iterations: int = 200, *, whole: bool = False) -> Tensor:

@@ -37,6 +37,10 @@ UNSURE, STALLED = 4e-3, 15
 """Noise of the middle filter, relative to its gradient, below which what a guess leads to is tried; and guesses that
 come no nearer before the search is given up."""
 
+SHARPER, FALLING, WORSE = 5, 0.9, 1.5
+"""Times that features are solved for anew at most; the share of what was left above which that was the last time, and
+above which it is not believed."""
+
 COOLING = (temperatures(30.0, 0.65), temperatures(100.0, 0.75))
 """Of one annealing after the other, for layers further up."""
 
@@ -81,7 +85,29 @@ def _hidden(known: Equations) -> Solved:
     assert best is not None
     if not best.satisfied and known.layer.images == 1:  # of a batch it would take hours
         best = _again(_propagated(known, feature_prior(known), Schedule(factor=0.4))).better(best)
-    return best
+    return _sharper(best)
+
+
+def _sharper(now: Solved) -> Solved:
+    """The same, solved for anew with equations weighed by what it leaves of them, not by what a search had left.
+
+    With every equation weighed by its own rounding, all together may be left a little more.
+    """
+    for _ in range(SHARPER):
+        before, found = now.found.error, _anew(now)
+        if not found.found.error < WORSE * before:
+            break
+        now = found
+        if not now.found.error < FALLING * before:
+            break
+    return now
+
+
+def _anew(now: Solved, *, whole: bool = False) -> Solved:
+    """What the linear system leads to of the positions that `now` decides for; `whole` as in `System.solve`."""
+    found = replace(now.found, shares=decided(now.known, now.found))
+    moved = system_of(now.known, found).solve(found.x, 1e-12, whole=whole)
+    return Solved.of(now.known, fit(now.known, moved))
 
 
 def _annealed(known: Equations) -> Solved:
@@ -124,9 +150,7 @@ def _again(now: Solved, rounds: int = 6) -> Solved:
         return now
     best = now
     for _ in range(rounds):
-        found = replace(now.found, shares=decided(now.known, now.found))
-        moved = system_of(now.known, found).solve(found.x, 1e-12, whole=True)
-        now = Solved.of(now.known, fit(now.known, moved))
+        now = _anew(now, whole=True)
         done = not now.found.error < 0.9 * best.found.error
         best = now.better(best)
         if done and best.satisfied:

@@ -85,7 +85,7 @@ def system_of(known: Equations, now: Fit, prior: Prior | None = None) -> System:
     left = known.residual(now.x, now.shares).square().mean(1).sqrt()
     noise = left.maximum(known.floor)
     forward = known.forward_scale * min(max(now.forward, 1e-6), 1e-4)
-    return System.of(known, now.shares, noise, forward, prior=prior)
+    return System.of(known, now.shares, noise, forward, prior=prior, fine=True)
 
 
 def unbent(known: Equations, found: Fit) -> tuple[Equations, Fit]:

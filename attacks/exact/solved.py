@@ -62,7 +62,7 @@ class Solved:
         noise = known.deviation(found.x, found.shares, known.residual(found.x, found.shares))
         noise = noise.maximum(known.floor)  # with less, rounding would fill in what no equation determines
         forward = known.forward_scale * max(found.forward, known.noise, SMALLEST)
-        return System.of(known, found.shares, noise, forward)
+        return System.of(known, found.shares, noise, forward, fine=True)
 
     def deviations(self) -> Tensor:
         """How far each number of the input may be off (I, H, W), from how far the equations are and how they hang."""
@@ -72,6 +72,21 @@ class Solved:
         if bool(failed):
             return torch.full_like(found.x, float("inf"))
         return torch.cholesky_inverse(factor).diagonal().sqrt().view_as(found.x)
+
+    def off(self, most: float = 30.0) -> Tensor:
+        """How far each number of the input may be off (I, H, W), relative to their root mean square.
+
+        From the gradient's equations alone, which keep channels apart; where these leave a number open, or
+        too nearly so (`most` times), it is the share of the equations left unexplained.
+        """
+        left = max(self.found.gradient, self.known.noise)
+        matrix = self.system().plane
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        if bool(failed.any()):
+            return torch.full_like(self.found.x, left)
+        alone = torch.cholesky_inverse(factor).diagonal(dim1=-2, dim2=-1).sqrt() / self.found.x.square().mean().sqrt()
+        alone = torch.where(alone < most * left, alone, left)
+        return alone.view(-1, *self.found.x.shape[1:]).expand_as(self.found.x)
 
     def better(self, other: Solved | None) -> Solved:
         """The one that leaves less unexplained."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from attacks.exact.bounds import spans
 from attacks.exact.equations import Equations, Prior, System, _cholesky
-from attacks.exact.invert import Solved, solve
+from attacks.exact.invert import Solved, _sharper, solve
 from attacks.exact.layer import Layer
 from attacks.exact.levels import SHARP, Levels
 from attacks.exact.polish import fit, passed, settle
@@ -131,6 +131,39 @@ def test_positions_are_found_where_filters_are_fewer() -> None:
     assert torch.equal(solved.found.shares, passed(known, x))
     assert torch.allclose(solved.found.x, x, atol=1e-6)
     assert float(solved.deviations().max()) < 1e-3
+
+
+def test_features_are_weighed_by_the_gradient_s_rounding_and_not_by_what_a_search_had_left() -> None:
+    made = Layer(randn(16, 4, 3, 3, key="w"), randn(16, key="b"), (4, 8, 8), (1, 1), window=(2, 2))
+    x = randn(4, 8, 8)
+    known = problem(made, x)
+    rounding = 1e-5 * known.gradient.square().mean().sqrt() * randn(16, 36, key="rounding")
+    known = replace(known, gradient=known.gradient + rounding, noise=1e-5, loose=known.loose + 1e-2)
+    forward, even = 1e-5 * known.forward_scale, known.floor.expand(16)
+    uneven = even * torch.where(torch.arange(16) < 8, 1.0, 1e3)  # as where half of the filters were decoded last
+    rough, best = (System.of(known, passed(known, x), noise, forward).solve(x, 1e-12) for noise in (uneven, even))
+    sharper = _sharper(Solved.of(known, fit(known, rough))).found.x
+    assert (rough - x).norm() > 2 * (best - x).norm()
+    assert (sharper - x).norm() < 1.1 * (best - x).norm()
+
+
+def test_numbers_of_the_gradient_count_by_their_own_rounding() -> None:
+    made = Layer(randn(16, 4, 3, 3, key="w"), randn(16, key="b"), (4, 8, 8), window=(2, 2))
+    x = randn(4, 8, 8)
+    known = problem(made, x)
+    grain = 2 ** -randn(16, 36, key="grain").abs().mul(3)
+    grain = grain / grain.square().mean().sqrt()
+    rounding = 1e-3 * known.gradient.square().mean().sqrt() * grain * randn(16, 36, key="rounding")
+    known = replace(known, gradient=known.gradient + rounding, noise=1e-3, loose=known.loose + 10, grain=grain)
+    shares, forward = passed(known, x), known.forward_scale
+    plain, fine = (System.of(known, shares, known.floor.expand(16), forward, fine=fine) for fine in (False, True))
+    near, nearer = (system.solve(torch.zeros_like(x), 1e-12) for system in (plain, fine))
+    assert (nearer - x).norm() < 0.5 * (near - x).norm()
+    assert torch.allclose((fine.dense() @ nearer.flatten()).view(4, -1), fine.right, rtol=1e-6)
+    off = Solved(known, fit(known, nearer, shares)).off() * nearer.square().mean().sqrt()
+    assert 0.5 < ((nearer - x) / off).square().mean().sqrt() < 2  # it knows how far it is off
+    coarse = System.of(known, shares, 100 * known.floor.expand(16), forward, fine=True)  # rounding is not the matter
+    assert torch.allclose(coarse.plane[0] * 1e4, plain.plane, rtol=0.1, atol=1e-2 * float(plain.plane.max()))
 
 
 def test_a_pixel_that_nothing_fixes_is_not_called_known() -> None:

@@ -1,0 +1,69 @@
+"""Rounding of an update that is the difference of two models, number by number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.pictures import STEP, attack, photograph, victim
+
+import attacks.cascade
+import fl.models
+from attacks.exact.equations import Equations
+from attacks.exact.solved import Solved
+from attacks.rounding import grain
+from fl.seeds import stream
+from fl.types import ServerView
+
+NAME = "body.conv2.weight"
+
+
+def view_of(step: torch.Tensor | None = None) -> ServerView:
+    view = victim(fl.models.build("hyperfl-grey", num_classes=10, seed=0), photograph(28), replace(STEP, lr=0.02))
+    if step is None:
+        return view
+    start = view.shared[NAME]
+    return replace(view, update={**view.update, NAME: start - (start - step).float()})  # type: ignore[operator]
+
+
+def test_rounding_is_as_large_as_the_spacing_of_numbers_at_each_weight() -> None:
+    start = view_of().shared[NAME]
+    step = 1e-3 * torch.randn(start.shape, generator=stream(0, "step"), dtype=torch.float64)
+    view = view_of(step)
+    found = grain(view, NAME)
+    assert found is not None
+    rounded = (view.update[NAME] - step) / found  # type: ignore[operator]
+    fine, coarse = rounded[found < 0.3].square().mean().sqrt(), rounded[found > 0.9].square().mean().sqrt()
+    assert (found < 0.3).sum() > 100
+    assert float(fine) == pytest.approx(float(coarse), rel=0.2)
+    assert float(found.square().mean()) == pytest.approx(1.0)
+
+
+def test_an_update_that_is_no_difference_of_models_has_no_grain() -> None:
+    view = view_of()
+    noise = 1e-3 * view.update[NAME].std() * torch.randn(view.shared[NAME].shape, generator=stream(0, "noise"))  # type: ignore[union-attr]
+    assert grain(view, NAME) is not None
+    assert grain(replace(view, update={**view.update, NAME: view.update[NAME] + noise}), NAME) is None  # type: ignore[operator]
+    double = {n: {m: t.double() for m, t in part.items()} for n, part in (("a", view.shared), ("b", view.update))}  # type: ignore[union-attr]
+    assert grain(replace(view, shared=double["a"], update=double["b"]), NAME) is None
+
+
+def test_cascade_tells_its_layers_how_each_number_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Equations] = []
+    solve = attacks.cascade.solve
+
+    def spy(known: Equations, *rest: Any) -> Solved:
+        told.append(known)
+        return solve(known, *rest)
+
+    monkeypatch.setattr(attacks.cascade, "solve", spy)
+    view = view_of()
+    attack(view)
+    upper, lower = told
+    assert torch.equal(upper.grain, grain(view, NAME).flatten(1))  # type: ignore[union-attr, arg-type]
+    assert torch.equal(lower.grain, grain(view, "body.conv1.weight").flatten(1))  # type: ignore[union-attr, arg-type]
+    steep = lower.loose[lower.target > 0].view(-1)
+    assert upper.loose[upper.target > 0].unique().numel() == 1  # a linear layer above: one number for all
+    assert float(steep.max()) > 2 * float(steep.min())  # where few positions see a feature it is known less well
