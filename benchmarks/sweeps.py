@@ -142,6 +142,7 @@ SWEEPS = (
     Sweep("rog", *GREY, CODE, 500, defense={"name": "noise", "std": 0.1}),
     Sweep("joint", *GREY, JOINT, 300, HYPERFL, images=4),
     Sweep("joint", *COLOUR, {"tv": (1e-6, 1e-2)}, 300, HYPERFL, images=4),
+    Sweep("joint", *GREY, {"tv": (1e-6, 1e-2)}, 3000, HYPERFL, images=4),
     Sweep("bilevel", *GREY, BILEVEL, 300, HYPERFL, fixed=LOWER, images=4),
     Sweep("bilevel", *COLOUR, {"tv": (1e-2,), "head_lr": (1e-2,)}, 300, HYPERFL, fixed=LOWER, images=4),
     Sweep("dlg", *SIGMOID, LBFGS, 500),
