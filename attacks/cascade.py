@@ -230,6 +230,7 @@ def _descend(
     values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
     kept: tuple[int, int] | None = None
     spread = torch.zeros_like(values)
+    flows = max(first.off, rounding(view, f"{stages[top].name}.bias"))  # off by this, in every layer below
     notes: list[str] = []
     for i in range(top, -1, -1):
         stage = stages[i]
@@ -249,7 +250,8 @@ def _descend(
         else:
             known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt), kept)
             off = max(off, rounding(view, f"{stage.name}.weight"))
-            solved = solve(replace(known, noise=off, grain=_grain(view, stage)), _statistics(stage) if i == 0 else None)
+            known = replace(known, noise=off, grain=_grain(view, stage), above=flows)
+            solved = solve(known, _statistics(stage) if i == 0 else None)
             found = solved.found
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
@@ -261,7 +263,8 @@ def _descend(
                 verified = bool(fixed.all())
             values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
             off, kept = max(found.gradient, off), known.layer.reached
-            spread = known.layer.apart(solved.off())
+            if i > 0:
+                spread = known.layer.apart(solved.off())
     image = stages[0].undo(values)
     if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
         verified, fixed = False, None
@@ -376,7 +379,7 @@ def _normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grain(view: ServerView, stage: Stage) -> Tensor | None:
-    """Rounding of each of the equations of a convolution's gradient (O, M), as far as normalisation leaves it."""
+    """Rounding of each of the equations of a convolution's gradient (O, M), where no normalisation is between."""
     found = None if any(isinstance(m, nn.BatchNorm2d) for m in stage.after) else grain(view, f"{stage.name}.weight")
     return None if found is None else found.flatten(1)
 

@@ -14,6 +14,9 @@ ON_GRID = 0.95
 """Share of a parameter whose update leads from one number of its type to another. Differences of models miss by a
 thousandth, where a weight is far smaller than its update and the difference is rounded once more; computed updates
 are there by chance, one in hundreds."""
+COARSE, MISSING = 8, 0.01
+"""Spacings that half of all updates are a whole number of only where they were rounded more coarsely than the weights
+are; and share of zeros, of units that moved at all, above which numbers were left out."""
 
 
 def rounding(view: ServerView, name: str) -> float:
@@ -24,11 +27,12 @@ def rounding(view: ServerView, name: str) -> float:
 
 
 def grain(view: ServerView, name: str) -> Tensor | None:
-    """Rounding of each number of a parameter's update, relative to the root mean square of all, in its shape.
+    """How far rounding may put each number of a parameter's update off, relative to the root mean square of all.
 
     A small weight lies on a finer grid than a large one, so that its gradient is known better. None where the update is
-    no difference of two models on the grid of `view.dtype`: one that was noised, averaged or computed from others
-    leaves that grid. Numbers of double precision are not told from computed ones.
+    not the plain difference of two models on the grid of `view.dtype`: one that was noised or averaged leaves that grid,
+    one that was sent in fewer bits lies on a coarser one, of a pruned one numbers are missing here and there. Numbers
+    of double precision are not told from computed ones.
     """
     if view.dtype == torch.float64:
         return None
@@ -38,4 +42,9 @@ def grain(view: ServerView, name: str) -> Tensor | None:
         return None
     largest = torch.maximum(after.abs(), moved.abs().to(view.dtype))
     spacing = (largest.nextafter(largest.new_tensor(torch.inf)) - largest).double()
-    return spacing / spacing.square().mean().sqrt()
+    alive = moved.flatten(1).any(1) if moved.ndim > 1 else moved != 0  # nothing reaches a unit at rest
+    there, steps = moved[alive] != 0, moved[alive] / spacing[alive]
+    coarse = (steps / COARSE).frac() == 0
+    if not there.double().mean() > 1 - MISSING or not coarse[there].double().mean() < 0.5:
+        return None
+    return spacing / 12**0.5 / moved.square().mean().sqrt()

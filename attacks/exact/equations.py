@@ -38,8 +38,10 @@ class Equations:
         doubt: factor on the signal, and divisor of the target, if an output was on the other side of the activation's
             bend (O, K); 1 where that is out of the question.
         noise: how far `gradient` may be off, relative to its root mean square.
-        grain: how far each of its numbers may be off by rounding, relative to the root mean square of all (O, M); None
-            is all alike.
+        grain: how far each of its numbers may be off by rounding, relative to its root mean square (O, M); None where
+            that is not known.
+        above: how far `signal` may be off, relative to its root mean square: no number of the gradient tells more than
+            that lets it, however it was rounded.
     """
 
     layer: Layer
@@ -51,6 +53,7 @@ class Equations:
     doubt: Tensor
     noise: float = 1e-7
     grain: Tensor | None = None
+    above: float = 0.0
 
     @cached_property
     def height(self) -> Tensor:
@@ -96,9 +99,10 @@ class Equations:
         """
         if self.grain is None:
             return None
-        least = OTHERS * self.gradient.square().mean().sqrt()
-        own = noise[:, None].square() + self.floor.square() * (self.grain.square() - 1)
-        return noise[:, None].square() / (own + least.square()).clamp_min(least.square())
+        scale = self.gradient.square().mean()
+        rounding, noise = self.grain.square() * scale, noise[:, None].square()
+        exceeds = (noise - rounding.mean()).clamp_min(0)
+        return noise / (rounding + exceeds + max(OTHERS, self.above) ** 2 * scale)
 
     def excess(self, x: Tensor) -> Tensor:
         """How far the output of each position exceeds the cell's target (O, K, P)."""

@@ -95,7 +95,7 @@ def _sharper(now: Solved) -> Solved:
     """
     for _ in range(SHARPER):
         before, found = now.found.error, _anew(now)
-        if not found.found.error < WORSE * before:
+        if not found.found.error < WORSE * before or (now.satisfied and not found.satisfied):
             break
         now = found
         if not now.found.error < FALLING * before:
