@@ -30,9 +30,9 @@ def grain(view: ServerView, name: str) -> Tensor | None:
     """How far rounding may put each number of a parameter's update off, relative to the root mean square of all.
 
     A small weight lies on a finer grid than a large one, so that its gradient is known better. None where the update is
-    not the plain difference of two models on the grid of `view.dtype`: one that was noised or averaged leaves that grid,
-    one that was sent in fewer bits lies on a coarser one, of a pruned one numbers are missing here and there. Numbers
-    of double precision are not told from computed ones.
+    not the plain difference of two models on the grid of `view.dtype`: what was noised or averaged leaves that grid,
+    what was sent in fewer bits lies on a coarser one, of what was pruned numbers are missing here and there. Numbers of
+    double precision are not told from computed ones.
     """
     if view.dtype == torch.float64:
         return None

@@ -34,11 +34,13 @@ def test_rounding_is_as_large_as_the_spacing_of_numbers_at_each_weight() -> None
     view = view_of(step)
     found = grain(view, NAME)
     assert found is not None
-    rounded = (view.update[NAME] - step) / found  # type: ignore[operator]
-    fine, coarse = rounded[found < 0.3].square().mean().sqrt(), rounded[found > 0.9].square().mean().sqrt()
-    assert (found < 0.3).sum() > 100
+    rounded = (view.update[NAME] - step) / found / step.square().mean().sqrt()  # type: ignore[operator]
+    found_scale = found / found.square().mean().sqrt()
+    fine, coarse = rounded[found_scale < 0.3].square().mean().sqrt(), rounded[found_scale > 0.9].square().mean().sqrt()
+    assert (found_scale < 0.3).sum() > 100
     assert float(fine) == pytest.approx(float(coarse), rel=0.2)
-    assert float(found.square().mean()) == pytest.approx(1.0)
+    error = (view.update[NAME] - step).square().mean().sqrt()  # type: ignore[operator]
+    assert float(found.square().mean().sqrt() * step.square().mean().sqrt()) == pytest.approx(float(error), rel=0.05)
 
 
 def test_an_update_that_is_no_difference_of_models_has_no_grain() -> None:
@@ -46,8 +48,33 @@ def test_an_update_that_is_no_difference_of_models_has_no_grain() -> None:
     noise = 1e-3 * view.update[NAME].std() * torch.randn(view.shared[NAME].shape, generator=stream(0, "noise"))  # type: ignore[union-attr]
     assert grain(view, NAME) is not None
     assert grain(replace(view, update={**view.update, NAME: view.update[NAME] + noise}), NAME) is None  # type: ignore[operator]
+    for bits in (torch.float16, torch.bfloat16):
+        fewer = {n: t.to(bits).float() for n, t in view.update.items()}  # type: ignore[union-attr]
+        assert grain(replace(view, update=fewer), NAME) is None
+    step = view.update[NAME]
+    pruned = torch.where(step.abs() > step.abs().quantile(0.1), step, 0)  # type: ignore[union-attr, operator, call-overload]
+    assert grain(replace(view, update={**view.update, NAME: pruned}), NAME) is None
+    still = step * torch.ones(len(step), 1, 1, 1).index_fill(0, torch.tensor([3]), 0)  # type: ignore[arg-type, operator]
+    assert grain(replace(view, update={**view.update, NAME: still}), NAME) is not None  # a unit at rest
     double = {n: {m: t.double() for m, t in part.items()} for n, part in (("a", view.shared), ("b", view.update))}  # type: ignore[union-attr]
     assert grain(replace(view, shared=double["a"], update=double["b"]), NAME) is None
+
+
+@pytest.mark.parametrize("lr", [3e-3, 1e-3])
+def test_small_steps_whose_rounding_is_not_small_fix_no_pixel_wrongly(lr: float) -> None:
+    picture = (photograph(28) * 255).round() / 255
+    found = attack(victim(fl.models.build("hyperfl-grey", num_classes=10, seed=0), picture, replace(STEP, lr=lr)))
+    wrong = ((found.inputs - picture) * 255).round() != 0  # type: ignore[operator]
+    assert not found.verified or not bool(wrong.any())
+    assert found.fixed is not None
+    assert not bool((wrong & found.fixed).any())
+
+
+def test_what_is_sent_in_half_precision_is_not_taken_for_more() -> None:
+    picture = (photograph(28) * 255).round() / 255
+    view = victim(fl.models.build("hyperfl-grey", num_classes=10, seed=0), picture, replace(STEP, lr=0.02))
+    found = attack(replace(view, update={n: t.half().float() for n, t in view.update.items()}))  # type: ignore[union-attr]
+    assert int(((found.inputs - picture) * 255).round().count_nonzero()) < 10  # type: ignore[operator]
 
 
 def test_cascade_tells_its_layers_how_each_number_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
