@@ -24,7 +24,7 @@ from attacks.matching import Matching
 from attacks.stack import Stack
 from benchmarks.common import publish, table
 from benchmarks.speed import NETWORKS, by_hand
-from benchmarks.whole import COUNT, ITERATIONS, WHOLE, photographs, victims
+from benchmarks.whole import COUNT, ITERATIONS, SETTINGS, WHOLE, photographs, victims
 from benchmarks.worlds import BATCH, federation
 from eval.worlds import device_of
 from fl.engines import EngineName
@@ -100,7 +100,7 @@ def whole(name: str) -> dict[str, float]:
     """Seconds of 50 images and 10,000 iterations of one attack on the colour network, recording included."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0).to(device="cuda")
     views = victims(task, photographs("colour", 32, "cuda"), WHOLE[name], COUNT)
-    attack = attacks.build({"name": name, "iterations": ITERATIONS, "stack": COUNT})
+    attack = attacks.build({"name": name, **SETTINGS[name], "iterations": ITERATIONS, "stack": COUNT})
     taken = seconds(partial(attack.run, views, list(range(COUNT))))
     torch.cuda.empty_cache()
     return {f"{name} on {WHOLE[name].name}": taken}

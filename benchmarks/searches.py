@@ -27,6 +27,7 @@ VICTIMS = (1, 4, 16, 64)
 WORK, LEAST = 256, 6
 """Iterations times trials of a case, and the fewest iterations."""
 HYPERFL = HyperFL(steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(init="scaled"))
+BILEVEL: dict[str, Any] = {"name": "bilevel", "preset": "published"}
 ENDLESS: dict[str, Any] = {"tolerance": 0.0, "patience": 0, "enough": 0.0}
 """Searches that would stop of themselves go on."""
 SEARCHES: dict[str, tuple[Method, dict[str, Any], str]] = {
@@ -35,9 +36,13 @@ SEARCHES: dict[str, tuple[Method, dict[str, Any], str]] = {
     "ig": (STEP, {"name": "ig"}, "iterations"),
     "gradinversion": (STEP, {"name": "gradinversion"}, "iterations"),
     "rog": (STEP, {"name": "rog", "preset": "published"}, "iterations"),
-    "joint": (HYPERFL, {"name": "joint"}, "iterations"),
-    "bilevel, the embedding": (HYPERFL, {"name": "bilevel", "iterations": 1}, "lower_iterations"),
-    "bilevel, the image": (HYPERFL, {"name": "bilevel", "lower_iterations": 1}, "iterations"),
+    "joint": (HYPERFL, {"name": "joint", "preset": "published"}, "iterations"),
+    "bilevel, the embedding": (
+        HYPERFL,
+        {"name": "bilevel", "preset": "published", "iterations": 1},
+        "lower_iterations",
+    ),
+    "bilevel, the image": (HYPERFL, {**BILEVEL, "lower_iterations": 1}, "iterations"),
     "peel+ig": (HYPERFL, {"name": "peel+ig"}, "iterations"),
 }
 """Whom each is tried on, its settings, and which of them counts its iterations."""

@@ -38,6 +38,8 @@ WHOLE: dict[str, Method] = {
     "ig": FedAvg(lr=1.0, steps=1, batch_size=None),
     "joint": HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0),
 }
+SETTINGS: dict[str, dict[str, str]] = {"ig": {}, "joint": {"preset": "published"}}
+"""Of each attack."""
 
 
 def photographs(mode: Literal["colour", "grey"], size: int, device: str) -> Batch:
@@ -67,7 +69,7 @@ def evaluation(name: str, number: int, iterations: int, *, compiled: bool) -> tu
     """Seconds of the clock and of the CPUs that one attack takes in so many processes."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0)
     views = victims(task, photographs("colour", 32, "cpu"), WHOLE[name], COUNT)
-    attack = attacks.build({"name": name, "iterations": iterations, "compiled": compiled})
+    attack = attacks.build({"name": name, **SETTINGS[name], "iterations": iterations, "compiled": compiled})
     began, before = time.perf_counter(), spent()
     with closing(Spread(number, patience=0.0)) as spread:
         found = spread.run(attack, views, range(COUNT))

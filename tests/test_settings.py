@@ -73,8 +73,9 @@ def test_only_what_is_missing_is_measured(
     (tmp_path / "settings.json").write_text(json.dumps({"sweeps": kept}))
     first, other = settings.FIRST, settings.FIRST + SMALL.images
     settings.main()
-    again = [(new, tv, first) for tv in (0.0, 1.0, 3.0, 2.0)] + [
+    again = [
         (old, 2.0, other),
+        *((new, tv, first) for tv in (0.0, 1.0, 3.0, 2.0)),
         (new, 3.0, other),
         (new, 2.0, other),
     ]
@@ -88,6 +89,27 @@ def test_only_what_is_missing_is_measured(
     monkeypatch.setattr(sys, "argv", ["settings", "--again"])
     settings.main()
     assert len(measured) == 2 * 4 + 2 * 2
+
+
+def test_one_that_is_stopped_keeps_what_was_measured_before(
+    measured: list[tuple[str, float, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "SWEEPS", (SMALL, replace(SMALL, iterations=3)))
+    settings.main()
+    before = json.loads((tmp_path / "settings.json").read_text())["sweeps"]
+    compared, calls = settings.compared, iter((0, 1))
+
+    def stopped(sweep: Sweep, found: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return compared(sweep, found)
+
+    monkeypatch.setattr(settings, "compared", stopped)
+    monkeypatch.setattr(sys, "argv", ["settings", "--again"])
+    with pytest.raises(KeyboardInterrupt):
+        settings.main()
+    assert json.loads((tmp_path / "settings.json").read_text())["sweeps"] == before
+    assert "Incomplete" not in (tmp_path / "settings.md").read_text()
 
 
 def test_the_page_is_of_the_defaults_of_its_day(
