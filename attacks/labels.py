@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from attacks.counts import nearest, surprise
 from attacks.headless import astray
 from attacks.linear import let_through
 from attacks.training import training
@@ -26,6 +27,8 @@ SIZES = 24
 """Sizes tried for a gradient of which only the direction is known."""
 WHOLE = 0.1
 """How far a number of images that was told may be off a whole one."""
+APART = 0.5
+"""How far predictions of images of one class are taken to lie apart, as a share of how far those of classes do."""
 POINTS = 16
 """Interpolated heads between the start and the end of a round, at most."""
 
@@ -68,9 +71,15 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     its sign alone that a class is there. A prediction differs by class: P_c = softmax(W h_c + b) at the class's mean
     feature h_c, which its row of the weight gradient over that of the bias gives roughly (Ma et al. 2023). Here counts
     and features are then fitted in turn: counts n to g = sum of n_c / N (P_c - e_c) in whole numbers, features to
-    gW = sum of n_c / N (P_c - e_c) h_c^T, not negative where the network's features on noise are not. The counts that
-    leave least of both are taken. Without a bias, rows of gW in the direction of the features of noise stand for g,
-    predictions on noise for P.
+    gW = sum of n_c / N (P_c - e_c) h_c^T, not negative where the network's features on noise are not. Without a bias,
+    rows of gW in the direction of the features of noise stand for g.
+
+    How near to g the counts have to come depends on how well all this holds. Images of a class are taken to differ in
+    their predictions half as far as classes do: not at all in an untrained network, a lot in a trained one, where g is
+    that of the few images that are mistaken. To this is added what the last fit left. Before the update, every image is
+    taken to be of any class with equal chance, and the counts returned are the likeliest by both: where the gradient
+    says nothing, every class as often. That is an assumption, since a client that has few classes is not like this;
+    shares of classes are not known to a server. What follows from signs holds whatever is assumed.
 
     After several steps the sum of their gradients is seen, weighted by momentum; P is the mean over networks on the
     line from the one sent to the one returned (after Dimitrov et al. 2022), where class features drift as those of
@@ -193,20 +202,29 @@ class _Head:
         signs = (-images * self.bias - 1e-3).ceil().clamp_min(0) if self.exact else torch.zeros_like(self.bias)
         if float(signs.sum()) > images:  # then something is not as it was taken to be: prove nothing
             signs = torch.zeros_like(signs)
-        if not self.measured:
-            assert self.noise is not None
-            mean = self.predictions(self.noise.mean(0)).mean(0)
-            return self._fit(mean.expand(len(mean), -1), images, signs)[0]
         return self._alternate(images, signs)
 
     def predictions(self, features: Tensor) -> Tensor:
         """Mean softmax (M, K) over the round at features (M, d), which drift as those of noise do."""
+        return (self._course(features) * self.heads[2][:, None, None]).sum(0)
+
+    def _course(self, features: Tensor) -> Tensor:
+        """Softmax (T, M, K) along the round at features (M, d)."""
         weights, biases, shares = self.heads
         if self.noise is not None:
             centres = self.noise.mean(1, keepdim=True)
             features = features + centres - (centres * shares[:, None, None]).sum(0)
-        logits = features @ weights.mT + biases[:, None]
-        return (logits.softmax(-1) * shares[:, None, None]).sum(0)
+        return (features @ weights.mT + biases[:, None]).softmax(-1)
+
+    def _doubt(self, features: Tensor, images: int) -> float:
+        """Mean square by which the gradient may be off: as predictions at `features` differ, by class and in time.
+
+        By one over the images for those of a class, which are drawn, and by one over the classes for the mean of a
+        class, which is guessed.
+        """
+        course = self._course(features)
+        apart = (course - self.predictions(features).mean(0)).square().mean((1, 2))
+        return APART**2 * float(apart @ self.heads[2]) * (1 / images + 1 / course.shape[1])
 
     def _alternate(self, images: int, least: Tensor) -> Tensor:
         """Counts and mean features in turn, from the row ratios."""
@@ -217,62 +235,47 @@ class _Head:
         features = (g[:, None] * rows + damp * (g @ rows) / (g @ g)) / (g.square() + damp)[:, None]
         features = features.clamp_min(low)
         longest = 10 * features.norm(dim=1).median().clamp_min(1e-300)
-        best, least_left = least, float("inf")
+        counts, missed = least, 0.0
         for _ in range(ALTERNATIONS):
             predictions = self.predictions(features)
-            counts, left = self._fit(predictions, images, least)
+            counts, left = self._fit(predictions, images, least, self._doubt(features, images) + missed)
+            signals = (predictions - torch.eye(len(g)).to(g)) * (counts / images)[:, None]
+            missed = left**2 * float((g if self.sized else signals.sum(0))[self.sent].square().mean())
             there = counts > 0
-            signals = ((predictions - torch.eye(len(g)).to(g)) * (counts / images)[:, None])[there].mT
-            scale = 1.0 if self.sized else float((signals.sum(1) @ g) / signals.sum(1).square().sum().clamp_min(1e-300))
-            signals = signals * max(scale, 0.0)
-            pull = (RIDGE * signals.square().sum(0).mean()).sqrt() * torch.eye(signals.shape[1]).to(g)
-            known = torch.cat([rows, pull @ features[there]])
-            solved = torch.linalg.lstsq(torch.cat([signals, pull]), known).solution.clamp_min(low)
-            left = left + float((signals @ solved - rows).norm() / rows.norm())
-            if left < least_left:
-                best, least_left = counts, left
+            solved = self._solved(signals[there].mT, features[there]).clamp_min(low)
             long = solved.norm(dim=1, keepdim=True) / longest  # a class predicted surely sends next to nothing back
             features = features.clone()
             features[there] = solved / long.clamp_min(1)
-        return best
+        return counts
 
-    def _fit(self, predictions: Tensor, images: int, least: Tensor) -> tuple[Tensor, float]:
-        """Whole counts >= `least` (K,) that explain the bias best, class c predicting as row c, and what is left."""
+    def _solved(self, signals: Tensor, features: Tensor) -> Tensor:
+        """Mean features (C, d) of classes that send `signals` (K, C), near their last estimate."""
+        made = signals.sum(1)
+        scale = 1.0 if self.sized else float((made @ self.bias) / made.square().sum().clamp_min(1e-300))
+        signals = signals * max(scale, 0.0)
+        pull = (RIDGE * signals.square().sum(0).mean()).sqrt() * torch.eye(signals.shape[1]).to(signals)
+        return torch.linalg.lstsq(torch.cat([signals, pull]), torch.cat([self.weight, pull @ features])).solution
+
+    def _fit(self, predictions: Tensor, images: int, least: Tensor, doubt: float = 0.0) -> tuple[Tensor, float]:
+        """Whole counts >= `least` (K,) that explain the bias best, class c predicting as row c, and what is left.
+
+        `doubt` is the mean square by which a bias may be off; nothing is expected of the counts where it is 0.
+        """
         signals = (predictions.mT - torch.eye(len(predictions)).to(predictions))[self.sent] / images
         target = self.bias[self.sent]
         if self.sized:
-            counts = _nearest(signals, target, images, least)
+            counts = nearest(signals, target, images, least, doubt)
             return counts, float((signals @ counts - target).norm() / target.norm())
-        best, least_left = least, float("inf")
+        best, left, lowest = least, 0.0, float("inf")
         for size in torch.logspace(-5, 0, SIZES, base=2, dtype=torch.float64).tolist():
             # no class has more than all images: the bias's lowest entry can't lie below -1
-            counts = _nearest(signals, target * (size / float(-target.min())), images, least)
+            counts = nearest(signals, target * (size / float(-target.min())), images, least, doubt)
             made = signals @ counts
-            left = float((made / made.norm() - target / target.norm()).norm())
-            if left < least_left:
-                best, least_left = counts, left
-        return best, least_left
-
-
-def _nearest(signals: Tensor, target: Tensor, images: int, least: Tensor) -> Tensor:
-    """Whole counts >= `least` (K,), `images` in all, for which `signals` (K, K) times them is near `target` (K,).
-
-    Images are given out one by one where they help most, then moved between classes as long as that helps.
-    """
-    gram, reach = signals.mT @ signals, signals.mT @ target
-    own, counts = gram.diagonal(), least.clone()
-    while counts.sum() < images:
-        counts[(2 * (gram @ counts - reach) + own).argmin()] += 1
-    pairs = own + own[:, None] - 2 * gram
-    floor = 1e-9 * float(target @ target)
-    while True:
-        slope = 2 * (gram @ counts - reach)
-        change = (slope - slope[:, None] + pairs).masked_fill((counts <= least)[:, None], float("inf"))
-        if not float(change.min()) < -floor:
-            return counts
-        a, b = divmod(int(change.argmin()), len(counts))
-        counts[a] -= 1
-        counts[b] += 1
+            off = float((made / made.norm() - target / target.norm()).norm())
+            cost = off**2 + doubt * surprise(counts) / float(made.square().sum())
+            if cost < lowest:
+                best, left, lowest = counts, off, cost
+        return best, left
 
 
 def _spread(view: ServerView, name: str) -> tuple[float, Tensor, bool] | None:
