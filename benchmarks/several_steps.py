@@ -106,14 +106,14 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     before = RESULTS / "several_steps.json"
-    kept = {} if given.again or not before.exists() else json.loads(before.read_text())
+    kept = json.loads(before.read_text()) if before.exists() else {}
     searches, read = kept.get("searches", {}), kept.get("read", {})
     for name, measure in several_steps_read.QUESTIONS.items():
-        if name not in read:
+        if given.again or name not in read:  # one after the other: a stop loses nothing
             read[name] = measure()
             report(searches, read)
     for case in cases():
-        if case.name not in searches:
+        if given.again or case.name not in searches:
             searches[case.name] = measured(case)
             report(searches, read)
     report(searches, read)
