@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from support import worlds
 
 import fl.data
 from attacks.peel import Peel, Peeled
-from benchmarks import several_steps
+from benchmarks import several_steps, several_steps_read
 from benchmarks.several_steps_cases import Case, cases
 from benchmarks.several_steps_page import page
 from benchmarks.several_steps_read import EVEN, SIZES, Recorded, flat, overlap, turned
@@ -42,6 +45,28 @@ def test_the_gradient_recorded_along_a_round_is_the_one_that_the_peel_reads(limi
     assert isinstance(found, Peeled)
     assert turned(flat(found.gradient, names), generator.mean(0.5)) < 1e-5
     assert not generator.kept
+
+
+def test_one_that_is_stopped_keeps_what_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [Case("batches", "FedAvg", size, "ig", {}) for size in (1, 2)]
+    kept = {"searches": {case.name: {"of": "before"} for case in both}, "read": {}}
+    (tmp_path / "several_steps.json").write_text(json.dumps(kept))
+    written: list[dict[str, Any]] = []
+    answers = iter([{"of": "today"}])
+
+    def measured(case: Case) -> dict[str, Any]:
+        return next(answers)
+
+    monkeypatch.setattr(several_steps, "RESULTS", tmp_path)
+    monkeypatch.setattr(several_steps, "cases", lambda: both)
+    monkeypatch.setattr(several_steps, "measured", measured)
+    monkeypatch.setattr(several_steps, "page", lambda searches, read: [])
+    monkeypatch.setattr(several_steps, "publish", lambda name, data, text: written.append(data))
+    monkeypatch.setattr(several_steps_read, "QUESTIONS", {})
+    monkeypatch.setattr(sys, "argv", ["several_steps", "--again"])
+    with pytest.raises(StopIteration):
+        several_steps.main()
+    assert written[-1]["searches"] == {both[0].name: {"of": "today"}, both[1].name: {"of": "before"}}
 
 
 def test_earlier_rounds_are_watched_and_the_last_one_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
