@@ -13,7 +13,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.latent import IMAGES, Space
 from attacks.memory import GIB, cached, per_trial, portions
 from attacks.movers import Adam, Quasi
-from attacks.order import ranked
+from attacks.order import dealt, ranked
 from attacks.priors import Term
 from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, opaque, private_key, repeated, told_apart
 from attacks.stack import Posed, Stack, stacked
@@ -57,8 +57,8 @@ class Matching(Attack):
         start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
         labels: "auto" takes labels as known, else as read off the classifier, else searches from random ones; "joint"
             searches from those read off, dealt out at random, unless they are known, and so does "auto" where it
-            matters which image has which (known order of small batches, most groups of clients); "random" reads none
-            off.
+            matters which image has which (known order of small batches, whose first restart deals them out as is
+            likeliest; most groups of clients); "random" reads none off.
         label_lr: step size for label logits (adam only; these are never signed).
         private_lr: step size for private tensors (adam only; these are never signed).
         history: pairs kept by L-BFGS.
@@ -66,7 +66,8 @@ class Matching(Attack):
         tolerance: a trial ends where its objective falls below this share of its start.
         patience: a trial ends when its objective has not fallen for this many iterations; 0 never.
         enough: no further restart of a view once one's objective has fallen to this share of its own start.
-        orders: where it is unknown which image fed which batch, so many guesses are ranked by what the labels tell;
+        orders: where it is unknown which image fed which batch, so many guesses are ranked by what the labels tell
+            (where it is known, so many deals of the labels);
             each restart begins with the next best. 0 takes the images in turn.
         stack: trials evaluated at once, at most; fewer where a CPU is faster with fewer (large networks).
         memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then, and a view of
@@ -162,7 +163,8 @@ class Matching(Attack):
 
     def _fitting(self, index: int, problem: Problem, seeds: Sequence[int]) -> int | NotApplicable:
         """How many trials share a stack: as many as go fastest, within the memory allowed."""
-        each = per_trial(problem, self._start(problem, seeds[index], 0)) / GIB
+        # any restart is as large; the first may look for the likeliest labels beside
+        each = per_trial(problem, self._start(problem, seeds[index], 1)) / GIB
         room = int(min(self.memory / max(each, 1 / GIB), self.stack, cached(problem.view)))
         size = replace(self, stack=max(room, 1))._chunk()
         if room and (size <= room or size * each <= self.memory):
@@ -247,20 +249,21 @@ class Matching(Attack):
             inputs = ((torch.full(shape, 0.5) - offset) / scale).float()
         made = {INPUTS: inputs}
         if problem.labels is None:
-            made[LABELS] = self._logits(problem, draw)
+            made[LABELS] = self._logits(problem, draw, restart)
         for name, size in view.private.items():
             known = (view.private_init or {}).get(name)
             made[private_key(name)] = known if isinstance(known, Tensor) else _guess(name, size, draw)
         return {k: v.to(dtype=view.dtype, device=view.device) for k, v in made.items()}
 
-    def _logits(self, problem: Problem, draw: torch.Generator) -> Tensor:
-        """Where the search for labels begins (N, K)."""
+    def _logits(self, problem: Problem, draw: torch.Generator, restart: int) -> Tensor:
+        """Where the search for labels begins (N, K): those read off, dealt out as is likeliest, then at random."""
         count, classes = problem.view.batch_size or 1, problem.view.task.num_classes
         counted = problem.counted if self._rule(problem.view) == "joint" else None
         if counted is None:
             return torch.randn(count, classes, generator=draw)
-        dealt = counted.cpu()[torch.randperm(count, generator=draw)]
-        return SURE * torch.nn.functional.one_hot(dealt, classes)
+        likeliest = dealt(problem, self.orders) if restart == 0 and told_apart(problem.view) else None
+        mine = counted[torch.randperm(count, generator=draw)] if likeliest is None else likeliest
+        return SURE * torch.nn.functional.one_hot(mine.cpu(), classes)
 
     def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
         view = problem.view

@@ -1,8 +1,10 @@
-"""Which image fed which batch, where the server does not know: guesses from the labels alone."""
+"""Which image fed which batch, or which label is whose, where the server does not know: guesses by labels alone."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,30 +33,74 @@ def ranked(problem: Problem, tries: int, count: int) -> list[Problem]:
     """
     if problem.turn is None or not tries or problem.labels is None or problem.view.private or problem.view.parts:
         return [problem]
-    view, draw = problem.view, stream(0, "orders")
+    view = problem.view
     passes = _passes(view)
-    offset, scale = problem.constants["offset"], problem.constants["scale"]
+
+    def value(order: Tensor) -> float:
+        # where a pass ends within a batch (Poisson sampling) an image may be there twice
+        twice = any(len(set(batch)) < len(batch) for batch in problem.batches(order))
+        return math.inf if twice else _at_grey(problem.fed(order))
+
+    met = _searched(problem.turn, passes, tries, value, problem.batches, stream(0, "orders"))
+    return [problem.fed(order) for order in met[:count]] or [problem]
+
+
+def dealt(problem: Problem, tries: int) -> Tensor | None:
+    """The labels read off (N,), each given to the image whose batches it explains best; None where nothing tells.
+
+    As orders are by `ranked`: by the objective at mid grey, labels being exchanged wherever that lowers it.
+
+    Args:
+        problem: of a view whose order is known.
+        tries: deals to look at; 0 looks at none.
+    """
+    counted, view = problem.counted, problem.view
+    if not tries or counted is None or view.private or view.parts or view.order is None:
+        return None
+
+    def value(labels: Tensor) -> float:
+        return _at_grey(replace(problem, labels=labels))
+
+    met = _searched(counted, [len(counted)], tries, value, lambda labels: tuple(labels.tolist()), stream(0, "deals"))
+    return met[0] if met else None
+
+
+def _at_grey(problem: Problem) -> float:
+    """The objective where every image is mid grey; infinite where it is not a number."""
+    view, constants = problem.view, problem.constants
+    offset, scale = constants["offset"], constants["scale"]
     shape = (view.batch_size or 1, *problem.space.shape(view.task))
     grey = {INPUTS: (torch.full(shape, 0.5).to(offset) - offset) / scale}
-    met: dict[object, tuple[float, Tensor]] = {}
-    now, best, stale = problem.turn, math.inf, 0
+    with torch.no_grad():
+        found = float(problem.value(grey, constants, view.client, stacked=False))
+    return found if math.isfinite(found) else math.inf
+
+
+def _searched(
+    now: Tensor,
+    parts: list[int],
+    tries: int,
+    value: Callable[[Tensor], float],
+    key: Callable[[Tensor], Hashable],
+    draw: torch.Generator,
+) -> list[Tensor]:
+    """What was met of finite `value`, least first, exchanging entries within `parts` of `now` (M,), in so many `tries`.
+
+    Of those whose `key` is equal only the first is looked at.
+    """
+    met: dict[Hashable, tuple[float, Tensor]] = {}
+    best, stale = math.inf, 0
     for attempt in range(tries):
-        tried = now if attempt == 0 else _exchanged(now, passes, draw)
+        tried = now if attempt == 0 else _exchanged(now, parts, draw)
         if stale >= STALE:
-            tried, best, stale = _shuffled(now, passes, draw), math.inf, 0
-        key = problem.batches(tried)
+            tried, best, stale = _shuffled(now, parts, draw), math.inf, 0
         stale += 1
-        if any(len(set(batch)) < len(batch) for batch in key):  # where a pass ends within a batch (Poisson sampling)
-            continue
-        if key not in met:
-            with torch.no_grad():
-                fed = problem.fed(tried)
-                value = float(fed.value(grey, fed.constants, view.client, stacked=False))
-            met[key] = value if math.isfinite(value) else math.inf, tried
-        if met[key][0] < best:
-            now, best, stale = tried, met[key][0], 0
-    found = sorted(met.values(), key=lambda pair: pair[0])
-    return [problem.fed(order) for _, order in found[:count]]
+        if key(tried) not in met:
+            met[key(tried)] = value(tried), tried
+        if met[key(tried)][0] < best:
+            now, best, stale = tried, met[key(tried)][0], 0
+    found = sorted((pair for pair in met.values() if pair[0] < math.inf), key=lambda pair: pair[0])
+    return [one for _, one in found]
 
 
 def _passes(view: ServerView) -> list[int]:

@@ -105,7 +105,7 @@ def _of_steps(done: Done) -> list[str]:
         "*Unrolled* searches predict every local step, *surrogate* takes all for one, *first-step* corrects that by "
         "what a first reconstruction says of the later steps. Without the true order a search takes the likeliest of "
         "100 by what the labels tell, or the images in turn; where the classifier is private nothing can be ranked. "
-        "With it, labels are dealt out at random and searched for.",
+        "With it, labels begin where the batches make them likeliest, and are searched for.",
         "",
         *table(head, body),
         *reasons(done),

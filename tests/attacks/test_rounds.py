@@ -11,8 +11,8 @@ from support import worlds
 import attacks
 from attacks.base import Reconstruction
 from attacks.matching import Matching
-from attacks.order import ranked
-from attacks.problem import INPUTS, Problem, repeated
+from attacks.order import dealt, ranked
+from attacks.problem import INPUTS, LABELS, Problem, repeated
 from attacks.stack import Stack
 from attacks.surrogate import Surrogate
 from fl.client import Client
@@ -99,6 +99,30 @@ def test_no_batch_holds_an_image_twice() -> None:
     assert len(found) > 10
     for one in found:
         assert all(len(set(batch)) == len(batch) for batch in one.batches(one.constants["order"]))
+
+
+def test_where_the_order_is_known_labels_go_to_their_batches() -> None:
+    _, truth, problem = greyed(ThreatModel(knows_order=True))
+    searched = replace(problem, labels=None)
+    assert searched.counted is not None
+    assert searched.counted.tolist() == [0, 0, 1, 1, 2, 2]
+    found = dealt(searched, 400)
+    batches = [batch for steps in truth.trace.order for step in steps for batch in step]
+    assert found is not None
+    assert classes(batches, found) == classes(batches, truth.labels) != classes(batches, searched.counted)
+    attack = attacks.build({"name": "ig", "orders": 400})
+    assert isinstance(attack, Matching)
+    begins = [attack._start(searched, 0, restart)[LABELS].argmax(1) for restart in (0, 0, 1)]
+    assert torch.equal(begins[0], found)
+    assert not torch.equal(begins[2], found)
+    assert torch.equal(begins[1], found)
+
+
+def test_labels_are_dealt_out_by_nothing_where_nothing_tells() -> None:
+    view, _, problem = greyed(ThreatModel(knows_order=True))
+    unknown = replace(view, order=None)
+    assert dealt(replace(problem, labels=None), 0) is None
+    assert dealt(Problem(unknown, None, "cosine"), 100) is None
 
 
 def test_an_order_that_is_known_or_does_not_matter_is_left_alone() -> None:
