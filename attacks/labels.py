@@ -77,9 +77,10 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     How near to g the counts have to come depends on how well all this holds. Images of a class are taken to differ in
     their predictions half as far as classes do: not at all in an untrained network, a lot in a trained one, where g is
     that of the few images that are mistaken. To this is added what the last fit left. Before the update, every image is
-    taken to be of any class with equal chance, and the counts returned are the likeliest by both: where the gradient
-    says nothing, every class as often. That is an assumption, since a client that has few classes is not like this;
-    shares of classes are not known to a server. What follows from signs holds whatever is assumed.
+    taken to be of any class with equal chance, or, far less likely, a client's classes to come in any numbers
+    (`counts.surprise`); what the last fit makes the likeliest by both is returned: where the gradient says nothing,
+    every class as often. That is an assumption: shares of classes are not known to a server. What follows from signs
+    holds whatever is assumed.
 
     After several steps the sum of their gradients is seen, weighted by momentum; P is the mean over networks on the
     line from the one sent to the one returned (after Dimitrov et al. 2022), where class features drift as those of
@@ -146,7 +147,6 @@ class _Head:
         heads: weights (T, K, d) and biases (T, K) along the round, and how much each counts (T,).
         noise: features of noise along the round (T, M, d), or None where the network is not known.
         sent: where a known defence let the bias through (K,) bool.
-        measured: whether the bias is one.
         exact: whether the bias is a mean over the images to rounding, so that its signs are proofs.
         sized: whether the gradient's size is known.
     """
@@ -156,7 +156,6 @@ class _Head:
     heads: tuple[Tensor, Tensor, Tensor]
     noise: Tensor | None
     sent: Tensor
-    measured: bool
     exact: bool
     sized: bool
 
@@ -195,7 +194,7 @@ class _Head:
             return None
         exact = sized and bias_name is not None and len(shares) == 1 and not any(hooks)
         weights = (shares / shares.sum()).to(start)
-        return cls(weight, bias, (heads, offsets, weights), noise, sent, bias_name is not None, exact, sized)
+        return cls(weight, bias, (heads, offsets, weights), noise, sent, exact, sized)
 
     def counts(self, images: int) -> Tensor:
         """Images of each class (K,), whole numbers that add up to `images`."""
@@ -256,7 +255,7 @@ class _Head:
         pull = (RIDGE * signals.square().sum(0).mean()).sqrt() * torch.eye(signals.shape[1]).to(signals)
         return torch.linalg.lstsq(torch.cat([signals, pull]), torch.cat([self.weight, pull @ features])).solution
 
-    def _fit(self, predictions: Tensor, images: int, least: Tensor, doubt: float = 0.0) -> tuple[Tensor, float]:
+    def _fit(self, predictions: Tensor, images: int, least: Tensor, doubt: float) -> tuple[Tensor, float]:
         """Whole counts >= `least` (K,) that explain the bias best, class c predicting as row c, and what is left.
 
         `doubt` is the mean square by which a bias may be off; nothing is expected of the counts where it is 0.

@@ -127,9 +127,10 @@ def test_signs_are_proofs() -> None:
     assert counts.sum() == 8
 
 
+@pytest.mark.parametrize("doubt", [0.0, 1e-9])
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_counts_are_the_best_of_all(seed: int, sized: bool) -> None:
+def test_counts_are_the_best_of_all(seed: int, sized: bool, doubt: float) -> None:
     draw = stream(seed, "counts")
     predictions = torch.rand(4, 4, generator=draw, dtype=torch.float64).softmax(-1)
     true = torch.bincount(torch.randint(0, 4, (6,), generator=draw), minlength=4).double()
@@ -139,7 +140,7 @@ def test_counts_are_the_best_of_all(seed: int, sized: bool) -> None:
     head = _Head.of(view, Problem(view, None, "l2").observed)
     assert head is not None
     head = replace(head, bias=bias if sized else bias / 7, sent=torch.ones(4, dtype=torch.bool), sized=sized)
-    found, left = head._fit(predictions, 6, torch.zeros(4, dtype=torch.float64))
+    found, left = head._fit(predictions, 6, torch.zeros(4, dtype=torch.float64), doubt)
     assert torch.equal(found.long(), best_counts(bias, predictions, 6))
     assert sized or left < 1e-6
 
