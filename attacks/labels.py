@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.counts import nearest, surprise
+from attacks.counts import nearest
 from attacks.headless import astray
 from attacks.linear import let_through
 from attacks.training import training
@@ -85,8 +85,9 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     After several steps the sum of their gradients is seen, weighted by momentum; P is the mean over networks on the
     line from the one sent to the one returned (after Dimitrov et al. 2022), where class features drift as those of
     noise do, and images count as used equally often. Where clipping hides the size of the gradient, its direction is
-    fitted. A group of clients is left alone if an image of one counts for more in their mean than an image of another,
-    or if what each client sends is of a size that does not tell: clipping gives every client a factor of its own.
+    fitted, and nothing is expected of the counts. A group of clients is left alone if an image of one counts for more
+    in their mean than an image of another, or if what each client sends is of a size that does not tell: clipping gives
+    every client a factor of its own.
 
     Where clients tell the shares of their labels themselves (FedGen), these are the answer, if they come to whole
     images. If a defence has changed them they do not, and then the gradient is asked where it is of the images alone.
@@ -234,47 +235,54 @@ class _Head:
         features = (g[:, None] * rows + damp * (g @ rows) / (g @ g)) / (g.square() + damp)[:, None]
         features = features.clamp_min(low)
         longest = 10 * features.norm(dim=1).median().clamp_min(1e-300)
-        counts, missed = least, 0.0
+        counts, missed, best, fewest = least, 0.0, least, float("inf")
         for _ in range(ALTERNATIONS):
             predictions = self.predictions(features)
-            counts, left = self._fit(predictions, images, least, self._doubt(features, images) + missed)
+            # a direction alone is fitted as it is: beside the freedom of its size a doubt leaves it too little to say
+            doubt = self._doubt(features, images) + missed if self.sized else 0.0
+            counts, left = self._fit(predictions, images, least, doubt)
             signals = (predictions - torch.eye(len(g)).to(g)) * (counts / images)[:, None]
-            missed = left**2 * float((g if self.sized else signals.sum(0))[self.sent].square().mean())
+            missed = left**2 * float(g[self.sent].square().mean())
             there = counts > 0
             solved = self._solved(signals[there].mT, features[there]).clamp_min(low)
+            left += float((self._scale(signals.sum(0)) * signals[there].mT @ solved - rows).norm() / rows.norm())
+            if left < fewest:
+                best, fewest = counts, left
             long = solved.norm(dim=1, keepdim=True) / longest  # a class predicted surely sends next to nothing back
             features = features.clone()
             features[there] = solved / long.clamp_min(1)
-        return counts
+        return counts if self.sized else best
+
+    def _scale(self, made: Tensor) -> float:
+        """Factor that brings what is predicted, `made` (K,) of the bias, to the update's size."""
+        return 1.0 if self.sized else max(float((made @ self.bias) / made.square().sum().clamp_min(1e-300)), 0.0)
 
     def _solved(self, signals: Tensor, features: Tensor) -> Tensor:
         """Mean features (C, d) of classes that send `signals` (K, C), near their last estimate."""
-        made = signals.sum(1)
-        scale = 1.0 if self.sized else float((made @ self.bias) / made.square().sum().clamp_min(1e-300))
-        signals = signals * max(scale, 0.0)
+        signals = signals * self._scale(signals.sum(1))
         pull = (RIDGE * signals.square().sum(0).mean()).sqrt() * torch.eye(signals.shape[1]).to(signals)
         return torch.linalg.lstsq(torch.cat([signals, pull]), torch.cat([self.weight, pull @ features])).solution
 
     def _fit(self, predictions: Tensor, images: int, least: Tensor, doubt: float) -> tuple[Tensor, float]:
         """Whole counts >= `least` (K,) that explain the bias best, class c predicting as row c, and what is left.
 
-        `doubt` is the mean square by which a bias may be off; nothing is expected of the counts where it is 0.
+        `doubt` is the mean square by which a bias may be off, for those whose size is known; nothing is expected of the
+        counts where it is 0.
         """
         signals = (predictions.mT - torch.eye(len(predictions)).to(predictions))[self.sent] / images
         target = self.bias[self.sent]
         if self.sized:
             counts = nearest(signals, target, images, least, doubt)
             return counts, float((signals @ counts - target).norm() / target.norm())
-        best, left, lowest = least, 0.0, float("inf")
+        best, least_left = least, float("inf")
         for size in torch.logspace(-5, 0, SIZES, base=2, dtype=torch.float64).tolist():
             # no class has more than all images: the bias's lowest entry can't lie below -1
-            counts = nearest(signals, target * (size / float(-target.min())), images, least, doubt)
+            counts = nearest(signals, target * (size / float(-target.min())), images, least)
             made = signals @ counts
-            off = float((made / made.norm() - target / target.norm()).norm())
-            cost = off**2 + doubt * surprise(counts) / float(made.square().sum())
-            if cost < lowest:
-                best, left, lowest = counts, off, cost
-        return best, left
+            left = float((made / made.norm() - target / target.norm()).norm())
+            if left < least_left:
+                best, least_left = counts, left
+        return best, least_left
 
 
 def _spread(view: ServerView, name: str) -> tuple[float, Tensor, bool] | None:

@@ -154,7 +154,7 @@ def test_numbers_of_the_gradient_count_by_their_own_rounding() -> None:
     grain = 2 ** -randn(16, 36, key="grain").abs().mul(3)
     grain = grain / grain.square().mean().sqrt()
     rounding = 1e-3 * known.gradient.square().mean().sqrt() * grain * randn(16, 36, key="rounding")
-    known = replace(known, gradient=known.gradient + rounding, noise=1e-3, loose=known.loose + 10, grain=grain)
+    known = replace(known, gradient=known.gradient + rounding, noise=1e-3, loose=known.loose + 10, grain=1e-3 * grain)
     shares, forward = passed(known, x), known.forward_scale
     plain, fine = (System.of(known, shares, known.floor.expand(16), forward, fine=fine) for fine in (False, True))
     near, nearer = (system.solve(torch.zeros_like(x), 1e-12) for system in (plain, fine))
