@@ -227,7 +227,7 @@ class _Head:
         return APART**2 * float(apart @ self.heads[2]) * (1 / images + 1 / course.shape[1])
 
     def _alternate(self, images: int, least: Tensor) -> Tensor:
-        """Counts and mean features in turn, from the row ratios."""
+        """Counts and mean features in turn, from the row ratios: the last, or of a direction those that leave least."""
         g, rows = self.bias, self.weight
         positive = self.noise is not None and float(self.noise.min()) >= -0.05 * float(self.noise.abs().max())
         low = 0.0 if positive else -float("inf")
@@ -244,8 +244,9 @@ class _Head:
             signals = (predictions - torch.eye(len(g)).to(g)) * (counts / images)[:, None]
             missed = left**2 * float(g[self.sent].square().mean())
             there = counts > 0
-            solved = self._solved(signals[there].mT, features[there]).clamp_min(low)
-            left += float((self._scale(signals.sum(0)) * signals[there].mT @ solved - rows).norm() / rows.norm())
+            sent = self._scale(signals.sum(0)) * signals[there].mT
+            solved = self._solved(sent, features[there]).clamp_min(low)
+            left += float((sent @ solved - rows).norm() / rows.norm())
             if left < fewest:
                 best, fewest = counts, left
             long = solved.norm(dim=1, keepdim=True) / longest  # a class predicted surely sends next to nothing back
@@ -259,7 +260,6 @@ class _Head:
 
     def _solved(self, signals: Tensor, features: Tensor) -> Tensor:
         """Mean features (C, d) of classes that send `signals` (K, C), near their last estimate."""
-        signals = signals * self._scale(signals.sum(1))
         pull = (RIDGE * signals.square().sum(0).mean()).sqrt() * torch.eye(signals.shape[1]).to(signals)
         return torch.linalg.lstsq(torch.cat([signals, pull]), torch.cat([self.weight, pull @ features])).solution
 

@@ -95,10 +95,11 @@ def _searched(
         if stale >= STALE:
             tried, best, stale = _shuffled(now, parts, draw), math.inf, 0
         stale += 1
-        if key(tried) not in met:
-            met[key(tried)] = value(tried), tried
-        if met[key(tried)][0] < best:
-            now, best, stale = tried, met[key(tried)][0], 0
+        same = key(tried)
+        if same not in met:
+            met[same] = value(tried), tried
+        if met[same][0] < best:
+            now, best, stale = tried, met[same][0], 0
     found = sorted((pair for pair in met.values() if pair[0] < math.inf), key=lambda pair: pair[0])
     return [one for _, one in found]
 
