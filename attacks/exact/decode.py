@@ -61,6 +61,36 @@ def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
     return best
 
 
+def fixed(now: Solved, levels: Levels) -> Tensor:
+    """Which pixels are on the same level in all inputs that explain the equations at the positions of `now`."""
+    shape = now.found.x.shape
+    told, _, loose = _told(now.system().dense(), levels.step.expand(shape).flatten(), levels)
+    result = torch.full_like(now.found.x, loose is not None, dtype=torch.bool).flatten()
+    if loose is not None and len(loose):
+        try:
+            lattice = Lattice(told[loose][:, loose].cpu().numpy())
+            result[loose] = torch.from_numpy(lattice.fixed).to(result.device)
+        except np.linalg.LinAlgError:
+            result[:] = False
+    return result.view(shape)
+
+
+def _told(matrix: Tensor, step: Tensor, levels: Levels) -> tuple[Tensor, float, Tensor | None]:
+    """What equations say in steps (N, N), the factor it is weakened by, and which pixels are loose.
+
+    The last is None where too much is open.
+    """
+    told = matrix.mul_(step[:, None] * step)
+    weaker = float((SHARPEST / told.diagonal().max()).clamp_max(1.0))
+    told *= weaker
+    told.diagonal().add_((2 / levels.count) ** 2)  # a pixel is on one of so many levels
+    inverted = _inverse(told)
+    if inverted is None:
+        return told, weaker, None
+    loose = (inverted.diagonal().sqrt() > LOOSE).nonzero().flatten()
+    return told, weaker, loose if len(loose) <= MANY else None
+
+
 def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
     """What the equations leave open as `prior` expects it, then as it is: none where too much is open.
 
@@ -68,18 +98,10 @@ def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
     """
     shape = now.found.x.shape
     first, step = (x.expand(shape).flatten() for x in (levels.first, levels.step))
-    origin = first / step
+    origin, spread = first / step, (2 / levels.count) ** 2
     system = now.system()
-    told = system.dense().mul_(step[:, None] * step)  # all in steps from here on
-    weaker = float((SHARPEST / told.diagonal().max()).clamp_max(1.0))
-    told *= weaker
-    spread = (2 / levels.count) ** 2  # a pixel is on one of so many levels
-    told.diagonal().add_(spread)
-    inverted = _inverse(told)
-    if inverted is None:
-        return
-    loose = (inverted.diagonal().sqrt() > LOOSE).nonzero().flatten()
-    if len(loose) > MANY:
+    told, weaker, loose = _told(system.dense(), step, levels)
+    if loose is None:
         return
     right = system.right.flatten() * step * weaker - told @ origin
     own = prior.dense * step[:, None] * step
@@ -88,16 +110,16 @@ def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
     for whole, side in (expected, as_it_is):
         mean = torch.cholesky_solve(side[:, None], torch.linalg.cholesky(whole))[:, 0]
         numbers = mean.round().clamp(0, levels.count - 1)
-        fixed = torch.ones_like(numbers, dtype=torch.bool)
+        same = torch.ones_like(numbers, dtype=torch.bool)
         if len(loose):
             try:
-                numbers[loose], fixed[loose] = _together(told, whole, mean, numbers, loose)
+                numbers[loose], same[loose] = _together(told, whole, mean, numbers, loose)
             except np.linalg.LinAlgError:
                 return
         x = (first + numbers.clamp(0, levels.count - 1) * step).view(shape)
         found = fit(now.known, x)
         found = fit(now.known, x, decided(now.known, found))
-        yield replace(Solved.of(now.known, found), fixed=fixed.view(shape))
+        yield replace(Solved.of(now.known, found), fixed=same.view(shape))
 
 
 def _together(told: Tensor, whole: Tensor, mean: Tensor, numbers: Tensor, loose: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,12 @@ class Equations:
         return max(self.noise, SMALLEST) * self.gradient.square().mean().sqrt()
 
     @cached_property
+    def rounded(self) -> Tensor:
+        """Variance of each of the gradient's equations (O, M) by rounding, its own and that of what flows back."""
+        own = torch.full_like(self.gradient, max(self.noise, SMALLEST)) if self.grain is None else self.grain
+        return (own.square() + max(OTHERS, self.above) ** 2) * self.gradient.square().mean()
+
+    @cached_property
     def start(self) -> Tensor:
         """Every position of a cell alike (O, K, P)."""
         cells = self.layer.cells
@@ -99,10 +105,9 @@ class Equations:
         """
         if self.grain is None:
             return None
-        scale = self.gradient.square().mean()
-        rounding, noise = self.grain.square() * scale, noise[:, None].square()
-        exceeds = (noise - rounding.mean()).clamp_min(0)
-        return noise / (rounding + exceeds + max(OTHERS, self.above) ** 2 * scale)
+        noise = noise[:, None].square()
+        exceeds = (noise - self.grain.square().mean() * self.gradient.square().mean()).clamp_min(0)
+        return noise / (self.rounded + exceeds)
 
     def excess(self, x: Tensor) -> Tensor:
         """How far the output of each position exceeds the cell's target (O, K, P)."""

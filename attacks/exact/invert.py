@@ -17,9 +17,10 @@ from attacks.exact.equations import LARGEST, Equations, Prior
 from attacks.exact.flat import flatten
 from attacks.exact.levels import Levels
 from attacks.exact.polish import decided, fit, settle, system_of, unbent
-from attacks.exact.propagation import Schedule, State, feature_prior, image_prior, propagate
+from attacks.exact.propagation import Schedule, State, choice_prior, feature_prior, image_prior, propagate
 from attacks.exact.rowspace import from_rows
 from attacks.exact.solved import Solved
+from attacks.exact.together import together
 
 NEAR = 1e-3
 """Equations left unexplained by less than this share are a matter of a few pixels: another start would not help."""
@@ -166,7 +167,10 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
         levels = None if schedule.levels is None else Levels.of(mean, std, schedule.levels)
         best = _propagated(known, prior, schedule, levels).better(best)
         if best.found.error < ROUGH:
-            best = decode(best, image_prior(known.layer, mean, std, Schedule.deviation), Levels.of(mean, std))
+            expected, levels = choice_prior(known.layer, mean, std), Levels.of(mean, std)
+            best = decode(best, expected, levels)
+            if not best.proven:
+                best = together(best, expected, levels)
         if best.found.error < NEAR:
             return flatten(best, Levels.of(mean, std))
     assert best is not None

@@ -14,6 +14,9 @@ LOVASZ = 0.99
 SWAPS = 100
 """Of neighbours in a basis, times its size squared: more are made by rounding alone."""
 
+BESIDE = np.array([0.0, -1.0, 1.0, -2.0, 2.0])
+"""Whole numbers tried beside the one that is nearest in a plane."""
+
 Array = NDArray[np.float64]
 
 
@@ -42,7 +45,9 @@ class Lattice:
         while k < len(factor):
             _shorten(factor, basis, k, k - 1)
             if factor[k, k] ** 2 + factor[k - 1, k] ** 2 >= LOVASZ * factor[k - 1, k - 1] ** 2:
-                for j in range(k - 2, -1, -1):
+                j = k - 1
+                while len(long := np.flatnonzero(np.abs(factor[:j, k]) > factor.diagonal()[:j] / 2)):
+                    j = int(long[-1])
                     _shorten(factor, basis, k, j)
                 k += 1
                 continue
@@ -58,6 +63,11 @@ class Lattice:
             k = max(k - 1, 1)
         return basis, factor
 
+    @cached_property
+    def _inverse(self) -> Array:
+        """Of the basis (n, n): whole numbers, too."""
+        return np.round(np.linalg.inv(self._reduced[0]))
+
     @property
     def fixed(self) -> NDArray[np.bool_]:
         """Which numbers are the same in all candidates less than `APART` standard deviations from each other (n,).
@@ -71,18 +81,27 @@ class Lattice:
         return np.logical_not(basis[:, :open_ones].any(axis=1))
 
     def nearest(self, centre: Array, matrix: Array) -> Array:
-        """Whole numbers (n,) near `centre` (n,), as `matrix` (n, n) measures it: Babai's nearest plane (1986).
+        """Whole numbers (n,) near `centre` (n,), as `matrix` (n, n) measures it: Babai's nearest plane (1986)."""
+        return self.near(centre, matrix, 1)[0]
 
-        `matrix` may hold more than this lattice's own, for which its basis is short too.
+    def near(self, centre: Array, matrix: Array, count: int) -> Array:
+        """Some whole numbers (at most `count`, n) near `centre` (n,), as `matrix` (n, n) measures it, nearest first.
+
+        Babai's nearest plane, with the best `count` kept from one plane to the next. `matrix` may hold more than this
+        lattice's own, or a little else, for which its basis is short too.
         """
         basis, _ = self._reduced
         factor = np.linalg.cholesky(basis.T @ matrix @ basis).T
-        real = np.linalg.solve(basis, centre)
-        whole = np.zeros_like(real)
+        real = self._inverse @ centre
+        whole, far = np.zeros((1, len(real))), np.zeros(1)
         for i in range(len(real) - 1, -1, -1):
-            pulled = factor[i, i + 1 :] @ (real - whole)[i + 1 :] / factor[i, i]
-            whole[i] = np.round(real[i] + pulled)
-        return basis @ whole
+            wanted = real[i] + (real - whole)[:, i + 1 :] @ factor[i, i + 1 :] / factor[i, i]
+            values = np.round(wanted)[:, None] + (BESIDE if count > 1 else BESIDE[:1])
+            total = far[:, None] + (factor[i, i] * (values - wanted[:, None])) ** 2
+            kept = np.argsort(total, axis=None, kind="stable")[:count]
+            whole, far = whole[kept // values.shape[1]], total.flat[kept]
+            whole[:, i] = values.flat[kept]
+        return np.round(whole @ basis.T)
 
 
 def _shorten(factor: Array, basis: Array, k: int, j: int) -> None:

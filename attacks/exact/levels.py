@@ -39,7 +39,11 @@ class Levels:
 
     def nearest(self, x: Tensor) -> Tensor:
         """Every pixel of X (I, H, W) on its nearest level."""
-        return self.first + self.number(x) * self.step
+        return self.values(self.number(x))
+
+    def values(self, number: Tensor) -> Tensor:
+        """The pixels on these levels (I, H, W)."""
+        return self.first + number * self.step
 
     def descend(self, x: Tensor, matrix: Tensor, right: Tensor, moves: int = 500) -> Tensor:
         """Moves single pixels of X (I, H, W) to a neighbouring level, for as long as x.matrix.x / 2 - right.x falls."""

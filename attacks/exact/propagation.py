@@ -96,10 +96,19 @@ def image_prior(layer: Layer, mean: Tensor, std: Tensor, deviation: float) -> Pr
         std: of the normalisation (I,).
         deviation: standard deviation of a pixel in [0, 1].
     """
-    channels = layer.shape[0]
-    between = torch.full((channels, channels), 0.9).to(mean).fill_diagonal_(1.0)
-    scale = deviation / std
-    return _prior(between * scale[:, None] * scale, layer, (0.93, 0.02), (0.5 - mean) / std)
+    distance = _distances(layer, mean)
+    return _prior(_colours(layer, std, deviation), layer, _with_own(0.93**distance, 0.02), (0.5 - mean) / std)
+
+
+def choice_prior(layer: Layer, mean: Tensor, std: Tensor) -> Prior:
+    """As `image_prior`, of smoother images with less noise: for the choice among levels that equations leave open.
+
+    Correlation is Matern's of 3/2 with a length of 8 pixels, a thousandth of the variance a pixel's own. Of four
+    correlations and several lengths it made the corners of 4,000 images of CIFAR-10 likeliest, given the pixels around.
+    """
+    distance = 3**0.5 * _distances(layer, mean) / 8
+    smooth = (1 + distance) * torch.exp(-distance)
+    return _prior(_colours(layer, std, 0.3), layer, _with_own(smooth, 1e-3), (0.5 - mean) / std)
 
 
 def feature_prior(known: Equations) -> Prior:
@@ -107,17 +116,33 @@ def feature_prior(known: Equations) -> Prior:
     channels = known.layer.shape[0]
     size = known.forward_scale.square() / known.layer.filters.square().sum(1).mean()
     eye = torch.eye(channels).to(size)
-    return _prior(eye * size, known.layer, (0.7, 0.05), torch.zeros(channels).to(size))
+    near = _with_own(0.7 ** _distances(known.layer, size), 0.05)
+    return _prior(eye * size, known.layer, near, torch.zeros(channels).to(size))
 
 
-def _prior(between: Tensor, layer: Layer, decay: tuple[float, float], mean: Tensor) -> Prior:
-    """From the covariance between channels, the correlation of neighbours and the share of a pixel that is its own."""
+def _colours(layer: Layer, std: Tensor, deviation: float) -> Tensor:
+    """Covariance between channels (I, I), of a pixel whose standard deviation in [0, 1] is `deviation`."""
+    channels = layer.shape[0]
+    between = torch.full((channels, channels), 0.9).to(std).fill_diagonal_(1.0)
+    scale = deviation / std
+    return between * scale[:, None] * scale
+
+
+def _distances(layer: Layer, like: Tensor) -> Tensor:
+    """Between the pixels of an image (H W, H W)."""
     _, height, width = layer.alone
-    rows, columns = torch.arange(height).to(mean), torch.arange(width).to(mean)
+    rows, columns = torch.arange(height).to(like), torch.arange(width).to(like)
     y, x = rows.repeat_interleave(width), columns.repeat(height)
-    distance = ((y[:, None] - y) ** 2 + (x[:, None] - x) ** 2).sqrt()
-    near, own = decay
-    pixels = (1 - own) * near**distance + own * torch.eye(height * width).to(mean)
+    return ((y[:, None] - y) ** 2 + (x[:, None] - x) ** 2).sqrt()
+
+
+def _with_own(smooth: Tensor, own: float) -> Tensor:
+    """Correlations where a share of each pixel is its own."""
+    return (1 - own) * smooth + own * torch.eye(len(smooth)).to(smooth)
+
+
+def _prior(between: Tensor, layer: Layer, pixels: Tensor, mean: Tensor) -> Prior:
+    """From the covariance between channels and the correlation of pixels."""
     apart = torch.block_diag(*[torch.linalg.inv(pixels)] * layer.images)  # images know nothing of each other
     return Prior(torch.linalg.inv(between).contiguous(), apart.contiguous(), mean)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attacks.exact.equations import SMALLEST, Equations, System
-from attacks.exact.polish import Fit, unbent
+from attacks.exact.polish import Fit, decided, fit, unbent
 
 ASTRAY = 1e-3
 """Of the outputs' root mean square: a cell that misses its target by more has not found its position."""
@@ -36,10 +36,19 @@ class Solved:
         """`found` with doubtful outputs on the side that it explains best."""
         return cls(*unbent(known, found))
 
+    def at(self, x: Tensor) -> Solved:
+        """The same with another input, at the positions that follow from it."""
+        return replace(self, found=fit(self.known, x, decided(self.known, fit(self.known, x))))
+
     @property
     def satisfied(self) -> bool:
         """Whether what is known is explained up to rounding, or up to the gradient's own noise."""
         return self.found.error < max(EXACT, 5 * self.known.noise)
+
+    @property
+    def proven(self) -> bool:
+        """Whether all is explained, and by nothing else."""
+        return self.satisfied and self.fixed is not None and bool(self.fixed.all())
 
     @property
     def progress(self) -> str:

@@ -29,7 +29,7 @@ def picture(*, flat: bool) -> Tensor:
     if flat:
         number[:, 5:] = 90
         number[:, :, 5:] = 90
-    return LEVELS.first + number * LEVELS.step
+    return LEVELS.values(number)
 
 
 def moved(known: Equations, truth: Tensor, *places: tuple[int, int, int, int]) -> Solved:
@@ -37,7 +37,7 @@ def moved(known: Equations, truth: Tensor, *places: tuple[int, int, int, int]) -
     number = LEVELS.number(truth)
     for channel, row, column, levels in places:
         number[channel, row, column] += levels
-    found = Solved.of(known, fit(known, LEVELS.first + number * LEVELS.step))
+    found = Solved.of(known, fit(known, LEVELS.values(number)))
     return replace(found, fixed=torch.ones_like(number, dtype=torch.bool))
 
 
@@ -47,7 +47,18 @@ def test_what_nothing_sees_is_taken_to_be_flat_where_its_neighbours_are() -> Non
     found = flatten(moved(known, truth, (0, 6, 6, 2), (0, 6, 5, 1), (2, 3, 6, -1)), LEVELS)
     assert torch.equal(LEVELS.number(found.found.x), LEVELS.number(truth))
     assert found.fixed is not None
-    assert not bool(found.fixed.any())
+    assert not bool(found.fixed[:, 6].any() or found.fixed[:, :, 6].any())  # what nothing sees is no proof
+    assert bool(found.fixed[:, :5, :5].all())
+
+
+@pytest.mark.parametrize(("level", "moves"), [(0, True), (255, True), (90, False)])
+def test_half_of_the_neighbours_are_enough_only_where_pictures_are_often_flat(level: int, *, moves: bool) -> None:
+    number = LEVELS.number(picture(flat=True))
+    number[:, 5:] = number[:, :, 5:] = level
+    number[:, 5, 5] = 40  # seen, and not of the same level
+    truth = LEVELS.values(number)
+    found = flatten(moved(seen(truth), truth, (0, 6, 6, 2 if level == 0 else -2)), LEVELS)
+    assert bool(LEVELS.number(found.found.x)[0, 6, 6] == level) is moves
 
 
 def test_nothing_moves_where_neighbours_differ() -> None:
@@ -60,7 +71,7 @@ def test_equations_go_before_flatness() -> None:
     truth = picture(flat=True)
     number = LEVELS.number(truth)
     number[1, 5, 2] += 1  # a speck, which outputs see
-    truth = LEVELS.first + number * LEVELS.step
+    truth = LEVELS.values(number)
     start = moved(seen(truth), truth)
     found = flatten(start, LEVELS)
     assert torch.equal(LEVELS.number(found.found.x), number)
@@ -69,7 +80,7 @@ def test_equations_go_before_flatness() -> None:
 def test_a_pixel_that_two_levels_explain_is_not_said_to_be_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = picture(flat=True)
     start = moved(seen(truth), truth, (0, 6, 6, 2))
-    monkeypatch.setattr("attacks.exact.flat.ALIKE", 0.0)  # nothing moves
+    monkeypatch.setattr("attacks.exact.flat.SURE", 0.0)  # nothing moves
     found = flatten(start, LEVELS)
     assert torch.equal(found.found.x, start.found.x)
     assert found.fixed is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.exact.flat import _flat
+from attacks.exact.flat import _area
 from attacks.exact.layer import Layer
 from attacks.exact.propagation import image_prior
 from fl.seeds import stream
@@ -70,6 +70,8 @@ def test_a_prior_does_not_join_images() -> None:
 
 
 def test_neighbours_are_of_the_same_image() -> None:
-    number = torch.tensor([[[5.0, 5.0], [7.0, 1.0], [9.0, 9.0], [9.0, 9.0]]])
-    assert _flat(number, 3, 2) == 5
-    assert _flat(number, 3, 4) is None
+    number = torch.tensor([[[5.0, 5.0], [5.0, 1.0], [9.0, 9.0], [9.0, 9.0]]])
+    told = torch.ones_like(number, dtype=torch.bool)
+    assert _area(number, 3, told, 2, 255) == 5
+    assert _area(number, 3, told, 4, 255) is None
+    assert _area(number, 3, told.index_fill(1, torch.tensor([2]), value=False), 4, 255) == 5  # untold ones don't object

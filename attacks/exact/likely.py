@@ -1,0 +1,45 @@
+"""How well an input explains what is known of a layer, measured by how well that is known."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attacks.exact.equations import SMALLEST, Equations
+from attacks.exact.polish import Fit
+
+LEAST = 1e-6
+"""Of variances: below that share of rounding less is no better."""
+MEDIAN = 0.6745
+"""Of what is normally distributed, without its sign, in standard deviations."""
+
+
+def missed(known: Equations, found: Fit) -> Tensor:
+    """How far the pooled outputs of `found` are from their targets (O, K), in standard deviations by rounding."""
+    off = known.layer.pooled_outputs(found.x) - known.target
+    return torch.where(known.seen, off, off.clamp_min(0)) / deviation(known)
+
+
+def deviation(known: Equations) -> Tensor:
+    """Standard deviation of the targets by rounding (O, K)."""
+    return (known.loose.square() + (SMALLEST * known.forward_scale) ** 2).sqrt()
+
+
+def usual(known: Equations, found: Fit) -> float:
+    """How far outputs are from their targets as a rule, in standard deviations by rounding, which bounds it."""
+    return max(float(missed(known, found).abs()[known.seen].median()) / MEDIAN, LEAST**0.5)
+
+
+def misfit(known: Equations, found: Fit, usual: float) -> float:
+    """Minus twice the logarithm of the likelihood of `found`, but for a constant.
+
+    A wrong position spoils the gradient of its filter and one output. So the former is taken for known up to a factor
+    of its own for each filter, estimated from what is left, and outputs for scattered as Cauchy's distribution has it,
+    of which `usual` is the scale: what is wrong already hides nothing else.
+    """
+    left = (known.residual(found.x, found.shares).square() / known.rounded).mean(1)
+    gradient = known.gradient.shape[1] * torch.log(left + LEAST).sum()
+    total = float(gradient + 2 * torch.log1p((missed(known, found) / usual).square()).sum())
+    return total if math.isfinite(total) else math.inf
