@@ -18,7 +18,7 @@ LOOSE = 0.02
 TOLD = 1 / 6
 """Standard deviation up to which a pixel says of others what area they are in."""
 SURE = 3.0
-"""Standard deviations by which a flat area may explain less than what stands there."""
+"""Standard deviations by which a flat area may explain less than what explained most."""
 APART = 6.0
 """Standard deviations beyond which another level is out of the question."""
 FAR = 10.0
@@ -68,14 +68,15 @@ def flatten(now: Solved, levels: Levels) -> Solved:
             if abs(more) < APART**2:
                 opened.view(-1)[index] = True
             if more < SURE**2:
-                number, best, least, moved = other, found, least + more, True
+                number, best, least, moved = other, found, least + min(more, 0.0), True
         if torch.equal(number, before):
             break
     if not best.found.error < bound:
         return now
-    if moved:
-        return replace(best, fixed=fixed(best, levels) & ~opened)
-    return now if now.fixed is None else replace(now, fixed=now.fixed & ~opened)
+    if not moved:
+        return now if now.fixed is None else replace(now, fixed=now.fixed & ~opened)
+    same = fixed(best, levels) & ~opened
+    return replace(best, fixed=same if now.fixed is None else same & now.fixed)  # what was open stays so
 
 
 def _area(number: Tensor, index: int, told: Tensor, height: int, top: int) -> float | None:

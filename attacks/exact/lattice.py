@@ -31,7 +31,7 @@ class Lattice:
     matrix: Array
 
     @cached_property
-    def _reduced(self) -> tuple[Array, Array]:
+    def reduced(self) -> tuple[Array, Array]:
         """A basis of short, nearly orthogonal vectors (n, n), one a column, and its triangular factor.
 
         By the algorithm of Lenstra, Lenstra and Lovasz (1982), with the factor kept up to date by rotations.
@@ -46,7 +46,7 @@ class Lattice:
             _shorten(factor, basis, k, k - 1)
             if factor[k, k] ** 2 + factor[k - 1, k] ** 2 >= LOVASZ * factor[k - 1, k - 1] ** 2:
                 j = k - 1
-                while len(long := np.flatnonzero(np.abs(factor[:j, k]) > factor.diagonal()[:j] / 2)):
+                while len(long := np.flatnonzero(np.abs(factor[:j, k]) > np.abs(factor.diagonal()[:j]) / 2)):
                     j = int(long[-1])
                     _shorten(factor, basis, k, j)
                 k += 1
@@ -66,7 +66,7 @@ class Lattice:
     @cached_property
     def _inverse(self) -> Array:
         """Of the basis (n, n): whole numbers, too."""
-        return np.round(np.linalg.inv(self._reduced[0]))
+        return np.round(np.linalg.inv(self.reduced[0]))
 
     @property
     def fixed(self) -> NDArray[np.bool_]:
@@ -75,7 +75,7 @@ class Lattice:
         A vector that takes part in the basis from place i on is at least as long as the shortest remainder there, so
         what the vectors before the last short remainder do not touch is fixed.
         """
-        basis, factor = self._reduced
+        basis, factor = self.reduced
         short = np.abs(np.diag(factor)) < APART
         open_ones = int(short.nonzero()[0].max()) + 1 if short.any() else 0
         return np.logical_not(basis[:, :open_ones].any(axis=1))
@@ -90,7 +90,7 @@ class Lattice:
         Babai's nearest plane, with the best `count` kept from one plane to the next. `matrix` may hold more than this
         lattice's own, or a little else, for which its basis is short too.
         """
-        basis, _ = self._reduced
+        basis, _ = self.reduced
         factor = np.linalg.cholesky(basis.T @ matrix @ basis).T
         real = self._inverse @ centre
         whole, far = np.zeros((1, len(real))), np.zeros(1)

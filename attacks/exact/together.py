@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -50,38 +51,48 @@ def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
         `now` itself where its input is on no levels, or nothing is explained better. A pixel that is on another level
         where about as much is explained is not fixed.
     """
-    if now.known.layer.average or now.found.x.numel() > LARGEST:
+    best = start = now.at(levels.nearest(now.found.x))
+    allowed = WORSE * max(now.found.error, now.known.noise)
+    if now.found.x.numel() > LARGEST or not start.found.error < FAR * allowed:
         return now
-    best = now.at(levels.nearest(now.found.x))
-    if not best.found.error < FAR * WORSE * max(now.found.error, now.known.noise):
-        return now
-    moved = False
+    opened = torch.zeros_like(start.found.x, dtype=torch.bool)
     for many in MANY:
         for _ in range(ROUNDS):
-            scale = usual(best.known, best.found)
-            least, found = _cost(best, prior, scale), best
-            opened = torch.zeros_like(best.found.x, dtype=torch.bool)
-            near = Near.of(best, prior, levels, scale, many)
-            for other in () if near is None else near.others():
-                cost = _cost(other, prior, scale)
-                if cost < least + APART**2:
-                    opened |= other.found.x != best.found.x
-                if cost < least:
-                    least, found = cost, other
-            if found is best:
+            before = best
+            best, opened = _likeliest(before, prior, levels, many, allowed if now.satisfied else math.inf)
+            if best is before:
                 break
-            best, moved = found, True
         if best.satisfied:
             break
     if not best.satisfied and best.found.error > now.found.error:  # likelier, but led astray
-        return now
-    same = now.fixed if now.fixed is not None and not moved else fixed(best, levels)
-    return replace(best if moved else now, fixed=same & ~opened)
+        return now if now.fixed is None else replace(now, fixed=now.fixed & (best.found.x == start.found.x))
+    proven = now.fixed
+    if best is not start or (proven is None and torch.equal(start.found.x, now.found.x)):
+        now, proven = best, fixed(best, levels)
+    return now if proven is None else replace(now, fixed=proven & ~opened)
 
 
-def _cost(now: Solved, prior: Prior, scale: float) -> float:
-    x = now.found.x.flatten(1)
-    return misfit(now.known, now.found, scale) + float((x * (prior @ x - 2 * prior.right)).sum())
+def _likeliest(now: Solved, prior: Prior, levels: Levels, many: int, allowed: float) -> tuple[Solved, Tensor]:
+    """The likeliest of what a step leads to, and the pixels that are on another level in what explains as much.
+
+    Only what leaves less than `allowed` is believed.
+    """
+
+    def expected(x: Tensor) -> float:
+        return float((x.flatten(1) * (prior @ x.flatten(1) - 2 * prior.right)).sum())
+
+    scale = usual(now.known, now.found)
+    near = Near.of(now, prior, levels, scale, many)
+    best, opened = now, torch.zeros_like(now.found.x, dtype=torch.bool)
+    told = misfit(now.known, now.found, scale)
+    least = told + expected(now.found.x)
+    for other in () if near is None else near.others():
+        explained = misfit(other.known, other.found, scale)
+        if explained < told + APART**2:
+            opened |= other.found.x != now.found.x
+        if explained + expected(other.found.x) < least and other.found.error < allowed:
+            least, best = explained + expected(other.found.x), other
+    return best, opened
 
 
 @dataclass(frozen=True)
@@ -147,13 +158,16 @@ class Near:
 
     def _candidates(self) -> list[Array]:
         """Steps (n,), of those that leave least on."""
+        even = _even(self._normal[0], 2 / self.levels.count)
+        weaker = min(1.0, SHARPEST / float(even.diagonal().max()))
+        lattice = Lattice((even * weaker).cpu().numpy())
+        try:
+            _ = lattice.reduced
+        except np.linalg.LinAlgError:
+            return []
         found: list[tuple[float, Array]] = []
-        lattice: Lattice | None = None
-        for told, right, left in sorted(self._systems(), key=self._relaxed)[:CELLS]:
+        for told, right, left in heapq.nsmallest(CELLS, self._systems(), key=self._relaxed):
             whole, side = told + self.expected[0], right + self.expected[1]
-            even = _even(told, 2 / self.levels.count)
-            weaker = min(1.0, SHARPEST / float(even.diagonal().max()))
-            lattice = lattice or Lattice((even * weaker).cpu().numpy())
             try:
                 centre, matrix, wanted = (
                     value.cpu().numpy() for value in (torch.linalg.solve(whole, side), whole, side)

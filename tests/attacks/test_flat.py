@@ -61,6 +61,17 @@ def test_half_of_the_neighbours_are_enough_only_where_pictures_are_often_flat(le
     assert bool(LEVELS.number(found.found.x)[0, 6, 6] == level) is moves
 
 
+def test_what_was_open_before_stays_open_where_another_pixel_moves() -> None:
+    truth = picture(flat=True)
+    start = moved(seen(truth), truth, (0, 6, 6, 2))
+    assert start.fixed is not None
+    found = flatten(replace(start, fixed=start.fixed.index_fill(1, torch.tensor([2]), value=False)), LEVELS)
+    assert not torch.equal(found.found.x, start.found.x)
+    assert found.fixed is not None
+    assert not bool(found.fixed[:, 2].any())
+    assert bool(found.fixed[:, 1].all(0)[:5].all())
+
+
 def test_nothing_moves_where_neighbours_differ() -> None:
     truth = picture(flat=False)
     start = moved(seen(truth), truth, (0, 6, 6, 2))

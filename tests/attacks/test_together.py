@@ -85,6 +85,7 @@ def test_what_is_far_off_is_left_rather_than_made_worse() -> None:
     start = astray(known, truth, (0, 3, 3, 9), (1, 3, 3, -5), (2, 4, 3, -7), (0, 0, 0, 4))
     found = together(start, choice_prior(known.layer, MEAN, STD), LEVELS)
     assert found.satisfied or not found.found.error > start.found.error
+    assert wrong(found, truth) <= wrong(start, truth)
 
 
 def test_an_input_on_no_levels_stays_as_it_is() -> None:
