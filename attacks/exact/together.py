@@ -157,7 +157,7 @@ class Near:
                 yield self.now.at(self.levels.values(other.clamp(0, self.levels.count - 1)))
 
     def _candidates(self) -> list[Array]:
-        """Steps (n,), of those that leave least on."""
+        """Steps (n,), those that leave least first."""
         even = _even(self._normal[0], 2 / self.levels.count)
         weaker = min(1.0, SHARPEST / float(even.diagonal().max()))
         lattice = Lattice((even * weaker).cpu().numpy())
@@ -168,11 +168,9 @@ class Near:
         found: list[tuple[float, Array]] = []
         for told, right, left in heapq.nsmallest(CELLS, self._systems(), key=self._relaxed):
             whole, side = told + self.expected[0], right + self.expected[1]
+            matrix, wanted = whole.cpu().numpy(), side.cpu().numpy()
             try:
-                centre, matrix, wanted = (
-                    value.cpu().numpy() for value in (torch.linalg.solve(whole, side), whole, side)
-                )
-                near = lattice.near(centre, matrix * weaker, EACH)
+                near = lattice.near(np.linalg.solve(matrix, wanted), matrix * weaker, EACH)
             except np.linalg.LinAlgError:
                 continue
             found += [(float(steps @ (matrix @ steps - 2 * wanted)) + left, steps) for steps in near]
@@ -190,7 +188,7 @@ class Near:
         told, right = self._normal
         yield told, right, 0.0
         known, root = self.now.known, self.trust.sqrt()
-        for o, k, p in self._doubtful(torch.linalg.inv(told + self.expected[0])):
+        for o, k, p in self._doubtful(torch.linalg.inv_ex(told + self.expected[0]).inverse):
             taken = int(self._taken[o, k])
             change = self.patches[k, p] - self.patches[k, taken]
             signal = known.signal[o, k] * root[o]
