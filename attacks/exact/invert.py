@@ -16,6 +16,7 @@ from attacks.exact.decode import decode
 from attacks.exact.equations import LARGEST, Equations, Prior
 from attacks.exact.flat import flatten
 from attacks.exact.levels import Levels
+from attacks.exact.likely import astray
 from attacks.exact.polish import decided, fit, settle, system_of, unbent
 from attacks.exact.propagation import Schedule, State, choice_prior, feature_prior, image_prior, propagate
 from attacks.exact.rowspace import from_rows
@@ -169,7 +170,8 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
         if best.found.error < ROUGH:
             expected, levels = choice_prior(known.layer, mean, std), Levels.of(mean, std)
             best = decode(best, expected, levels)
-            if not best.proven:
+            # few unknowns are cheap to doubt; of many, only what is not proven or leaves an output wrong
+            if math.prod(known.layer.shape) < SMALL or not best.proven or astray(best.known, best.found):
                 best = together(best, expected, levels)
         if best.found.error < NEAR:
             return flatten(best, Levels.of(mean, std))

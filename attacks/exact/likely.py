@@ -12,6 +12,8 @@ from attacks.exact.polish import Fit
 
 LEAST = 1e-6
 """Of variances: below that share of rounding less is no better."""
+ASTRAY = 12.0
+"""Times the usual by which no output misses its target unless something is wrong; seven were seen."""
 MEDIAN = 0.6745
 """Of what is normally distributed, without its sign, in standard deviations."""
 
@@ -30,6 +32,11 @@ def deviation(known: Equations) -> Tensor:
 def usual(known: Equations, found: Fit) -> float:
     """How far outputs are from their targets as a rule, in standard deviations by rounding, which bounds it."""
     return max(float(missed(known, found).abs()[known.seen].median()) / MEDIAN, LEAST**0.5)
+
+
+def astray(known: Equations, found: Fit) -> bool:
+    """Whether an output is too far from its target: of a corner few equations tell, so that all others may hold."""
+    return bool(missed(known, found).abs()[known.seen].max() > ASTRAY * usual(known, found))
 
 
 def misfit(known: Equations, found: Fit, usual: float) -> float:

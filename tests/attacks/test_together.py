@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 
 from attacks.exact.equations import Equations, Prior
 from attacks.exact.lattice import Lattice
-from attacks.exact.likely import misfit, usual
+from attacks.exact.likely import astray, misfit, usual
 from attacks.exact.polish import Fit, fit, passed
 from attacks.exact.propagation import choice_prior, image_prior
 from attacks.exact.solved import Solved
@@ -143,6 +143,15 @@ def test_the_truth_is_likelier_than_what_is_a_level_off_and_one_filter_hides_no_
     both = misfit(known, fit(known, other, shares), scale) - misfit(known, spoilt, scale)
     alone = misfit(known, fit(known, other, right.shares), scale) - least
     assert both > 0.7 * alone > 0
+
+
+def test_an_output_that_is_wrong_shows_though_all_others_hold() -> None:
+    known, truth = rounded(filters=16)
+    right = fit(known, truth, passed(known, truth))
+    assert not astray(known, right)
+    target = known.target.clone()
+    target[3, 4] += 40 * float(known.loose[3, 4])
+    assert astray(replace(known, target=target), right)
 
 
 @pytest.mark.parametrize("seed", range(3))
