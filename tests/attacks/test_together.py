@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from support.pixels import LEVELS, MEAN, STD, problem
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+import fl.data
 from attacks.exact.equations import Equations, Prior
 from attacks.exact.lattice import Lattice
 from attacks.exact.likely import astray, misfit, usual
@@ -20,6 +22,7 @@ from attacks.exact.polish import Fit, fit, passed
 from attacks.exact.propagation import choice_prior, image_prior
 from attacks.exact.solved import Solved
 from attacks.exact.together import Near, together
+from benchmarks.cascade import SUBJECTS, one
 from fl.seeds import stream
 
 
@@ -36,7 +39,7 @@ def rounded(side: int = 8, filters: int = 8, noise: float = 1e-4) -> tuple[Equat
     return replace(known, noise=noise, grain=grain, loose=noise * known.forward_scale.expand_as(known.target)), truth
 
 
-def astray(known: Equations, truth: Tensor, *places: tuple[int, int, int, int]) -> Solved:
+def moved(known: Equations, truth: Tensor, *places: tuple[int, int, int, int]) -> Solved:
     """The picture with some pixels off by so many levels, at the positions that follow."""
     number = LEVELS.number(truth)
     for channel, row, column, levels in places:
@@ -50,7 +53,7 @@ def wrong(found: Solved, truth: Tensor) -> int:
 
 def test_wrong_levels_that_draw_positions_after_them_are_found_back() -> None:
     known, truth = rounded(filters=16)
-    start = astray(known, truth, (0, 3, 3, 2), (1, 3, 3, -1), (2, 4, 3, -2))
+    start = moved(known, truth, (0, 3, 3, 2), (1, 3, 3, -1), (2, 4, 3, -2))
     assert not torch.equal(start.found.shares, passed(known, truth))
     assert not start.satisfied
     found = together(start, choice_prior(known.layer, MEAN, STD), LEVELS)
@@ -62,7 +65,7 @@ def test_wrong_levels_that_draw_positions_after_them_are_found_back() -> None:
 
 def test_what_is_likeliest_stays_and_keeps_what_was_proven() -> None:
     known, truth = rounded(filters=16)
-    start = replace(astray(known, truth), fixed=torch.ones_like(truth, dtype=torch.bool))
+    start = replace(moved(known, truth), fixed=torch.ones_like(truth, dtype=torch.bool))
     found = together(start, choice_prior(known.layer, MEAN, STD), LEVELS)
     assert found.found is start.found
     assert found.fixed is not None
@@ -71,7 +74,7 @@ def test_what_is_likeliest_stays_and_keeps_what_was_proven() -> None:
 
 def test_a_pixel_whose_other_level_explains_as_much_is_not_fixed() -> None:
     known, truth = rounded(filters=16, noise=3e-3)  # some levels change the equations by less than rounding
-    start = replace(astray(known, truth), fixed=torch.ones_like(truth, dtype=torch.bool))
+    start = replace(moved(known, truth), fixed=torch.ones_like(truth, dtype=torch.bool))
     found = together(start, choice_prior(known.layer, MEAN, STD), LEVELS)
     assert found.fixed is not None
     assert not bool(found.fixed.all())
@@ -82,7 +85,7 @@ def test_a_pixel_whose_other_level_explains_as_much_is_not_fixed() -> None:
 @pytest.mark.slow
 def test_what_is_far_off_is_left_rather_than_made_worse() -> None:
     known, truth = rounded()
-    start = astray(known, truth, (0, 3, 3, 9), (1, 3, 3, -5), (2, 4, 3, -7), (0, 0, 0, 4))
+    start = moved(known, truth, (0, 3, 3, 9), (1, 3, 3, -5), (2, 4, 3, -7), (0, 0, 0, 4))
     found = together(start, choice_prior(known.layer, MEAN, STD), LEVELS)
     assert found.satisfied or not found.found.error > start.found.error
     assert wrong(found, truth) <= wrong(start, truth)
@@ -99,7 +102,7 @@ def test_an_input_on_no_levels_stays_as_it_is() -> None:
 
 def test_equations_nearby_are_those_of_a_changed_position_and_moved_pixels() -> None:
     known, truth = rounded(6, 4)
-    start = astray(known, truth, (0, 2, 2, 2), (1, 0, 0, -1))
+    start = moved(known, truth, (0, 2, 2, 2), (1, 0, 0, -1))
     near = Near.of(start, choice_prior(known.layer, MEAN, STD), LEVELS, 1.0, 20)
     assert near is not None
     count = len(near.pixels)
@@ -152,6 +155,14 @@ def test_an_output_that_is_wrong_shows_though_all_others_hold() -> None:
     target = known.target.clone()
     target[3, 4] += 40 * float(known.loose[3, 4])
     assert astray(replace(known, target=target), right)
+
+
+@pytest.mark.skipif("HYPERLEAK_DATA" not in os.environ, reason="HYPERLEAK_DATA names no folder of data sets")
+def test_a_corner_that_one_output_contradicts_is_found_and_not_called_verified() -> None:
+    data = fl.data.load("fashion_mnist")
+    found = one(data.test, data.num_classes, "hyperfl-grey", *SUBJECTS["HyperFL"], 528)
+    assert found["exact"]
+    assert found["fixed_wrong"] == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
