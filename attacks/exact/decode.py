@@ -12,7 +12,6 @@ from torch import Tensor
 from attacks.exact.equations import Prior
 from attacks.exact.lattice import Lattice
 from attacks.exact.levels import Levels
-from attacks.exact.polish import decided, fit
 from attacks.exact.solved import Solved
 
 LOOSE = 1 / 6
@@ -116,9 +115,7 @@ def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
                 numbers[loose], same[loose] = _together(told, whole, mean, numbers, loose)
             except np.linalg.LinAlgError:
                 return
-        x = (first + numbers.clamp(0, levels.count - 1) * step).view(shape)
-        found = fit(now.known, x)
-        found = fit(now.known, x, decided(now.known, found))
+        found = now.at(levels.values(numbers.clamp(0, levels.count - 1).view(shape))).found
         yield replace(Solved.of(now.known, found), fixed=same.view(shape))
 
 

@@ -162,19 +162,20 @@ def _again(now: Solved, rounds: int = 6) -> Solved:
 
 def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
     best: Solved | None = None
+    even = Levels.of(mean, std)
     large = known.layer.images > 1 and math.prod(known.layer.shape) > LARGEST
     for schedule in schedules(math.prod(known.layer.alone))[: 1 if large else None]:
         prior = image_prior(known.layer, mean, std, schedule.deviation)
         levels = None if schedule.levels is None else Levels.of(mean, std, schedule.levels)
         best = _propagated(known, prior, schedule, levels).better(best)
         if best.found.error < ROUGH:
-            expected, levels = choice_prior(known.layer, mean, std), Levels.of(mean, std)
-            best = decode(best, expected, levels)
+            expected = choice_prior(known.layer, mean, std)
+            best = decode(best, expected, even)
             # few unknowns are cheap to doubt; of many, only what is not proven or leaves an output wrong
             if math.prod(known.layer.shape) < SMALL or not best.proven or astray(best.known, best.found):
-                best = together(best, expected, levels)
+                best = together(best, expected, even)
         if best.found.error < NEAR:
-            return flatten(best, Levels.of(mean, std))
+            return flatten(best, even)
     assert best is not None
     return best
 

@@ -61,7 +61,7 @@ class Levels:
             sign = 1 if up[at] < down[at] else -1
             number[at] += sign
             slope += sign * step[at] * matrix[at]
-        return self.first + number.view_as(x) * self.step
+        return self.values(number.view_as(x))
 
     def number(self, x: Tensor) -> Tensor:
         """Which level every pixel of X (I, H, W) is nearest to, from 0 on."""
