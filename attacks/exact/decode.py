@@ -52,7 +52,7 @@ def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
             break
         same = torch.equal(found.found.shares, best.found.shares) and found.known is best.known
         if not same and found.fixed is not None:  # what is fixed was told at positions that are given up
-            found = replace(found, fixed=torch.zeros_like(found.fixed))
+            found = replace(found, fixed=torch.zeros_like(found.fixed), spread=None)
         done = same and not found.found.error < FALLING * best.found.error
         best = found
         if done:
@@ -60,10 +60,10 @@ def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
     return best
 
 
-def fixed(now: Solved, levels: Levels) -> Tensor:
-    """Which pixels are on the same level in all inputs that explain the equations at the positions of `now`."""
+def judged(now: Solved, levels: Levels) -> Solved:
+    """The same, told which pixels are on the same level in all inputs that explain the equations at its positions."""
     shape = now.found.x.shape
-    told, _, loose = _told(now.system().dense(), levels.step.expand(shape).flatten(), levels)
+    told, _, off, loose = _told(now.system().dense(), levels.step.expand(shape).flatten(), levels)
     result = torch.full_like(now.found.x, loose is not None, dtype=torch.bool).flatten()
     if loose is not None and len(loose):
         try:
@@ -71,13 +71,13 @@ def fixed(now: Solved, levels: Levels) -> Tensor:
             result[loose] = torch.from_numpy(lattice.fixed).to(result.device)
         except np.linalg.LinAlgError:
             result[:] = False
-    return result.view(shape)
+    return replace(now, fixed=result.view(shape), spread=None if off is None else off.view(shape))
 
 
-def _told(matrix: Tensor, step: Tensor, levels: Levels) -> tuple[Tensor, float, Tensor | None]:
-    """What equations say in steps (N, N), the factor it is weakened by, and which pixels are loose.
+def _told(matrix: Tensor, step: Tensor, levels: Levels) -> tuple[Tensor, float, Tensor | None, Tensor | None]:
+    """What equations say in steps (N, N), the factor it is weakened by, how far off pixels are (N,), which are loose.
 
-    The last is None where too much is open.
+    The last is None where too much is open, as the one before where double precision does not suffice.
     """
     told = matrix.mul_(step[:, None] * step)
     weaker = float((SHARPEST / told.diagonal().max()).clamp_max(1.0))
@@ -85,9 +85,10 @@ def _told(matrix: Tensor, step: Tensor, levels: Levels) -> tuple[Tensor, float, 
     told.diagonal().add_((2 / levels.count) ** 2)  # a pixel is on one of so many levels
     inverted = _inverse(told)
     if inverted is None:
-        return told, weaker, None
-    loose = (inverted.diagonal().sqrt() > LOOSE).nonzero().flatten()
-    return told, weaker, loose if len(loose) <= MANY else None
+        return told, weaker, None, None
+    spread = inverted.diagonal().sqrt()
+    loose = (spread > LOOSE).nonzero().flatten()
+    return told, weaker, spread * weaker**0.5 * step, loose if len(loose) <= MANY else None
 
 
 def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
@@ -99,8 +100,8 @@ def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
     first, step = (x.expand(shape).flatten() for x in (levels.first, levels.step))
     origin, spread = first / step, (2 / levels.count) ** 2
     system = now.system()
-    told, weaker, loose = _told(system.dense(), step, levels)
-    if loose is None:
+    told, weaker, off, loose = _told(system.dense(), step, levels)
+    if off is None or loose is None:
         return
     right = system.right.flatten() * step * weaker - told @ origin
     own = prior.dense * step[:, None] * step
@@ -116,7 +117,7 @@ def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
             except np.linalg.LinAlgError:
                 return
         found = now.at(levels.values(numbers.clamp(0, levels.count - 1).view(shape))).found
-        yield replace(Solved.of(now.known, found), fixed=same.view(shape))
+        yield replace(Solved.of(now.known, found), fixed=same.view(shape), spread=off.view(shape))
 
 
 def _together(told: Tensor, whole: Tensor, mean: Tensor, numbers: Tensor, loose: Tensor) -> tuple[Tensor, Tensor]:

@@ -166,6 +166,11 @@ class Prior:
         smooth = self.channels @ x @ self.pixels
         return smooth if self.sites is None else smooth + self.sites[0].flatten(1) * x
 
+    def against(self, x: Tensor) -> float:
+        """What speaks against X (I, H, W): minus twice the logarithm of its density, but for a constant."""
+        x = x.flatten(1)
+        return float((x * (self @ x - 2 * self.right)).sum())
+
     def to(self, dtype: torch.dtype) -> Prior:
         """The same in another precision."""
         sites = None if self.sites is None else self.sites.to(dtype)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attacks.exact.decode import WORSE, fixed
+from attacks.exact.decode import WORSE, judged
 from attacks.exact.levels import Levels
 from attacks.exact.likely import misfit, usual
 from attacks.exact.solved import Solved
@@ -75,7 +75,9 @@ def flatten(now: Solved, levels: Levels) -> Solved:
         return now
     if not moved:
         return now if now.fixed is None else replace(now, fixed=now.fixed & ~opened)
-    same = fixed(best, levels) & ~opened
+    best = judged(best, levels)
+    assert best.fixed is not None
+    same = best.fixed & ~opened
     return replace(best, fixed=same if now.fixed is None else same & now.fixed)  # what was open stays so
 
 

@@ -17,6 +17,7 @@ from attacks.exact.equations import LARGEST, Equations, Prior
 from attacks.exact.flat import flatten
 from attacks.exact.levels import Levels
 from attacks.exact.likely import astray
+from attacks.exact.places import revised
 from attacks.exact.polish import decided, fit, settle, system_of, unbent
 from attacks.exact.propagation import Schedule, State, choice_prior, feature_prior, image_prior, propagate
 from attacks.exact.rowspace import from_rows
@@ -173,7 +174,7 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
             best = decode(best, expected, even)
             # few unknowns are cheap to doubt; of many, only what is not proven or leaves an output wrong
             if math.prod(known.layer.shape) < SMALL or not best.proven or astray(best.known, best.found):
-                best = together(best, expected, even)
+                best = revised(together(best, expected, even), expected, even)
         if best.found.error < NEAR:
             return flatten(best, even)
     assert best is not None

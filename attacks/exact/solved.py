@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ class Solved:
         found: the input, and what it leaves of them.
         fixed: which numbers all inputs on the same levels that explain the equations share, at the positions found
             (I, H, W); None where it was not looked at, or the input is on no levels.
+        spread: how far each of them may be off (I, H, W), where that was looked at on the way.
     """
 
     known: Equations
     found: Fit
     fixed: Tensor | None = None
+    spread: Tensor | None = None
 
     @classmethod
     def of(cls, known: Equations, found: Fit) -> Solved:
@@ -38,7 +40,7 @@ class Solved:
 
     def at(self, x: Tensor) -> Solved:
         """The same with another input, at the positions that follow from it."""
-        return replace(self, found=fit(self.known, x, decided(self.known, fit(self.known, x))))
+        return Solved(self.known, fit(self.known, x, decided(self.known, fit(self.known, x))))
 
     @property
     def satisfied(self) -> bool:
@@ -75,6 +77,8 @@ class Solved:
 
     def deviations(self) -> Tensor:
         """How far each number of the input may be off (I, H, W), from how far the equations are and how they hang."""
+        if self.spread is not None:
+            return self.spread
         found, matrix = self.found, self.system().dense()
         matrix.diagonal().add_(1e-15 * matrix.diagonal().mean())
         factor, failed = torch.linalg.cholesky_ex(matrix)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attacks.exact.decode import WORSE, fixed
+from attacks.exact.decode import WORSE, judged
 from attacks.exact.equations import LARGEST, Prior, System
 from attacks.exact.flat import APART, FAR
 from attacks.exact.lattice import Array, Lattice
@@ -57,41 +57,65 @@ def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
         return now
     opened = torch.zeros_like(start.found.x, dtype=torch.bool)
     for many in MANY:
+        loose = _loosest(best, levels)  # once, since a step changes few positions
         for _ in range(ROUNDS):
             before = best
-            best, opened = _likeliest(before, prior, levels, many, allowed if now.satisfied else math.inf)
+            best, opened = _likeliest(before, prior, levels, loose[:many], allowed if now.satisfied else math.inf)
             if best is before:
                 break
         if best.satisfied:
             break
     if not best.satisfied and best.found.error > now.found.error:  # likelier, but led astray
         return now if now.fixed is None else replace(now, fixed=now.fixed & (best.found.x == start.found.x))
-    proven = now.fixed
-    if best is not start or (proven is None and torch.equal(start.found.x, now.found.x)):
-        now, proven = best, fixed(best, levels)
-    return now if proven is None else replace(now, fixed=proven & ~opened)
+    if best is not start or (now.fixed is None and torch.equal(start.found.x, now.found.x)):
+        now = judged(best, levels)
+    return now if now.fixed is None else replace(now, fixed=now.fixed & ~opened)
 
 
-def _likeliest(now: Solved, prior: Prior, levels: Levels, many: int, allowed: float) -> tuple[Solved, Tensor]:
-    """The likeliest of what a step leads to, and the pixels that are on another level in what explains as much.
+def _loosest(now: Solved, levels: Levels) -> Tensor:
+    """Which pixels are not certain, counted along the input (n,), the loosest first."""
+    noise, _, sure, _ = _weights(now, usual(now.known, now.found))
+    exact = replace(now.known, loose=sure.rsqrt())
+    system = System.of(exact, now.found.shares, noise, noise.new_zeros(()), fine=True)
+    step = levels.step.expand_as(now.found.x).flatten()
+    loose = _deviations(system.dense() * step[:, None] * step, 2 / levels.count)
+    loose = loose.masked_fill(loose >= OPEN, 0.0)
+    return loose.argsort(descending=True)[: int((loose > LOOSE).sum())]
+
+
+def _weights(now: Solved, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How far the equations can be trusted where outputs miss their targets by `scale` as a rule.
+
+    Returns:
+        Standard deviation of the gradient's equations by filter (O,), inverse variance of each (O, M), that of the
+        outputs (O, K), less where one misses its target already, and the same as if none did.
+    """
+    known, found = now.known, now.found
+    fresh = 1 / (deviation(known) * scale).square()
+    sure = fresh / (1 + (missed(known, found) / scale).square())
+    noise = known.residual(found.x, found.shares).square().mean(1).sqrt().maximum(known.floor)
+    sharp = known.sharpness(noise)
+    trust = (1 if sharp is None else sharp) / noise[:, None].square().expand_as(known.gradient)
+    return noise, trust, sure, fresh
+
+
+def _likeliest(now: Solved, prior: Prior, levels: Levels, pixels: Tensor, allowed: float) -> tuple[Solved, Tensor]:
+    """The likeliest of what a step of `pixels` leads to, and those on another level in what explains as much.
 
     Only what leaves less than `allowed` is believed.
     """
-
-    def expected(x: Tensor) -> float:
-        return float((x.flatten(1) * (prior @ x.flatten(1) - 2 * prior.right)).sum())
-
     scale = usual(now.known, now.found)
-    near = Near.of(now, prior, levels, scale, many)
     best, opened = now, torch.zeros_like(now.found.x, dtype=torch.bool)
+    if not len(pixels):
+        return best, opened
     told = misfit(now.known, now.found, scale)
-    least = told + expected(now.found.x)
-    for other in () if near is None else near.others():
+    least = told + prior.against(now.found.x)
+    for other in Near.of(now, prior, levels, scale, pixels).others():
         explained = misfit(other.known, other.found, scale)
         if explained < told + APART**2:
             opened |= other.found.x != now.found.x
-        if explained + expected(other.found.x) < least and other.found.error < allowed:
-            least, best = explained + expected(other.found.x), other
+        if explained + prior.against(other.found.x) < least and other.found.error < allowed:
+            least, best = explained + prior.against(other.found.x), other
     return best, opened
 
 
@@ -120,22 +144,11 @@ class Near:
     expected: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, now: Solved, prior: Prior, levels: Levels, scale: float, many: int) -> Near | None:
-        """With `many` pixels at most; None where none is loose."""
+    def of(cls, now: Solved, prior: Prior, levels: Levels, scale: float, pixels: Tensor) -> Near:
+        """In steps of `pixels` (n,)."""
         known, found = now.known, now.found
-        fresh = 1 / (deviation(known) * scale).square()
-        sure = fresh / (1 + (missed(known, found) / scale).square())
-        noise = known.residual(found.x, found.shares).square().mean(1).sqrt().maximum(known.floor)
-        sharp = known.sharpness(noise)
-        trust = (1 if sharp is None else sharp) / noise[:, None].square().expand_as(known.gradient)
-        exact = replace(known, loose=sure.rsqrt())
-        system = System.of(exact, found.shares, noise, noise.new_zeros(()), fine=True)
+        _, trust, sure, fresh = _weights(now, scale)
         step = levels.step.expand_as(found.x).flatten()
-        loose = _deviations(system.dense() * step[:, None] * step, 2 / levels.count)
-        loose = loose.masked_fill(loose >= OPEN, 0.0)
-        pixels = loose.argsort(descending=True)[: min(many, int((loose > LOOSE).sum()))]
-        if not len(pixels):
-            return None
         units = torch.zeros(len(pixels), step.numel()).to(step)
         units[torch.arange(len(pixels)), pixels] = step[pixels]
         patches = torch.stack([known.layer.patches(x.view(found.x.shape))[known.layer.cells] for x in units], -1)
