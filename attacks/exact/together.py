@@ -57,10 +57,9 @@ def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
         return now
     opened = torch.zeros_like(start.found.x, dtype=torch.bool)
     for many in MANY:
-        loose = _loosest(best, levels)  # once, since a step changes few positions
         for _ in range(ROUNDS):
-            before = best
-            best, opened = _likeliest(before, prior, levels, loose[:many], allowed if now.satisfied else math.inf)
+            before, pixels = best, _loosest(best, levels)[:many]  # anew: others are loose once less is unexplained
+            best, opened = _likeliest(before, prior, levels, pixels, allowed if now.satisfied else math.inf)
             if best is before:
                 break
         if best.satisfied:
