@@ -77,7 +77,8 @@ def judged(now: Solved, levels: Levels) -> Solved:
 def _told(matrix: Tensor, step: Tensor, levels: Levels) -> tuple[Tensor, float, Tensor | None, Tensor | None]:
     """What equations say in steps (N, N), the factor it is weakened by, how far off pixels are (N,), which are loose.
 
-    The last is None where too much is open, as the one before where double precision does not suffice.
+    How far is in units of the input; None, as the last, where precision does not suffice, the last also where too much
+    is open.
     """
     told = matrix.mul_(step[:, None] * step)
     weaker = float((SHARPEST / told.diagonal().max()).clamp_max(1.0))
@@ -88,7 +89,8 @@ def _told(matrix: Tensor, step: Tensor, levels: Levels) -> tuple[Tensor, float, 
         return told, weaker, None, None
     spread = inverted.diagonal().sqrt()
     loose = (spread > LOOSE).nonzero().flatten()
-    return told, weaker, spread * weaker**0.5 * step, loose if len(loose) <= MANY else None
+    off = torch.where(spread < levels.count / 16, spread * weaker**0.5, spread) * step  # beyond that nothing tells them
+    return told, weaker, off, loose if len(loose) <= MANY else None
 
 
 def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attacks.exact.decode import WORSE, judged
 from attacks.exact.levels import Levels
-from attacks.exact.likely import misfit, usual
+from attacks.exact.likely import APART, misfit, usual
 from attacks.exact.solved import Solved
 
 LOOSE = 0.02
@@ -19,8 +19,6 @@ TOLD = 1 / 6
 """Standard deviation up to which a pixel says of others what area they are in."""
 SURE = 3.0
 """Standard deviations by which a flat area may explain less than what explained most."""
-APART = 6.0
-"""Standard deviations beyond which another level is out of the question."""
 FAR = 10.0
 """How much more the levels nearest to the input may leave than they may in the end: with more, it is on no levels."""
 MANY = 400

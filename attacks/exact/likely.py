@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from attacks.exact.equations import SMALLEST, Equations
+from attacks.exact.equations import SMALLEST, Equations, Prior
 from attacks.exact.polish import Fit
+from attacks.exact.solved import Solved
 
+APART = 6.0
+"""Standard deviations beyond which another level is out of the question."""
 LEAST = 1e-6
 """Of variances: below that share of rounding less is no better."""
 ASTRAY = 12.0
@@ -50,3 +54,23 @@ def misfit(known: Equations, found: Fit, usual: float) -> float:
     gradient = known.gradient.shape[1] * torch.log(left + LEAST).sum()
     total = float(gradient + 2 * torch.log1p((missed(known, found) / usual).square()).sum())
     return total if math.isfinite(total) else math.inf
+
+
+def likeliest(now: Solved, others: Iterable[Solved], prior: Prior, allowed: float) -> tuple[Solved, Tensor]:
+    """The likeliest of `now` and what explains about as much or more, and in which numbers (I, H, W) these differ.
+
+    Only what leaves less than `allowed` unexplained is believed.
+    """
+    scale = usual(now.known, now.found)
+    told = misfit(now.known, now.found, scale)
+    best, least = now, told + prior.against(now.found.x)
+    opened = torch.zeros_like(now.found.x, dtype=torch.bool)
+    for other in others:
+        explained = misfit(other.known, other.found, scale)
+        if not explained < told + APART**2:
+            continue
+        opened |= other.found.x != now.found.x
+        total = explained + prior.against(other.found.x)
+        if total < least and other.found.error < allowed:
+            least, best = total, other
+    return best, opened

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attacks.exact.decode import judged
-from attacks.exact.equations import Prior
+from attacks.exact.decode import LOOSE, judged
+from attacks.exact.equations import LARGEST, Prior
 from attacks.exact.fixed import ON
-from attacks.exact.flat import APART
 from attacks.exact.levels import Levels
-from attacks.exact.likely import LEAST, deviation, misfit, usual
-from attacks.exact.solved import Solved
+from attacks.exact.likely import APART, LEAST, deviation, likeliest, usual
+from attacks.exact.polish import TIE
+from attacks.exact.solved import EXACT, Solved
 
-LOOSE = 1 / 6
-"""Standard deviation, in steps between two levels, from which a place is looked at."""
 MANY = 6
-"""Places looked at, the loosest first."""
+"""Places looked at, the loosest first, of those that have a number left loose by `decode`."""
 ROUNDS = 4
 """Times that all of them are gone through at most."""
 WIDE = 4.0
 """Standard deviations by which the channels of a pixel may be away from what the other pixels lead to expect."""
-MOST, AT_ONCE = 250_000, 4096
-"""Combinations tried of one place, and computed together."""
-KEPT, TRIED = 2000, 4
-"""Combinations whose outputs are likeliest, and of these what is tried on the equations themselves."""
+MOST = 250_000
+"""Combinations of levels looked at of one place that one cell sees, fewer where several do."""
+KEPT, TRIED = 500, 4
+"""Combinations whose outputs and whose being expected are likeliest, and of these what is tried on the equations."""
+AT_ONCE = 4_000_000
+"""Numbers computed together."""
 
 
 def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
-    """The same with single pixels on the likeliest of all their levels, where the equations leave something open.
+    """The same with single pixels on the likeliest levels around what is expected, where equations leave a choice.
 
-    In a corner one output of each filter sees a pixel, and pooling passes few of these on: what others were no larger
-    than is an inequality, which tells something too, but no step from a neighbouring solution finds. All channels of
-    one place are few enough to go through what they may be, with the positions that follow from it.
+    In a corner few outputs see a pixel (without padding one of each filter), and pooling passes few of these on: what
+    others were no larger than is an inequality, which tells something too, but no step from a neighbouring solution
+    finds. All channels of one place are few enough to go through what they may be, with the positions that follow.
 
     Args:
         now: a solution near the truth.
@@ -44,11 +45,11 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
         levels: of its pixels.
 
     Returns:
-        `now` itself where it is on no levels, or nothing is likelier. A pixel that is on another level where about as
-        much is explained is not fixed.
+        `now` itself where its equations are not satisfied, nothing is searched for, or it is on no levels. Of others, a
+        pixel that is on another level where about as much is explained is not fixed, and nothing is that was not.
     """
     even = bool(((now.found.x - levels.nearest(now.found.x)).abs() < ON * levels.step).all())
-    if not now.satisfied or not now.known.layer.searched or not even:
+    if not now.satisfied or not now.known.layer.searched or not even or now.found.x.numel() > LARGEST:
         return now
     loose = (now.deviations() / levels.step).amax(0).flatten()
     places = loose.argsort(descending=True)[: min(MANY, int((loose > LOOSE).sum()))].tolist()
@@ -56,33 +57,17 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
     for _ in range(ROUNDS):
         before = best
         for place in places:
-            best = _likeliest(best, prior, levels, place, opened)
+            around = Place(best, prior, levels, place)
+            opened |= around.opened
+            best, more = likeliest(best, around.others(), prior, max(EXACT, 5 * best.known.noise))
+            opened |= more
         if best is before:
             break
-    if now.fixed is not None and torch.equal(best.found.shares, now.found.shares):  # fixed by the same equations
-        best = replace(best, fixed=now.fixed & (best.found.x == now.found.x), spread=now.spread)
-    elif best is not now:
+    if best is not now or now.fixed is None:
         best = judged(best, levels)
-    return best if best.fixed is None else replace(best, fixed=best.fixed & ~opened)
-
-
-def _likeliest(now: Solved, prior: Prior, levels: Levels, place: int, opened: Tensor) -> Solved:
-    """The likeliest that a change of one place leads to; notes in `opened` what explains about as much."""
-    scale = usual(now.known, now.found)
-    around = Place(now, prior, levels, place, scale)
-    told = misfit(now.known, now.found, scale)
-    best, least, number = now, told + prior.against(now.found.x), levels.number(now.found.x)
-    row, column = divmod(place, now.found.x.shape[2])
-    for steps in around.likeliest():
-        other = number.clone()
-        other[:, row, column] += steps
-        found = now.at(levels.values(other))
-        explained = misfit(found.known, found.found, scale)
-        if explained < told + APART**2:
-            opened |= other != number
-        if explained + prior.against(found.found.x) < least and found.satisfied:
-            least, best = explained + prior.against(found.found.x), found
-    return best
+    assert best.fixed is not None
+    kept = best.fixed & ~opened
+    return replace(best, fixed=kept if now.fixed is None else kept & now.fixed)  # what was open stays so
 
 
 @dataclass(frozen=True)
@@ -94,25 +79,51 @@ class Place:
         prior: what is expected of the input.
         levels: of its pixels.
         place: which pixel, counted along the plane.
-        scale: by how much outputs miss their targets as a rule, in standard deviations.
     """
 
     now: Solved
     prior: Prior
     levels: Levels
     place: int
-    scale: float
 
-    def likeliest(self) -> list[Tensor]:
-        """Steps of each channel (I,), the likeliest first; never none at all."""
+    def others(self) -> Iterator[Solved]:
+        """What the likeliest steps lead to."""
+        steps, explained = self._explained
+        order = steps[(explained + self._unexpected(steps)).argsort()]
+        number, (row, column) = self.levels.number(self.now.found.x), divmod(self.place, self.now.found.x.shape[2])
+        for step in order[order.any(1)][:TRIED]:
+            other = number.clone()
+            other[:, row, column] += step
+            yield self.now.at(self.levels.values(other))
+
+    @property
+    def opened(self) -> Tensor:
+        """Numbers of the input that are on another level where about as much is explained (I, H, W)."""
+        steps, explained = self._explained
+        as_much = explained < explained[~steps.any(1)] + APART**2
+        result = torch.zeros_like(self.now.found.x, dtype=torch.bool)
+        result.flatten(1)[:, self.place] = (steps[as_much] != 0).any(0)
+        return result
+
+    @cached_property
+    def _explained(self) -> tuple[Tensor, Tensor]:
+        """The likeliest steps (n, I), with none at all, and what they leave (n,), as `misfit` counts it."""
         steps = self._combinations
-        missed = torch.cat([self._missed(part) for part in steps.split(AT_ONCE)])
-        score = missed + self._unexpected(steps)
-        kept = score.argsort()[:KEPT]
-        steps = steps[kept]
-        score = score[kept] + torch.cat([self._unexplained(part) for part in steps.split(AT_ONCE // 64)])
-        order = [steps[i] for i in score.argsort().tolist()[: TRIED + 1]]
-        return [found for found in order if bool(found.any())][:TRIED]
+        missed = self._in_parts(self._missed, steps, self._added.shape[1])
+        order = (missed + self._unexpected(steps)).argsort()
+        kept = torch.cat([order[:KEPT], (~steps.any(1)).nonzero().flatten()]).unique()
+        return steps[kept], missed[kept] + self._in_parts(
+            self._unexplained, steps[kept], math.prod(self._added.shape[2:])
+        )
+
+    def _in_parts(self, measure: Callable[[Tensor], Tensor], steps: Tensor, size: int) -> Tensor:
+        """A measure of steps (n, I), of which each takes as many numbers as `size` for each output of these cells."""
+        count = max(1, AT_ONCE // max(len(self.now.known.signal) * len(self._cells) * size, 1))
+        return torch.cat([measure(part) for part in steps.split(count)])
+
+    @cached_property
+    def _scale(self) -> float:
+        return usual(self.now.known, self.now.found)
 
     @cached_property
     def _step(self) -> Tensor:
@@ -138,9 +149,10 @@ class Place:
         ranges = []
         for middle, width, own in zip(centre.tolist(), spread.tolist(), number.tolist(), strict=True):
             reach = min(WIDE * width, most / 2)
-            low = max(math.floor(middle - reach), -int(own))
-            high = min(math.ceil(middle + reach), self.levels.count - 1 - int(own))
-            inside = torch.arange(min(low, high), max(low, high) + 1).to(centre)
+            least, top = -int(own), self.levels.count - 1 - int(own)
+            low = min(max(math.floor(middle - reach), least), top)
+            high = max(min(math.ceil(middle + reach), top), least)
+            inside = torch.arange(low, high + 1).to(centre)
             ranges.append(inside if 0 in inside else torch.cat([inside, inside.new_zeros(1)]))
         return torch.cartesian_prod(*ranges).view(-1, len(centre))
 
@@ -172,7 +184,7 @@ class Place:
         """What these steps (n, I) leave of the outputs (n,), as `misfit` counts it."""
         known, cells = self.now.known, self._cells
         off = self._excess(steps).amax(-1)
-        off = torch.where(known.seen[:, cells], off, off.clamp_min(0)) / (deviation(known)[:, cells] * self.scale)
+        off = torch.where(known.seen[:, cells], off, off.clamp_min(0)) / (deviation(known)[:, cells] * self._scale)
         return 2 * torch.log1p(off.square()).sum((1, 2))
 
     def _unexpected(self, steps: Tensor) -> Tensor:
@@ -185,7 +197,8 @@ class Place:
         known, found, cells = self.now.known, self.now.found, self._cells
         patches = known.layer.patches(found.x)[known.layer.cells[cells]]  # (k, P, M)
         signal = known.signal[:, cells]
-        taken = self._excess(steps).argmax(-1)  # (n, O, k)
+        near = TIE * known.forward_scale * found.shares[:, cells]  # of equal ones that which is taken
+        taken = (self._excess(steps) + near).argmax(-1)  # (n, O, k)
         each = torch.arange(len(cells)).to(taken)
         before = torch.einsum("okp,kpm->okm", found.shares[:, cells], patches)
         moved = patches[each, taken] - before + torch.einsum("nokmi,ni->nokm", self._added[each, taken], steps)

@@ -10,6 +10,9 @@ from torch.nn.functional import one_hot
 
 from attacks.exact.equations import Equations, Prior, System
 
+TIE = 1e-5
+"""Of the outputs' root mean square: two positions that differ by less are equal but for rounding."""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -49,7 +52,7 @@ def passed(known: Equations, x: Tensor) -> Tensor:
     if not known.layer.searched:
         return known.start
     outputs = known.layer.outputs(x)
-    largest = outputs >= outputs.amax(-1, keepdim=True) - 1e-5 * known.forward_scale
+    largest = outputs >= outputs.amax(-1, keepdim=True) - TIE * known.forward_scale
     return one_hot(largest.long().argmax(-1), outputs.shape[-1]).to(x)
 
 

@@ -25,7 +25,7 @@ class Solved:
         found: the input, and what it leaves of them.
         fixed: which numbers all inputs on the same levels that explain the equations share, at the positions found
             (I, H, W); None where it was not looked at, or the input is on no levels.
-        spread: how far each of them may be off (I, H, W), where that was looked at on the way.
+        spread: how far each of them may be off (I, H, W), where that was looked at on the way: by what was left then.
     """
 
     known: Equations

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from attacks.exact.decode import WORSE, judged
 from attacks.exact.equations import LARGEST, Prior, System
-from attacks.exact.flat import APART, FAR
+from attacks.exact.flat import FAR
 from attacks.exact.lattice import Array, Lattice
 from attacks.exact.levels import Levels
-from attacks.exact.likely import deviation, misfit, missed, usual
+from attacks.exact.likely import deviation, likeliest, missed, usual
 from attacks.exact.solved import Solved
 
 LOOSE, OPEN = 0.01, 30.0
@@ -59,7 +59,8 @@ def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
     for many in MANY:
         for _ in range(ROUNDS):
             before, pixels = best, _loosest(best, levels)[:many]  # anew: others are loose once less is unexplained
-            best, opened = _likeliest(before, prior, levels, pixels, allowed if now.satisfied else math.inf)
+            others = Near.of(before, prior, levels, pixels).others() if len(pixels) else ()
+            best, opened = likeliest(before, others, prior, allowed if now.satisfied else math.inf)
             if best is before:
                 break
         if best.satisfied:
@@ -73,7 +74,7 @@ def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
 
 def _loosest(now: Solved, levels: Levels) -> Tensor:
     """Which pixels are not certain, counted along the input (n,), the loosest first."""
-    noise, _, sure, _ = _weights(now, usual(now.known, now.found))
+    noise, _, sure, _ = _weights(now)
     exact = replace(now.known, loose=sure.rsqrt())
     system = System.of(exact, now.found.shares, noise, noise.new_zeros(()), fine=True)
     step = levels.step.expand_as(now.found.x).flatten()
@@ -82,40 +83,21 @@ def _loosest(now: Solved, levels: Levels) -> Tensor:
     return loose.argsort(descending=True)[: int((loose > LOOSE).sum())]
 
 
-def _weights(now: Solved, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How far the equations can be trusted where outputs miss their targets by `scale` as a rule.
+def _weights(now: Solved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How far the equations can be trusted.
 
     Returns:
         Standard deviation of the gradient's equations by filter (O,), inverse variance of each (O, M), that of the
         outputs (O, K), less where one misses its target already, and the same as if none did.
     """
     known, found = now.known, now.found
+    scale = usual(known, found)
     fresh = 1 / (deviation(known) * scale).square()
     sure = fresh / (1 + (missed(known, found) / scale).square())
     noise = known.residual(found.x, found.shares).square().mean(1).sqrt().maximum(known.floor)
     sharp = known.sharpness(noise)
     trust = (1 if sharp is None else sharp) / noise[:, None].square().expand_as(known.gradient)
     return noise, trust, sure, fresh
-
-
-def _likeliest(now: Solved, prior: Prior, levels: Levels, pixels: Tensor, allowed: float) -> tuple[Solved, Tensor]:
-    """The likeliest of what a step of `pixels` leads to, and those on another level in what explains as much.
-
-    Only what leaves less than `allowed` is believed.
-    """
-    scale = usual(now.known, now.found)
-    best, opened = now, torch.zeros_like(now.found.x, dtype=torch.bool)
-    if not len(pixels):
-        return best, opened
-    told = misfit(now.known, now.found, scale)
-    least = told + prior.against(now.found.x)
-    for other in Near.of(now, prior, levels, scale, pixels).others():
-        explained = misfit(other.known, other.found, scale)
-        if explained < told + APART**2:
-            opened |= other.found.x != now.found.x
-        if explained + prior.against(other.found.x) < least and other.found.error < allowed:
-            least, best = explained + prior.against(other.found.x), other
-    return best, opened
 
 
 @dataclass(frozen=True)
@@ -143,10 +125,10 @@ class Near:
     expected: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, now: Solved, prior: Prior, levels: Levels, scale: float, pixels: Tensor) -> Near:
+    def of(cls, now: Solved, prior: Prior, levels: Levels, pixels: Tensor) -> Near:
         """In steps of `pixels` (n,)."""
         known, found = now.known, now.found
-        _, trust, sure, fresh = _weights(now, scale)
+        _, trust, sure, fresh = _weights(now)
         step = levels.step.expand_as(found.x).flatten()
         units = torch.zeros(len(pixels), step.numel()).to(step)
         units[torch.arange(len(pixels)), pixels] = step[pixels]

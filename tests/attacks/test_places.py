@@ -1,4 +1,4 @@
-"""Single pixels with few equations: all levels of their channels are gone through, positions and inequalities too."""
+"""Single pixels with few equations: the levels of their channels are gone through, positions and inequalities too."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ import torch
 from support.pixels import LEVELS, MEAN, STD, problem
 from torch import Tensor
 
+from attacks.exact.decode import judged
 from attacks.exact.equations import Equations
-from attacks.exact.likely import misfit, usual
+from attacks.exact.likely import APART, likeliest, misfit, usual
 from attacks.exact.places import Place, revised
 from attacks.exact.polish import fit, passed
 from attacks.exact.propagation import choice_prior
 from attacks.exact.solved import Solved
 from fl.seeds import stream
 
-CORNER = (slice(None), 0, 0)
-PRIOR = choice_prior(problem(8, 12)[0].layer, MEAN, STD)
+PRIOR = choice_prior(problem(8, 12)[0].layer, 0.9 * MEAN, STD)  # a mean that is not zero in the network's units
 NOISE = 1e-5
+CORNERS = [(0, 0), (0, 7), (7, 0)]
 
 
-@pytest.fixture
-def unseen() -> tuple[Equations, Tensor]:
-    """A picture whose corner no filter passes on, so that it is only bounded, and what a convolution shows of it."""
+def hidden(row: int, column: int, noise: float = NOISE) -> tuple[Equations, Tensor]:
+    """A picture of 8 x 8 of which a corner is passed on by no filter, so that it is only bounded, and its equations."""
     known, truth = problem(8, 12)
     draw, weight = stream(0, "corner"), known.layer.weight.clone()
-    patches = known.layer.patches(truth)[known.layer.cells[0]]
+    cell, position = (row > 0) * 6 + (column > 0) * 2, (row > 0) * 2 + (column > 0)
+    patches = known.layer.patches(truth)[known.layer.cells[cell]]
     for o in range(len(weight)):
-        while int((patches @ weight[o].flatten()).argmax()) == 0:
+        while int((patches @ weight[o].flatten()).argmax()) == position:
             weight[o] = torch.randn(weight[o].shape, generator=draw, dtype=weight.dtype)
     layer = replace(known.layer, weight=weight)
     shown = replace(known, layer=layer, target=layer.pooled_outputs(truth), gradient=torch.zeros_like(known.gradient))
-    shown = replace(shown, gradient=-shown.residual(truth, passed(shown, truth)), noise=NOISE)
-    loose = NOISE * shown.forward_scale.expand_as(shown.target)
-    return replace(shown, grain=torch.full_like(shown.gradient, NOISE), loose=loose), truth
+    shown = replace(shown, gradient=-shown.residual(truth, passed(shown, truth)), noise=noise)
+    loose = noise * shown.forward_scale.expand_as(shown.target)
+    return replace(shown, grain=torch.full_like(shown.gradient, noise), loose=loose), truth
 
 
-def off(known: Equations, truth: Tensor, *steps: float) -> Solved:
-    """The picture with its corner off by so many levels."""
+def off(known: Equations, truth: Tensor, at: tuple[int, int], *steps: float) -> Solved:
+    """The picture with a pixel off by so many levels, at the positions that follow."""
     number = LEVELS.number(truth)
-    number[CORNER] += torch.tensor(steps)
+    number[:, *at] += torch.tensor(steps)
     return Solved(known, fit(known, truth)).at(LEVELS.values(number.clamp(0, 255)))
 
 
@@ -50,52 +51,116 @@ def total(now: Solved, scale: float) -> float:
     return misfit(now.known, now.found, scale) + PRIOR.against(now.found.x)
 
 
-@pytest.mark.parametrize("steps", [(0, 0, 0), (3, -4, 2), (-2, 1, 0)])
+@pytest.mark.parametrize("at", CORNERS)
+@pytest.mark.parametrize("steps", [(0, 0, 0), (1, -1, -1), (-2, 1, 0)])
 def test_a_corner_that_nothing_sees_comes_to_the_likeliest_of_what_is_not_ruled_out(
-    unseen: tuple[Equations, Tensor], steps: tuple[int, ...]
+    at: tuple[int, int], steps: tuple[int, ...]
 ) -> None:
-    known, truth = unseen
-    start = off(known, truth, *steps)
+    known, truth = hidden(*at)
+    start = off(known, truth, at, *steps)
     found = revised(replace(start, fixed=torch.ones_like(truth, dtype=torch.bool)), PRIOR, LEVELS)
     scale = usual(known, start.found)
     assert start.satisfied
-    assert found.fixed is not None
-    assert not bool(found.fixed[CORNER].any())
-    assert bool(found.fixed[:, 3:, 3:].all())
-    assert torch.equal(found.found.x[:, 1:], truth[:, 1:])
-    here = (LEVELS.number(found.found.x) - LEVELS.number(truth))[CORNER]
+    changed = found.found.x != truth
+    changed[:, *at] = False
+    assert not bool(changed.any())
+    here = (LEVELS.number(found.found.x) - LEVELS.number(truth))[:, *at]
     least = total(found, scale)
     for more in itertools.product((-6, -3, -2, -1, 0, 1, 2, 3, 6), repeat=3):
-        other = off(known, truth, *(here + torch.tensor(more)).tolist())
+        other = off(known, truth, at, *(here + torch.tensor(more)).tolist())
         assert total(other, scale) >= least - 1e-6 or not other.satisfied
 
 
-def test_what_a_place_adds_is_what_the_whole_equations_say(unseen: tuple[Equations, Tensor]) -> None:
-    known, truth = unseen
-    start = off(known, truth, 0, 0, 0)
+def test_what_explains_as_much_is_not_fixed_and_what_was_open_stays_so() -> None:
+    at = CORNERS[1]
+    known, truth = hidden(*at)
+    start = replace(off(known, truth, at, 1, 2, -1), fixed=torch.ones_like(truth, dtype=torch.bool))
+    expected = torch.ones_like(truth, dtype=torch.bool)
+    expected[:, *at] = False
+    found = revised(start, PRIOR, LEVELS)
+    assert not torch.equal(found.found.x, start.found.x)
+    assert found.fixed is not None
+    assert torch.equal(found.fixed, expected)
+    assert torch.equal(Place(found, PRIOR, LEVELS, at[0] * 8 + at[1]).opened, ~expected)
+    likely = replace(found, fixed=torch.ones_like(truth, dtype=torch.bool))  # it moves no more
+    again = revised(likely, PRIOR, LEVELS)
+    assert torch.equal(again.found.x, found.found.x)
+    assert again.fixed is not None
+    assert torch.equal(again.fixed, expected)
+    expected[1, 4, 4] = False
+    before = revised(replace(start, fixed=expected | (found.found.x != truth)), PRIOR, LEVELS)
+    assert before.fixed is not None
+    assert not bool(before.fixed[1, 4, 4])
+    unknown = revised(replace(found, fixed=None), PRIOR, LEVELS).fixed
+    assert unknown is not None
+    assert not bool(unknown[:, *at].any())
+
+
+@pytest.mark.parametrize("noise", [1e-7, 1e-6, 1e-5])
+def test_what_no_equation_tells_is_known_to_be_loose_however_little_is_rounded(noise: float) -> None:
+    at = CORNERS[0]
+    known, truth = hidden(*at, noise=noise)
+    spread = judged(off(known, truth, at, 0, 0, 0), LEVELS).spread
+    assert spread is not None
+    assert float((spread / LEVELS.step)[:, *at].min()) > 10
+    assert float((spread / LEVELS.step)[:, 4, 4].max()) < 0.1
+
+
+def test_what_a_place_adds_is_what_the_whole_equations_say() -> None:
+    known, truth = hidden(0, 0)
+    rest = known.target < known.target.median()  # of a ReLU at rest only a bound is known
+    known = replace(known, seen=~rest, target=torch.where(rest, known.target + 0.1, known.target))
+    start = off(known, truth, (0, 0), 0, 0, 0)
     scale = usual(known, start.found)
-    for place in (0, 7, 9):  # a corner, another, and a pixel that four cells see
-        around = Place(start, PRIOR, LEVELS, place, scale)
-        steps = torch.tensor([[0, 0, 0], [1, 0, -1], [0, 2, 0], [-1, -1, 3]], dtype=truth.dtype)
+    steps = torch.tensor([[0, 0, 0], [1, 0, -1], [0, 2, 0], [-1, -1, 3]], dtype=truth.dtype)
+    for place in (0, 7, 20):  # corners, and a pixel that several cells see
+        around = Place(start, PRIOR, LEVELS, place)
         parts = around._missed(steps) + around._unexpected(steps) + around._unexplained(steps)
         whole = []
         for step in steps:
             number = LEVELS.number(truth)
             number[:, place // 8, place % 8] += step
-            x = LEVELS.values(number)
-            whole.append(total(Solved(known, fit(known, x)), scale))
-        torch.testing.assert_close(
-            parts - parts[0], torch.tensor(whole, dtype=parts.dtype) - whole[0], rtol=1e-6, atol=1e-6
-        )
+            whole.append(total(Solved(known, fit(known, LEVELS.values(number))), scale))
+        sums = torch.tensor(whole, dtype=parts.dtype)
+        torch.testing.assert_close(parts - parts[0], sums - sums[0], rtol=1e-6, atol=1e-6)
 
 
-def test_what_equations_tell_stays_and_what_explains_less_than_all_is_left(unseen: tuple[Equations, Tensor]) -> None:
-    known, truth = unseen
+@pytest.mark.parametrize("level", [0, 255])
+def test_only_levels_that_there_are_come_into_question(level: int) -> None:
+    known, truth = hidden(0, 0)
     number = LEVELS.number(truth)
-    number[1, 4, 4] += 1
-    wrong = Solved(known, fit(known, truth)).at(LEVELS.values(number))
+    number[:] = 255 - level
+    number[:, :2, :2] = level
+    x = LEVELS.values(number)
+    steps = Place(Solved(known, fit(known, x)), PRIOR, LEVELS, 0)._combinations
+    assert float((steps + level).min()) >= 0
+    assert float((steps + level).max()) <= 255
+    assert bool((steps == 0).all(1).any())
+
+
+def test_equations_that_are_not_satisfied_or_an_input_on_no_levels_are_left() -> None:
+    known, truth = hidden(0, 0)
+    wrong = off(known, truth, (4, 4), 0, 1, 0)
     assert not wrong.satisfied
     assert revised(wrong, PRIOR, LEVELS) is wrong
     between = Solved(known, fit(known, truth + 0.3 * LEVELS.step))
     between = replace(between, found=replace(between.found, gradient=0.0, forward=0.0))  # satisfied on no levels
     assert revised(between, PRIOR, LEVELS) is between
+
+
+def test_what_is_expected_decides_only_among_what_explains_about_as_much() -> None:
+    known, truth = hidden(0, 0)
+    now = off(known, truth, (0, 0), 0, 0, 0)
+    other = off(known, truth, (4, 4), 1, 0, 0)
+    assert (
+        misfit(known, other.found, usual(known, now.found))
+        > misfit(known, now.found, usual(known, now.found)) + APART**2
+    )
+    strong = replace(PRIOR.weakened(1e9), mean=other.found.x.mean((1, 2)) + 1)
+    assert strong.against(other.found.x) < strong.against(now.found.x)
+    best, opened = likeliest(now, [other], strong, float("inf"))
+    assert best is now
+    assert not bool(opened.any())
+    back, opened = likeliest(other, [now], PRIOR, float("inf"))
+    assert back is now
+    assert bool(opened[0, 4, 4])

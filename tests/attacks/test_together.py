@@ -104,7 +104,7 @@ def test_equations_nearby_are_those_of_a_changed_position_and_moved_pixels() -> 
     known, truth = rounded(6, 4)
     start = moved(known, truth, (0, 2, 2, 2), (1, 0, 0, -1))
     pixels = torch.arange(0, truth.numel(), 5)
-    near = Near.of(start, choice_prior(known.layer, MEAN, STD), LEVELS, 1.0, pixels)
+    near = Near.of(start, choice_prior(known.layer, MEAN, STD), LEVELS, pixels)
     steps = torch.arange(len(pixels)).to(truth) - 7.0
     number = LEVELS.number(start.found.x)
     number.view(-1)[pixels] += steps
