@@ -33,7 +33,7 @@ AT_ONCE = 4_000_000
 
 
 def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
-    """The same with single pixels on the likeliest levels around what is expected, where equations leave a choice.
+    """The same with its loosest pixels on the likeliest levels around what is expected, where equations leave a choice.
 
     In a corner few outputs see a pixel (without padding one of each filter), and pooling passes few of these on: what
     others were no larger than is an inequality, which tells something too, but no step from a neighbouring solution
@@ -46,7 +46,8 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
 
     Returns:
         `now` itself where its equations are not satisfied, nothing is searched for, or it is on no levels. Of others, a
-        pixel that is on another level where about as much is explained is not fixed, and nothing is that was not.
+        pixel that is on another level where about as much is explained is not fixed, and nothing is that was not; of
+        what is unlikely beforehand not all is looked at.
     """
     even = bool(((now.found.x - levels.nearest(now.found.x)).abs() < ON * levels.step).all())
     if not now.satisfied or not now.known.layer.searched or not even or now.found.x.numel() > LARGEST:

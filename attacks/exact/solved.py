@@ -76,7 +76,10 @@ class Solved:
         return System.of(known, found.shares, noise, forward, fine=True)
 
     def deviations(self) -> Tensor:
-        """How far each number of the input may be off (I, H, W), from how far the equations are and how they hang."""
+        """How far each number of the input may be off (I, H, W), from how far the equations are and how they hang.
+
+        As it was seen on the way, if it was.
+        """
         if self.spread is not None:
             return self.spread
         found, matrix = self.found, self.system().dense()
