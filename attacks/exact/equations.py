@@ -171,6 +171,19 @@ class Prior:
         x = x.flatten(1)
         return float((x * (self @ x - 2 * self.right)).sum())
 
+    def around(self, x: Tensor, numbers: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """What is expected of steps (n,) of some numbers (n,), counted along X (I, H, W), the others being as they are.
+
+        Returns:
+            Precision (n, n), and precision times mean (n,), both in steps.
+        """
+        channel, place = numbers // len(self.pixels), numbers % len(self.pixels)
+        own = self.channels[channel[:, None], channel] * self.pixels[place[:, None], place]
+        if self.sites is not None:
+            own = own + torch.diag(self.sites[0].flatten()[numbers])
+        pulled = (self.right - self @ x.flatten(1)).flatten()[numbers]
+        return own * step[:, None] * step, pulled * step
+
     def to(self, dtype: torch.dtype) -> Prior:
         """The same in another precision."""
         sites = None if self.sites is None else self.sites.to(dtype)

@@ -12,8 +12,6 @@ from attacks.exact.solved import Solved
 
 SURE = 0.5 / 255
 """How far a pixel may move and still counts as known."""
-ON = 1e-6
-"""Steps between two levels within which a pixel lies on one."""
 
 
 def fixed_pixels(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
@@ -25,8 +23,7 @@ def fixed_pixels(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
     if bool(free.any()):
         off = spans(solved.known, solved.found, free, -mean / std, (1 - mean) / std) * std.expand_as(fixed)[free]
         fixed[free] = off < SURE
-    on = bool(((x - levels.nearest(x)).abs() < ON * levels.step).all())
-    if on and not solved.known.layer.average and not bool(fixed.all()):
+    if levels.hold(x) and not solved.known.layer.average and not bool(fixed.all()):
         # what is open may also move the positions by which others are fixed
         fixed &= confirmed(solved.known, x, levels.step)
     return fixed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -72,11 +71,8 @@ def flatten(now: Solved, levels: Levels) -> Solved:
     if not best.found.error < bound:
         return now
     if not moved:
-        return now if now.fixed is None else replace(now, fixed=now.fixed & ~opened)
-    best = judged(best, levels)
-    assert best.fixed is not None
-    same = best.fixed & ~opened
-    return replace(best, fixed=same if now.fixed is None else same & now.fixed)  # what was open stays so
+        return now.doubted(opened)
+    return judged(best, levels).doubted(opened, now.fixed)  # what was open stays so
 
 
 def _area(number: Tensor, index: int, told: Tensor, height: int, top: int) -> float | None:

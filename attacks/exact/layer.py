@@ -119,6 +119,12 @@ class Layer:
         seen = F.unfold(self.apart(x), self.kernel, padding=self.padding, stride=self.stride)
         return self._counted(seen).mT.flatten(0, 1)
 
+    def moved(self, numbers: Tensor, step: Tensor) -> Tensor:
+        """What a step (n,) of each of some numbers (n,), counted along X, adds to the patches (L, M, n)."""
+        units = torch.zeros(len(numbers), *self.shape).to(step)
+        units.flatten(1)[torch.arange(len(numbers)), numbers] = step
+        return torch.stack([self.patches(unit) for unit in units], -1)
+
     def outputs(self, x: Tensor) -> Tensor:
         """Outputs by cell (O, K, P)."""
         return self._convolved(x, self.bias)[:, self.cells]

@@ -13,6 +13,9 @@ NARROW = 0.6
 SHARP = 0.15
 """Standard deviation, in steps, that a pixel on its level keeps."""
 
+ON = 1e-6
+"""Steps between two levels within which a pixel lies on one."""
+
 OWN = 0.02
 """Share of a pixel's precision that must come from elsewhere for its site to be formed anew: less is rounding."""
 
@@ -40,6 +43,10 @@ class Levels:
     def nearest(self, x: Tensor) -> Tensor:
         """Every pixel of X (I, H, W) on its nearest level."""
         return self.values(self.number(x))
+
+    def hold(self, x: Tensor) -> bool:
+        """Whether every pixel of X (I, H, W) is on a level."""
+        return bool(((x - self.nearest(x)).abs() < ON * self.step).all())
 
     def values(self, number: Tensor) -> Tensor:
         """The pixels on these levels (I, H, W)."""

@@ -1,10 +1,10 @@
-"""Single places of an image: all levels that the channels of a pixel may be on, one combination after the other."""
+"""Single places of an image: the levels that the channels of a pixel may be on, one combination after the other."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor
 
 from attacks.exact.decode import LOOSE, judged
 from attacks.exact.equations import LARGEST, Prior
-from attacks.exact.fixed import ON
 from attacks.exact.levels import Levels
 from attacks.exact.likely import APART, LEAST, deviation, likeliest, usual
 from attacks.exact.polish import TIE
-from attacks.exact.solved import EXACT, Solved
+from attacks.exact.solved import Solved
 
 MANY = 6
 """Places looked at, the loosest first, of those that have a number left loose by `decode`."""
@@ -49,26 +48,24 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
         pixel that is on another level where about as much is explained is not fixed, and nothing is that was not; of
         what is unlikely beforehand not all is looked at.
     """
-    even = bool(((now.found.x - levels.nearest(now.found.x)).abs() < ON * levels.step).all())
-    if not now.satisfied or not now.known.layer.searched or not even or now.found.x.numel() > LARGEST:
+    known, x = now.known, now.found.x
+    if not now.satisfied or not known.layer.searched or not levels.hold(x) or x.numel() > LARGEST:
         return now
     loose = (now.deviations() / levels.step).amax(0).flatten()
     places = loose.argsort(descending=True)[: min(MANY, int((loose > LOOSE).sum()))].tolist()
-    best, opened = now, torch.zeros_like(now.found.x, dtype=torch.bool)
+    best, opened = now, torch.zeros_like(x, dtype=torch.bool)
     for _ in range(ROUNDS):
         before = best
         for place in places:
             around = Place(best, prior, levels, place)
             opened |= around.opened
-            best, more = likeliest(best, around.others(), prior, max(EXACT, 5 * best.known.noise))
+            best, more = likeliest(best, around.others(), prior, best.bound)
             opened |= more
         if best is before:
             break
     if best is not now or now.fixed is None:
         best = judged(best, levels)
-    assert best.fixed is not None
-    kept = best.fixed & ~opened
-    return replace(best, fixed=kept if now.fixed is None else kept & now.fixed)  # what was open stays so
+    return best.doubted(opened, now.fixed)  # what was open stays so
 
 
 @dataclass(frozen=True)
@@ -127,17 +124,15 @@ class Place:
         return usual(self.now.known, self.now.found)
 
     @cached_property
-    def _step(self) -> Tensor:
-        """Between neighbouring levels (I,)."""
-        return self.levels.step.flatten()
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        """Those of the input that are moved (I,), and by how much in a step."""
+        channels, plane = len(self.now.found.x), self.now.found.x[0].numel()
+        return torch.arange(channels) * plane + self.place, self.levels.step.flatten()
 
     @cached_property
     def _own(self) -> tuple[Tensor, Tensor]:
         """Precision (I, I), and precision times mean (I,), that the other pixels lead to expect, in steps from now."""
-        x, step, prior = self.now.found.x.flatten(1), self._step, self.prior
-        precision = prior.channels * prior.pixels[self.place, self.place]
-        pulled = (prior.right - prior @ x)[:, self.place]
-        return precision * step[:, None] * step, pulled * step
+        return self.prior.around(self.now.found.x, *self._numbers)
 
     @cached_property
     def _combinations(self) -> Tensor:
@@ -160,9 +155,7 @@ class Place:
     @cached_property
     def _units(self) -> Tensor:
         """What a step of each channel adds to the patches (L, M, I)."""
-        units = torch.zeros(len(self._step), *self.now.found.x.shape).to(self._step)
-        units.flatten(2)[torch.arange(len(units)), torch.arange(len(units)), self.place] = self._step
-        return torch.stack([self.now.known.layer.patches(x) for x in units], -1)
+        return self.now.known.layer.moved(*self._numbers)
 
     @cached_property
     def _cells(self) -> Tensor:
@@ -175,11 +168,17 @@ class Place:
         """What a step of each channel adds to the patches of these cells (k, P, M, I)."""
         return self._units[self.now.known.layer.cells[self._cells]]
 
-    def _excess(self, steps: Tensor) -> Tensor:
-        """How far the outputs exceed their cells' targets (n, O, k, P)."""
+    @cached_property
+    def _outputs(self) -> tuple[Tensor, Tensor]:
+        """How far outputs exceed their cells' targets (O, k, P), and what a step of each channel adds (O, k, P, I)."""
         known = self.now.known
         slope = torch.einsum("om,kpmi->okpi", known.layer.filters, self._added)
-        return known.excess(self.now.found.x)[:, self._cells] + torch.einsum("okpi,ni->nokp", slope, steps)
+        return known.excess(self.now.found.x)[:, self._cells], slope
+
+    def _excess(self, steps: Tensor) -> Tensor:
+        """How far the outputs exceed their cells' targets (n, O, k, P)."""
+        now, slope = self._outputs
+        return now + torch.einsum("okpi,ni->nokp", slope, steps)
 
     def _missed(self, steps: Tensor) -> Tensor:
         """What these steps (n, I) leave of the outputs (n,), as `misfit` counts it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,7 +45,12 @@ class Solved:
     @property
     def satisfied(self) -> bool:
         """Whether what is known is explained up to rounding, or up to the gradient's own noise."""
-        return self.found.error < max(EXACT, 5 * self.known.noise)
+        return self.found.error < self.bound
+
+    @property
+    def bound(self) -> float:
+        """What may be left unexplained, at most, where what is known is explained."""
+        return max(EXACT, 5 * self.known.noise)
 
     @property
     def proven(self) -> bool:
@@ -103,6 +108,13 @@ class Solved:
         alone = torch.cholesky_inverse(factor).diagonal(dim1=-2, dim2=-1).sqrt() / self.found.x.square().mean().sqrt()
         alone = torch.where(alone < most * left, alone, left)
         return alone.view(-1, *self.found.x.shape[1:]).expand_as(self.found.x)
+
+    def doubted(self, opened: Tensor, before: Tensor | None = None) -> Solved:
+        """The same with nothing fixed that is `opened` or that was not fixed `before` (I, H, W each)."""
+        if self.fixed is None:
+            return self
+        left = self.fixed & ~opened
+        return replace(self, fixed=left if before is None else left & before)
 
     def better(self, other: Solved | None) -> Solved:
         """The one that leaves less unexplained."""

@@ -66,10 +66,10 @@ def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
         if best.satisfied:
             break
     if not best.satisfied and best.found.error > now.found.error:  # likelier, but led astray
-        return now if now.fixed is None else replace(now, fixed=now.fixed & (best.found.x == start.found.x))
+        return now.doubted(best.found.x != start.found.x)
     if best is not start or (now.fixed is None and torch.equal(start.found.x, now.found.x)):
         now = judged(best, levels)
-    return now if now.fixed is None else replace(now, fixed=now.fixed & ~opened)
+    return now.doubted(opened)
 
 
 def _loosest(now: Solved, levels: Levels) -> Tensor:
@@ -130,13 +130,8 @@ class Near:
         known, found = now.known, now.found
         _, trust, sure, fresh = _weights(now)
         step = levels.step.expand_as(found.x).flatten()
-        units = torch.zeros(len(pixels), step.numel()).to(step)
-        units[torch.arange(len(pixels)), pixels] = step[pixels]
-        patches = torch.stack([known.layer.patches(x.view(found.x.shape))[known.layer.cells] for x in units], -1)
-        channel, place = pixels // prior.pixels.shape[0], pixels % prior.pixels.shape[0]
-        own = prior.channels[channel[:, None], channel] * prior.pixels[place[:, None], place]
-        pulled = (prior.right - prior @ found.x.flatten(1)).flatten()[pixels]
-        expected = own * step[pixels, None] * step[pixels], pulled * step[pixels]
+        patches = known.layer.moved(pixels, step[pixels])[known.layer.cells]
+        expected = prior.around(found.x, pixels, step[pixels])
         return cls(now, levels, pixels, patches, trust, sure * known.seen, fresh, expected)
 
     def others(self) -> Iterator[Solved]:
