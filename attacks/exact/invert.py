@@ -27,6 +27,9 @@ from attacks.exact.together import together
 NEAR = 1e-3
 """Equations left unexplained by less than this share are a matter of a few pixels: another start would not help."""
 
+NOISY = 20.0
+"""Nor would it where no more is left than so many times what rounding or noise leaves: seen after 50 rounds."""
+
 ROUGH = 1e-2
 """Equations left unexplained by less than this share may be so for a few pixels at the rim, off by several levels."""
 
@@ -168,7 +171,9 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
     for schedule in schedules(math.prod(known.layer.alone))[: 1 if large else None]:
         prior = image_prior(known.layer, mean, std, schedule.deviation)
         levels = None if schedule.levels is None else Levels.of(mean, std, schedule.levels)
-        best = _propagated(known, prior, schedule, levels).better(best)
+        before, best = best, _propagated(known, prior, schedule, levels).better(best)
+        if best is before:
+            continue
         if best.found.error < ROUGH:
             expected = choice_prior(known.layer, mean, std)
             best = decode(best, expected, even)
@@ -177,6 +182,8 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
                 best = revised(together(best, expected, even), expected, even)
         if best.found.error < NEAR:
             return flatten(best, even)
+        if best.found.error < NOISY * known.noise:
+            break
     assert best is not None
     return best
 

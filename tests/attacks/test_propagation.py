@@ -187,3 +187,38 @@ def test_levels_at_once_are_enough_where_the_mean_is_near(monkeypatch: pytest.Mo
     found = invert._finished(known, state, prior, LEVELS)
     assert found.satisfied
     assert torch.allclose(found.found.x, truth)
+
+
+@pytest.mark.parametrize(
+    ("noise", "errors", "starts"),
+    [
+        (1e-6, (5e-3, 6e-3, 4e-3), 3),  # far from explained: another start may come nearer
+        (1e-6, (5e-3, 5e-4, 4e-4), 2),  # a matter of a few pixels
+        (1e-3, (1.9e-2, 1e-3, 1e-3), 1),  # about as near as noise allows
+        (1e-3, (2.1e-2, 1.9e-2, 1e-3), 2),
+        (0.2, (0.3, 0.2, 0.1), 1),
+    ],
+)
+def test_other_starts_are_tried_while_more_than_noise_is_left(
+    noise: float, errors: tuple[float, ...], starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, truth = problem(6, 6)
+    known, coming, taken = replace(known, noise=noise), iter(errors), list[float]()
+
+    def started(known: Equations, *_: object) -> Solved:
+        return Solved(known, replace(fit(known, truth), gradient=next(coming), forward=0.0))
+
+    def looked_at(now: Solved, *_: object) -> Solved:
+        taken.append(now.found.error)
+        return now
+
+    monkeypatch.setattr(invert, "_propagated", started)
+    monkeypatch.setattr(invert, "decode", looked_at)
+    for name in ("together", "revised", "flatten"):
+        monkeypatch.setattr(invert, name, lambda now, *_: now)
+    best = invert._pixels(known, MEAN, STD)
+    assert len(list(coming)) == len(errors) - starts
+    assert best.found.error == min(errors[:starts])
+    # only what is better than the starts before it, and near enough, is put on levels
+    nearest = [error for i, error in enumerate(errors[:starts]) if error < min((*errors[:i], invert.ROUGH))]
+    assert taken == nearest
