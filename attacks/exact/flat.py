@@ -10,7 +10,7 @@ from torch import Tensor
 from attacks.exact.decode import WORSE, judged
 from attacks.exact.levels import Levels
 from attacks.exact.likely import APART, misfit, usual
-from attacks.exact.solved import Solved
+from attacks.exact.solved import Doubt, Solved
 
 LOOSE = 0.02
 """Standard deviation, in steps between two levels, from which a pixel is tried: with less, equations alone tell it."""
@@ -48,7 +48,7 @@ def flatten(now: Solved, levels: Levels) -> Solved:
     bound = WORSE * max(now.found.error, now.known.noise)
     if not best.found.error < FAR * bound:  # on no levels: a few moves would not change that
         return now
-    opened = torch.zeros_like(number, dtype=torch.bool)
+    doubt = Doubt.none(best.found.x)
     scale = usual(best.known, best.found)
     left, least = MANY, misfit(best.known, best.found, scale)
     while left > 0:
@@ -63,7 +63,7 @@ def flatten(now: Solved, levels: Levels) -> Solved:
             left -= 1
             more = misfit(found.known, found.found, scale) - least
             if abs(more) < APART**2:
-                opened.view(-1)[index] = True
+                doubt |= Doubt.between(best, found)
             if more < SURE**2:
                 number, best, least, moved = other, found, least + min(more, 0.0), True
         if torch.equal(number, before):
@@ -71,8 +71,8 @@ def flatten(now: Solved, levels: Levels) -> Solved:
     if not best.found.error < bound:
         return now
     if not moved:
-        return now.doubted(opened)
-    return judged(best, levels).doubted(opened, now.fixed)  # what was open stays so
+        return now.doubted(doubt)
+    return judged(best, levels).doubted(doubt, now)  # what was open stays so
 
 
 def _area(number: Tensor, index: int, told: Tensor, height: int, top: int) -> float | None:

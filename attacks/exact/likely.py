@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attacks.exact.equations import SMALLEST, Equations, Prior
 from attacks.exact.polish import Fit
-from attacks.exact.solved import Solved
+from attacks.exact.solved import Doubt, Solved
 
 APART = 6.0
 """Standard deviations beyond which another level is out of the question."""
@@ -56,21 +56,21 @@ def misfit(known: Equations, found: Fit, usual: float) -> float:
     return total if math.isfinite(total) else math.inf
 
 
-def likeliest(now: Solved, others: Iterable[Solved], prior: Prior, allowed: float) -> tuple[Solved, Tensor]:
-    """The likeliest of `now` and what explains about as much or more, and in which numbers (I, H, W) these differ.
+def likeliest(now: Solved, others: Iterable[Solved], prior: Prior, allowed: float) -> tuple[Solved, Doubt]:
+    """The likeliest of `now` and what explains about as much or more, and the doubt that this leaves of `now`.
 
     Only what leaves less than `allowed` unexplained is believed.
     """
     scale = usual(now.known, now.found)
     told = misfit(now.known, now.found, scale)
     best, least = now, told + prior.against(now.found.x)
-    opened = torch.zeros_like(now.found.x, dtype=torch.bool)
+    doubt = Doubt.none(now.found.x)
     for other in others:
         explained = misfit(other.known, other.found, scale)
         if not explained < told + APART**2:
             continue
-        opened |= other.found.x != now.found.x
+        doubt |= Doubt.between(now, other)
         total = explained + prior.against(other.found.x)
         if total < least and other.found.error < allowed:
             least, best = total, other
-    return best, opened
+    return best, doubt

@@ -15,7 +15,7 @@ from attacks.exact.equations import LARGEST, Prior
 from attacks.exact.levels import Levels
 from attacks.exact.likely import APART, LEAST, deviation, likeliest, usual
 from attacks.exact.polish import TIE
-from attacks.exact.solved import Solved
+from attacks.exact.solved import Doubt, Solved
 
 MANY = 6
 """Places looked at, the loosest first, of those that have a number left loose by `decode`."""
@@ -53,19 +53,19 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
         return now
     loose = (now.deviations() / levels.step).amax(0).flatten()
     places = loose.argsort(descending=True)[: min(MANY, int((loose > LOOSE).sum()))].tolist()
-    best, opened = now, torch.zeros_like(x, dtype=torch.bool)
+    best, doubt = now, Doubt.none(x)
     for _ in range(ROUNDS):
         before = best
         for place in places:
             around = Place(best, prior, levels, place)
-            opened |= around.opened
+            doubt |= around.doubt
             best, more = likeliest(best, around.others(), prior, best.bound)
-            opened |= more
+            doubt |= more
         if best is before:
             break
     if best is not now or now.fixed is None:
         best = judged(best, levels)
-    return best.doubted(opened, now.fixed)  # what was open stays so
+    return best.doubted(doubt, now)  # what was open stays so
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,22 @@ class Place:
             yield self.now.at(self.levels.values(other))
 
     @property
-    def opened(self) -> Tensor:
-        """Numbers of the input that are on another level where about as much is explained (I, H, W)."""
+    def doubt(self) -> Doubt:
+        """Of the numbers that are on another level where about as much is explained."""
         steps, explained = self._explained
-        as_much = explained < explained[~steps.any(1)] + APART**2
+        as_much = steps[explained < explained[~steps.any(1)] + APART**2]
+        taken = self.now.found.shares[:, self._cells].argmax(-1)
+
+        def elsewhere(part: Tensor) -> Tensor:
+            return (self._taken(part) != taken).flatten(1).any(1)
+
+        moved = self._in_parts(elsewhere, as_much, self._added.shape[1])
+        return Doubt(self._at((as_much != 0).any(0)), self._at((as_much[moved] != 0).any(0)))
+
+    def _at(self, channels: Tensor) -> Tensor:
+        """Those numbers of the input that are of the place and of some of its `channels` (I,): (I, H, W)."""
         result = torch.zeros_like(self.now.found.x, dtype=torch.bool)
-        result.flatten(1)[:, self.place] = (steps[as_much] != 0).any(0)
+        result.flatten(1)[:, self.place] = channels
         return result
 
     @cached_property
@@ -192,13 +202,17 @@ class Place:
         precision, pulled = self._own
         return ((steps @ precision - 2 * pulled) * steps).sum(-1)
 
+    def _taken(self, steps: Tensor) -> Tensor:
+        """The positions that these steps (n, I) lead to (n, O, k)."""
+        near = TIE * self.now.known.forward_scale * self.now.found.shares[:, self._cells]  # of equal ones as it is now
+        return (self._excess(steps) + near).argmax(-1)
+
     def _unexplained(self, steps: Tensor) -> Tensor:
         """What these steps (n, I) leave of the gradient (n,), as `misfit` counts it."""
         known, found, cells = self.now.known, self.now.found, self._cells
         patches = known.layer.patches(found.x)[known.layer.cells[cells]]  # (k, P, M)
         signal = known.signal[:, cells]
-        near = TIE * known.forward_scale * found.shares[:, cells]  # of equal ones that which is taken
-        taken = (self._excess(steps) + near).argmax(-1)  # (n, O, k)
+        taken = self._taken(steps)
         each = torch.arange(len(cells)).to(taken)
         before = torch.einsum("okp,kpm->okm", found.shares[:, cells], patches)
         moved = patches[each, taken] - before + torch.einsum("nokmi,ni->nokm", self._added[each, taken], steps)

@@ -17,6 +17,37 @@ EXACT = 1e-5
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """Which numbers of an input are on another level in another one that explains about as much.
+
+    Attributes:
+        numbers: which (I, H, W).
+        elsewhere: those of them for which it passes on other positions (I, H, W): what inequalities rule out at the
+            positions found says nothing of it.
+    """
+
+    numbers: Tensor
+    elsewhere: Tensor
+
+    @classmethod
+    def none(cls, x: Tensor) -> Doubt:
+        """Of no number of an input like `x` (I, H, W)."""
+        empty = torch.zeros_like(x, dtype=torch.bool)
+        return cls(empty, empty)
+
+    @classmethod
+    def between(cls, now: Solved, other: Solved) -> Doubt:
+        """Of what differs in `other`, which explains about as much."""
+        numbers = other.found.x != now.found.x
+        same = torch.equal(other.found.shares, now.found.shares)
+        return cls(numbers, torch.zeros_like(numbers) if same else numbers)
+
+    def __or__(self, other: Doubt) -> Doubt:
+        """Of both."""
+        return Doubt(self.numbers | other.numbers, self.elsewhere | other.elsewhere)
+
+
+@dataclass(frozen=True)
 class Solved:
     """A layer's input with the equations it answers, in which the sides of an activation's bend are settled.
 
@@ -26,12 +57,15 @@ class Solved:
         fixed: which numbers all inputs on the same levels that explain the equations share, at the positions found
             (I, H, W); None where it was not looked at, or the input is on no levels.
         spread: how far each of them may be off (I, H, W), where that was looked at on the way: by what was left then.
+        disputed: which of them are on another level in what explains about as much at other positions (I, H, W), as far
+            as that was looked at.
     """
 
     known: Equations
     found: Fit
     fixed: Tensor | None = None
     spread: Tensor | None = None
+    disputed: Tensor | None = None
 
     @classmethod
     def of(cls, known: Equations, found: Fit) -> Solved:
@@ -109,12 +143,17 @@ class Solved:
         alone = torch.where(alone < most * left, alone, left)
         return alone.view(-1, *self.found.x.shape[1:]).expand_as(self.found.x)
 
-    def doubted(self, opened: Tensor, before: Tensor | None = None) -> Solved:
-        """The same with nothing fixed that is `opened` or that was not fixed `before` (I, H, W each)."""
+    def doubted(self, doubt: Doubt, before: Solved | None = None) -> Solved:
+        """The same with nothing fixed that is in doubt, nor what was not fixed or was disputed `before`."""
         if self.fixed is None:
             return self
-        left = self.fixed & ~opened
-        return replace(self, fixed=left if before is None else left & before)
+        fixed, disputed = self.fixed & ~doubt.numbers, doubt.elsewhere
+        if before is not None and before.fixed is not None:
+            fixed = fixed & before.fixed
+        for one in (self, before):
+            if one is not None and one.disputed is not None:
+                disputed = disputed | one.disputed
+        return replace(self, fixed=fixed, disputed=disputed)
 
     def better(self, other: Solved | None) -> Solved:
         """The one that leaves less unexplained."""

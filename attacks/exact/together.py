@@ -18,7 +18,7 @@ from attacks.exact.flat import FAR
 from attacks.exact.lattice import Array, Lattice
 from attacks.exact.levels import Levels
 from attacks.exact.likely import deviation, likeliest, missed, usual
-from attacks.exact.solved import Solved
+from attacks.exact.solved import Doubt, Solved
 
 LOOSE, OPEN = 0.01, 30.0
 """Standard deviation of a pixel, in steps between two levels: with less it is certain even beside wrong ones, with more
@@ -55,21 +55,21 @@ def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
     allowed = WORSE * max(now.found.error, now.known.noise)
     if now.found.x.numel() > LARGEST or not start.found.error < FAR * allowed:
         return now
-    opened = torch.zeros_like(start.found.x, dtype=torch.bool)
+    doubt = Doubt.none(start.found.x)
     for many in MANY:
         for _ in range(ROUNDS):
             before, pixels = best, _loosest(best, levels)[:many]  # anew: others are loose once less is unexplained
             others = Near.of(before, prior, levels, pixels).others() if len(pixels) else ()
-            best, opened = likeliest(before, others, prior, allowed if now.satisfied else math.inf)
+            best, doubt = likeliest(before, others, prior, allowed if now.satisfied else math.inf)
             if best is before:
                 break
         if best.satisfied:
             break
     if not best.satisfied and best.found.error > now.found.error:  # likelier, but led astray
-        return now.doubted(best.found.x != start.found.x)
+        return now.doubted(Doubt.between(start, best))
     if best is not start or (now.fixed is None and torch.equal(start.found.x, now.found.x)):
         now = judged(best, levels)
-    return now.doubted(opened)
+    return now.doubted(doubt)
 
 
 def _loosest(now: Solved, levels: Levels) -> Tensor:

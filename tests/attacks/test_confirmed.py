@@ -137,3 +137,17 @@ def test_outputs_that_hardly_see_a_channel_do_not_confirm_it() -> None:
     wrong = truth.clone()
     wrong[1] += 20 * LEVELS.step[1]
     assert not bool(confirmed(known, wrong, LEVELS.step).any())
+
+
+def test_what_passes_on_other_positions_is_not_ruled_out_by_inequalities(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, truth = problem(6, 12)
+    monkeypatch.setattr(fixed, "spans", lambda *rest: torch.zeros(int(rest[2].sum())))
+    some = torch.ones_like(truth, dtype=torch.bool)
+    some[:2, 2, 2] = False
+    solved = Solved(known, fit(known, truth), some)
+    assert bool(fixed_pixels(solved, MEAN, STD).all())
+    disputed = torch.zeros_like(some)
+    disputed[0, 2, 2:4] = True
+    sure = fixed_pixels(replace(solved, disputed=disputed), MEAN, STD)
+    assert not bool(sure[0, 2, 2])
+    assert bool(sure[1, 2, 2] and sure[0, 2, 3])  # nothing speaks against it, and it is fixed by equations

@@ -16,7 +16,7 @@ from attacks.exact.likely import APART, likeliest, misfit, usual
 from attacks.exact.places import Place, revised
 from attacks.exact.polish import fit, passed
 from attacks.exact.propagation import choice_prior
-from attacks.exact.solved import Solved
+from attacks.exact.solved import Doubt, Solved
 from fl.seeds import stream
 
 PRIOR = choice_prior(problem(8, 12)[0].layer, 0.9 * MEAN, STD)  # a mean that is not zero in the network's units
@@ -81,7 +81,7 @@ def test_what_explains_as_much_is_not_fixed_and_what_was_open_stays_so() -> None
     assert not torch.equal(found.found.x, start.found.x)
     assert found.fixed is not None
     assert torch.equal(found.fixed, expected)
-    assert torch.equal(Place(found, PRIOR, LEVELS, at[0] * 8 + at[1]).opened, ~expected)
+    assert torch.equal(Place(found, PRIOR, LEVELS, at[0] * 8 + at[1]).doubt.numbers, ~expected)
     likely = replace(found, fixed=torch.ones_like(truth, dtype=torch.bool))  # it moves no more
     again = revised(likely, PRIOR, LEVELS)
     assert torch.equal(again.found.x, found.found.x)
@@ -94,6 +94,53 @@ def test_what_explains_as_much_is_not_fixed_and_what_was_open_stays_so() -> None
     unknown = revised(replace(found, fixed=None), PRIOR, LEVELS).fixed
     assert unknown is not None
     assert not bool(unknown[:, *at].any())
+
+
+@pytest.mark.parametrize("at", [(0, 0), (7, 7), (3, 4)])
+@pytest.mark.parametrize("noise", [1e-5, 0.01, 0.1])
+def test_a_level_is_disputed_where_what_explains_as_much_passes_on_other_positions(
+    at: tuple[int, int], noise: float
+) -> None:
+    known, truth = hidden(0, 0, noise=noise)
+    draw = stream(0, "noise")
+    target = known.target + known.loose * torch.randn(known.target.shape, generator=draw)
+    gradient = known.gradient * (1 + noise * torch.randn(known.gradient.shape, generator=draw))
+    known = replace(known, target=target, gradient=gradient)
+    now = off(known, truth, at, 0, 0, 0)
+    around = Place(now, PRIOR, LEVELS, at[0] * 8 + at[1])
+    steps, explained = around._explained
+    numbers, elsewhere = torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
+    for step in steps[explained < explained[~steps.any(1)] + APART**2]:
+        number = LEVELS.number(truth)
+        number[:, *at] += step
+        numbers |= step != 0
+        if not torch.equal(now.at(LEVELS.values(number)).found.shares, now.found.shares):
+            elsewhere |= step != 0
+    assert torch.equal(around.doubt.numbers[:, *at], numbers)
+    assert torch.equal(around.doubt.elsewhere[:, *at], elsewhere)
+    assert int(around.doubt.numbers.sum()) == int(numbers.sum())
+    assert int(around.doubt.elsewhere.sum()) == int(elsewhere.sum())
+    kept = revised(replace(now, fixed=torch.ones_like(truth, dtype=torch.bool)), PRIOR, LEVELS)
+    assert kept.disputed is not None
+    assert bool(kept.disputed.any()) is (noise > 1e-3)
+
+
+def test_what_was_disputed_stays_so() -> None:
+    known, truth = problem(8, 12)
+    every, none = torch.ones_like(truth, dtype=torch.bool), Doubt.none(truth)
+    high, low = truth > truth.median(), truth < truth.quantile(0.2)
+    before = Solved(known, fit(known, truth), every, disputed=high)
+    now = replace(before, disputed=low)
+    found = now.doubted(none, before)
+    assert found.disputed is not None
+    assert torch.equal(found.disputed, high | low)
+    assert found.fixed is not None
+    assert bool(found.fixed.all())
+    alone = replace(now, disputed=None).doubted(Doubt(high, low))
+    assert alone.disputed is not None
+    assert torch.equal(alone.disputed, low)
+    assert alone.fixed is not None
+    assert torch.equal(alone.fixed, ~high)
 
 
 @pytest.mark.parametrize("noise", [1e-7, 1e-6, 1e-5])
@@ -162,9 +209,11 @@ def test_what_is_expected_decides_only_among_what_explains_about_as_much() -> No
     )
     strong = replace(PRIOR.weakened(1e9), mean=other.found.x.mean((1, 2)) + 1)
     assert strong.against(other.found.x) < strong.against(now.found.x)
-    best, opened = likeliest(now, [other], strong, float("inf"))
+    best, doubt = likeliest(now, [other], strong, float("inf"))
     assert best is now
-    assert not bool(opened.any())
-    back, opened = likeliest(other, [now], PRIOR, float("inf"))
+    assert not bool(doubt.numbers.any())
+    back, doubt = likeliest(other, [now], PRIOR, float("inf"))
     assert back is now
-    assert bool(opened[0, 4, 4])
+    assert bool(doubt.numbers[0, 4, 4])
+    passing = (other.found.shares != now.found.shares).any()
+    assert bool(doubt.elsewhere[0, 4, 4]) is bool(passing)
