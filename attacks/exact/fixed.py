@@ -22,8 +22,10 @@ def fixed_pixels(solved: Solved, mean: Tensor, std: Tensor) -> Tensor:
     free = ~fixed
     if bool(free.any()):
         off = spans(solved.known, solved.found, free, -mean / std, (1 - mean) / std) * std.expand_as(fixed)[free]
+        fixed[free] = off < SURE
+    if solved.disputed is not None:
         # inequalities hold of the positions found, and rule out nothing that passes on others
-        fixed[free] = off < SURE if solved.disputed is None else (off < SURE) & ~solved.disputed[free]
+        fixed &= ~solved.disputed
     if levels.hold(x) and not solved.known.layer.average and not bool(fixed.all()):
         # what is open may also move the positions by which others are fixed
         fixed &= confirmed(solved.known, x, levels.step)

@@ -102,7 +102,7 @@ class Place:
         taken = self.now.found.shares[:, self._cells].argmax(-1)
 
         def elsewhere(part: Tensor) -> Tensor:
-            return (self._taken(part) != taken).flatten(1).any(1)
+            return ((self._taken(part) != taken) & self.now.known.seen[:, self._cells]).flatten(1).any(1)
 
         moved = self._in_parts(elsewhere, as_much, self._added.shape[1])
         return Doubt(self._at((as_much != 0).any(0)), self._at((as_much[moved] != 0).any(0)))

@@ -39,8 +39,8 @@ class Doubt:
     def between(cls, now: Solved, other: Solved) -> Doubt:
         """Of what differs in `other`, which explains about as much."""
         numbers = other.found.x != now.found.x
-        same = torch.equal(other.found.shares, now.found.shares)
-        return cls(numbers, torch.zeros_like(numbers) if same else numbers)
+        moved = (other.found.shares != now.found.shares).any(-1) & now.known.seen  # of others only a bound is known
+        return cls(numbers, numbers & moved.any())
 
     def __or__(self, other: Doubt) -> Doubt:
         """Of both."""
@@ -145,14 +145,13 @@ class Solved:
 
     def doubted(self, doubt: Doubt, before: Solved | None = None) -> Solved:
         """The same with nothing fixed that is in doubt, nor what was not fixed or was disputed `before`."""
-        if self.fixed is None:
-            return self
-        fixed, disputed = self.fixed & ~doubt.numbers, doubt.elsewhere
-        if before is not None and before.fixed is not None:
-            fixed = fixed & before.fixed
+        fixed, disputed = self.fixed, doubt.elsewhere
         for one in (self, before):
             if one is not None and one.disputed is not None:
                 disputed = disputed | one.disputed
+        if fixed is not None:
+            fixed = fixed & ~doubt.numbers & ~disputed
+            fixed = fixed if before is None or before.fixed is None else fixed & before.fixed
         return replace(self, fixed=fixed, disputed=disputed)
 
     def better(self, other: Solved | None) -> Solved:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attacks.exact.equations import Equations
 from attacks.exact.flat import flatten
 from attacks.exact.polish import fit, passed
-from attacks.exact.solved import Solved
+from attacks.exact.solved import Doubt, Solved
 
 
 def seen(truth: Tensor) -> Equations:
@@ -96,6 +96,22 @@ def test_a_pixel_that_two_levels_explain_is_not_said_to_be_fixed(monkeypatch: py
     assert torch.equal(found.found.x, start.found.x)
     assert found.fixed is not None
     assert (~found.fixed).nonzero().tolist() == [[0, 6, 6]]
+
+
+@pytest.mark.parametrize("sure", [0.0, 3.0])
+def test_what_passes_on_other_positions_is_disputed(sure: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = picture(flat=True)
+    start = moved(seen(truth), truth, (0, 6, 6, 2))
+    elsewhere = torch.zeros_like(truth, dtype=torch.bool)
+    elsewhere[1, 2, 3] = True
+    monkeypatch.setattr("attacks.exact.flat.SURE", sure)
+    monkeypatch.setattr(Doubt, "between", lambda *_: Doubt(elsewhere, elsewhere))
+    before = torch.zeros_like(elsewhere)
+    before[2, 1, 1] = True
+    found = flatten(replace(start, disputed=before), LEVELS)
+    assert torch.equal(found.found.x, start.found.x) is (sure == 0.0)
+    assert found.disputed is not None
+    assert torch.equal(found.disputed, elsewhere | before)
 
 
 def test_an_input_on_no_levels_stays_as_it_is() -> None:

@@ -17,6 +17,7 @@ from attacks.exact.places import Place, revised
 from attacks.exact.polish import fit, passed
 from attacks.exact.propagation import choice_prior
 from attacks.exact.solved import Doubt, Solved
+from attacks.exact.together import together
 from fl.seeds import stream
 
 PRIOR = choice_prior(problem(8, 12)[0].layer, 0.9 * MEAN, STD)  # a mean that is not zero in the network's units
@@ -135,12 +136,15 @@ def test_what_was_disputed_stays_so() -> None:
     assert found.disputed is not None
     assert torch.equal(found.disputed, high | low)
     assert found.fixed is not None
-    assert bool(found.fixed.all())
+    assert torch.equal(found.fixed, ~(high | low))
+    unknown = replace(now, fixed=None).doubted(none, before)
+    assert unknown.disputed is not None
+    assert torch.equal(unknown.disputed, high | low)
     alone = replace(now, disputed=None).doubted(Doubt(high, low))
     assert alone.disputed is not None
     assert torch.equal(alone.disputed, low)
     assert alone.fixed is not None
-    assert torch.equal(alone.fixed, ~high)
+    assert torch.equal(alone.fixed, ~(high | low))
 
 
 @pytest.mark.parametrize("noise", [1e-7, 1e-6, 1e-5])
@@ -215,5 +219,34 @@ def test_what_is_expected_decides_only_among_what_explains_about_as_much() -> No
     back, doubt = likeliest(other, [now], PRIOR, float("inf"))
     assert back is now
     assert bool(doubt.numbers[0, 4, 4])
-    passing = (other.found.shares != now.found.shares).any()
-    assert bool(doubt.elsewhere[0, 4, 4]) is bool(passing)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_differs_is_disputed_where_an_output_that_is_known_passes_on_another_position(*, seen: bool) -> None:
+    known, truth = problem(8, 12)
+    now = off(known, truth, (4, 4), 0, 0, 0)
+    near, far = off(known, truth, (4, 4), 1, 0, 0), off(known, truth, (4, 4), 90, -90, 90)
+    moved = (far.found.shares != now.found.shares).any(-1)
+    assert bool(moved.any())
+    assert torch.equal(near.found.shares, now.found.shares)
+    now = replace(now, known=replace(known, seen=known.seen & (seen | ~moved)))
+    numbers = torch.zeros_like(truth, dtype=torch.bool)
+    numbers[:, 4, 4] = True
+    assert torch.equal(Doubt.between(now, far).numbers, numbers)
+    assert torch.equal(Doubt.between(now, far).elsewhere, numbers & seen)
+    assert not bool(Doubt.between(now, near).elsewhere.any())
+
+
+@pytest.mark.parametrize("step", ["together", "revised"])
+def test_what_a_step_finds_disputed_is_said(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, truth = hidden(0, 0)
+    now = replace(off(known, truth, (0, 0), 1, 0, 0), fixed=torch.ones_like(truth, dtype=torch.bool))
+    open_ = torch.zeros_like(truth, dtype=torch.bool)
+    open_[1, 2, 3] = True
+    module = "places" if step == "revised" else step
+    monkeypatch.setattr(f"attacks.exact.{module}.likeliest", lambda now, *_: (now, Doubt(open_, open_)))
+    found = (revised if step == "revised" else together)(now, PRIOR, LEVELS)
+    assert found.disputed is not None
+    assert bool(found.disputed[1, 2, 3])
+    assert found.fixed is not None
+    assert not bool(found.fixed[1, 2, 3])
