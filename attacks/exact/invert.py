@@ -28,8 +28,7 @@ NEAR = 1e-3
 """Equations left unexplained by less than this share are a matter of a few pixels: another start would not help."""
 
 NOISY = 20.0
-"""Nor did it, of one image, where no more was left than so many times what rounding or noise leaves: pictures were as
-near without."""
+"""Nor did it, but for one made problem, where of one image no more was left than so many times what noise leaves."""
 
 ROUGH = 1e-2
 """Equations left unexplained by less than this share may be so for a few pixels at the rim, off by several levels."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from support.pixels import LEVELS, MEAN, STD, problem
 from torch import Tensor
 
 from attacks.exact.decode import judged
-from attacks.exact.equations import Equations
+from attacks.exact.equations import Equations, Prior
+from attacks.exact.levels import Levels
 from attacks.exact.likely import APART, likeliest, misfit, usual
 from attacks.exact.places import Place, revised
 from attacks.exact.polish import fit, passed
@@ -237,15 +239,16 @@ def test_what_differs_is_disputed_where_an_output_that_is_known_passes_on_anothe
     assert not bool(Doubt.between(now, near).elsewhere.any())
 
 
-@pytest.mark.parametrize("step", ["together", "revised"])
-def test_what_a_step_finds_disputed_is_said(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [together, revised])
+def test_what_a_step_finds_disputed_is_said(
+    step: Callable[[Solved, Prior, Levels], Solved], monkeypatch: pytest.MonkeyPatch
+) -> None:
     known, truth = hidden(0, 0)
     now = replace(off(known, truth, (0, 0), 1, 0, 0), fixed=torch.ones_like(truth, dtype=torch.bool))
     open_ = torch.zeros_like(truth, dtype=torch.bool)
     open_[1, 2, 3] = True
-    module = "places" if step == "revised" else step
-    monkeypatch.setattr(f"attacks.exact.{module}.likeliest", lambda now, *_: (now, Doubt(open_, open_)))
-    found = (revised if step == "revised" else together)(now, PRIOR, LEVELS)
+    monkeypatch.setattr(f"{step.__module__}.likeliest", lambda now, *_: (now, Doubt(open_, open_)))
+    found = step(now, PRIOR, LEVELS)
     assert found.disputed is not None
     assert bool(found.disputed[1, 2, 3])
     assert found.fixed is not None
