@@ -85,7 +85,12 @@ class Attack:
     """Whether it takes a view of a group of clients (secure aggregation); else only where that is as of one client."""
 
     def __call__(self, view: ServerView, *, seed: int = 0) -> Result:
-        """Attack one view; the same seed gives the same result."""
+        """Attack one view; the same seed gives the same result.
+
+        Raises:
+            ValueError: a tensor of the update has another shape or type than what the server sent (says which).
+        """
+        _check_update(view)
         return self.run([view], [seed])[0]
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
@@ -147,6 +152,21 @@ class ViewAttack(Attack):
                 result = self.unwrap(views[i], easier, result)
             results[i] = result
         return results
+
+
+def _check_update(view: ServerView) -> None:
+    """An update put into the view by hand is what is most often off: `fl.capture.from_update` checks all of it."""
+    for name, moved in view.update.items():
+        sent = view.shared.get(name)
+        if not isinstance(sent, Tensor) or not isinstance(moved, Tensor):
+            continue
+        shapes, types = (tuple(sent.shape), tuple(moved.shape)), (sent.dtype, moved.dtype)
+        for what, (expected, got) in (("shape", shapes), ("type", types)):
+            if got != expected:
+                raise ValueError(
+                    f"expected the update of {name!r} in the {what} of what the server sent, {expected}, got {got}: "
+                    "fl.capture.from_update makes a view of a captured update"
+                )
 
 
 @attacks.register("chain")
