@@ -60,7 +60,8 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
     """The best of: `x`, and the solutions of the linear systems of the positions found so far.
 
     Filters that the gradient confirms are trusted up to rounding, the others by what they leave; where two positions
-    of a cell are close enough to be mistaken, the gradient decides.
+    of a cell are close enough to be mistaken, the gradient decides. Of a layer without positions every system changes
+    only how far filters are trusted: hardly at the start, whatever the first one is made of.
 
     Args:
         known: the layer's equations.
@@ -72,11 +73,12 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
     tried: list[Tensor] = []
     for _ in range(rounds):
         shares = decided(known, now)
-        if any(torch.equal(shares, other) for other in tried):
+        if known.layer.searched and any(torch.equal(shares, other) for other in tried):
             break
         tried.append(shares)
         system = system_of(known, replace(now, shares=shares), prior)
-        now = fit(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, whole=prior is not None))
+        whole = prior is not None or not known.layer.searched
+        now = fit(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, whole=whole))
         if not now.error < 0.9 * best.error:
             return now if now.error < best.error else best
         best = now

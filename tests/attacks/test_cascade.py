@@ -30,6 +30,10 @@ CHAINS = {
     "activation first": (nn.Conv2d(1, 12, 3, padding=1), LEAKY, nn.MaxPool2d(2)),
     "no pooling": (nn.Conv2d(1, 4, 3, padding=1), LEAKY),
     "strides": (nn.Conv2d(1, 8, 3, padding=1, stride=2), nn.Tanh()),
+    "two strides": (
+        *(nn.Conv2d(1, 12, 4, stride=2), LEAKY),
+        *(nn.Conv2d(12, 16, 4, stride=2), LEAKY),
+    ),
     "average pooling": (nn.Conv2d(1, 12, 5, padding=2), nn.AvgPool2d(2), LEAKY),
     "batch norm": (nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.MaxPool2d(2), LEAKY),
     "relu": (nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
