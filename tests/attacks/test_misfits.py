@@ -10,7 +10,7 @@ import torch
 from support import worlds
 from torch import Tensor
 
-from attacks.base import build
+from attacks.base import Reconstruction, build
 from fl.methods.fedavg import FedAvg
 from fl.tensors import dense
 from fl.types import ServerView
@@ -42,4 +42,4 @@ def test_an_update_that_does_not_fit_is_refused_by_name(
 
 def test_one_that_fits_is_not() -> None:
     view, _ = view_with(torch.clone)
-    build({"name": "ig", "iterations": 1})(view)
+    assert isinstance(build({"name": "ig", "iterations": 1})(view), Reconstruction)
