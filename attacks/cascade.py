@@ -112,6 +112,8 @@ def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | Non
         bias = gradients.get(f"{stage.name}.bias")
         if isinstance(stage.layer, nn.Linear) and bias is not None and not bool(bias.any()):
             return f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
+        if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
+            return f"{stage.name} is dilated, which is not handled; see the attack rconv"
         if below is not None and isinstance(below.layer, nn.Conv2d) and _pooling(below, stage) is None:
             return f"what lies between {below.name} and {stage.name} can't be undone"
     return None
