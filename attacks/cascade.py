@@ -77,7 +77,8 @@ class Cascade(Attack):
         if top is None:
             there = any(isinstance(s.layer, nn.Linear) and f"{s.name}.bias" in gradients for s in stages)
             still = (
-                "no linear layer's bias moved: no gradient reached it, as of an image that the network is certain of"
+                "no linear layer's bias moved by more than rounding: no gradient reached it, as of an image that the "
+                "network is certain of"
             )
             missing = "no linear layer with a bias is in the update: nothing says what flows back"
             return NotApplicable(still if there else missing)
@@ -103,7 +104,7 @@ def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | Non
     for below, stage in zip([None, *stages], stages, strict=False):
         weight = gradients.get(f"{stage.name}.weight")
         if weight is None or not bool(weight.any()):
-            return f"the update says nothing of {stage.name}: its weight did not move"
+            return f"the update says nothing of {stage.name}: its weight moved by no more than rounding"
         if not bool(weight.isfinite().all()):
             return f"the update of {stage.name} has numbers that are not finite"
         parts = (stage.before, stage.layer, stage.after)

@@ -238,7 +238,7 @@ def _change(view: ServerView) -> Tensors | NotApplicable:
 def _updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpdate]:
     """The equations of every hypernetwork, by the shape of its basic filter."""
     result, steps = {}, sum(map(len, training(view)[1] or ())) or 1
-    rounding = 4 * steps * torch.finfo(view.dtype).eps
+    rounding = 4 * steps * torch.finfo(view.dtype).eps if view.rounded else 0.0
     for shape, weights in embedded(view.private).items():
         tiles = [view.private[embeddings_name(shape, weight)] for weight in weights]
         count = sum(t[0] * t[1] for t in tiles)

@@ -122,7 +122,7 @@ class Headless(ViewAttack):
             return NotApplicable(f"{layer!r} has no weight and bias of the network in the update")
         delta = dense(gradient[bias])
         if not bool(delta.any()):
-            return NotApplicable(f"no signal flows back into {layer!r}: its bias did not move")
+            return NotApplicable(f"no signal flows back into {layer!r}: its bias moved by no more than rounding")
         features = delta @ dense(gradient[weight]) / (delta @ delta)
         return _cut(view, layer, gradient, undefended(view, bias, delta), features)
 
@@ -202,7 +202,7 @@ def one_gradient(view: ServerView) -> Tensors | NotApplicable:
     shares = decay_shares(phases, schedule, groups)
     passed = partial(view.client.defense.passed, observed=view.update)
     change = without_decay(view.update, view.shared, shares, passed)
-    moved = {n: _heard(value, view.shared[n]) for n, value in change.items() if n in groups}
+    moved = {n: _heard(value, view.shared[n]) if view.rounded else value for n, value in change.items() if n in groups}
     return {n: value * (1 / phase.first_step(groups[n])) for n, value in moved.items()}
 
 

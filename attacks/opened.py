@@ -78,6 +78,7 @@ def open_view(view: ServerView) -> Opened | NotApplicable:
         bias=generator.bias,
         rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
         single=view.schedule is not None and steps == 1,
+        rounded=view.rounded,
         passed=partial(defense.rescaled().passed, observed=view.update) if cuts else None,
     )
     return Opened(view, phase, change, update)

@@ -35,6 +35,7 @@ class HypernetUpdate:
         names: the generated tensors.
         bias: whether the heads have biases.
         rounding: relative size of what rounding alone can leave in the update.
+        rounded: whether it is a difference of weights, and so off by that share of them, not only of itself.
         single: whether one step made it, so that every head's update is one outer product.
         seen: 1 where an entry was sent, 0 where a known defence cut it, by name; None if nothing is cut.
     """
@@ -46,6 +47,7 @@ class HypernetUpdate:
     rounding: float
     single: bool = True
     seen: dict[str, Tensor] | None = None
+    rounded: bool = True
 
     @classmethod
     def of(
@@ -57,13 +59,15 @@ class HypernetUpdate:
         bias: bool,
         rounding: float,
         single: bool = True,
+        rounded: bool = True,
         passed: Callable[[Tensors], Tensors] | None = None,
     ) -> HypernetUpdate:
         """From parameters and update of any floating-point type, and what a known defence lets through."""
         keep = [TRUNK_WEIGHT, TRUNK_BIAS, *map(head_weight, names), *(map(head_bias, names) if bias else ())]
         # the published head weights stay in their own type: they are only multiplied with vectors
         mine, moved = {n: shared[n] for n in keep}, each({n: change[n] for n in keep}, torch.Tensor.double)
-        return cls(mine, moved, names, bias, rounding, single, None if passed is None else _seen(moved, passed))
+        seen = None if passed is None else _seen(moved, passed)
+        return cls(mine, moved, names, bias, rounding, single, seen, rounded)
 
     def complete(self, layer: str) -> bool:
         """Whether the fit of the input of `layer` ("trunk" or "heads") finds each of its numbers in the update."""
@@ -158,7 +162,7 @@ class HypernetUpdate:
         biases = [head_bias(n) for n in self.names]
         weights = [dense(self.shared[head_weight(n)]) for n in self.names]
         start = float(norm({n: self.shared[n] for n in biases}))
-        heard = float(norm({n: self.change[n] for n in biases})) - self.rounding * start
+        heard = float(norm({n: self.change[n] for n in biases})) - self._rounded(biases)
         if heard <= 0 or start == 0:
             return math.inf
         moved = math.sqrt(sum(float(inner(w, w)) for w in self._head_changes().values()))
@@ -193,7 +197,7 @@ class HypernetUpdate:
         shared = {n: self.shared[head_weight(n)] for n in self.names}
         pulled = sum(rmatvec(shared[n], g.to(dense(shared[n]).dtype)).double() for n, g in raised.items())
         back = dense(self.change[TRUNK_BIAS])
-        live = back.abs() > self.rounding * dense(self.shared[TRUNK_BIAS]).double().norm()
+        live = back.abs() > self._rounded([TRUNK_BIAS])
         assert isinstance(pulled, Tensor)
         return torch.clamp(direction * ((pulled * live) @ back) / (back @ back), min=0)
 
@@ -244,7 +248,7 @@ class HypernetUpdate:
 
     def _rounded(self, names: list[str]) -> float:
         """What rounding can leave of these tensors together; the factors of outer products are exact by themselves."""
-        whole = {n: self.shared[n] for n in names if not _bare(self.change[n])}
+        whole = {n: self.shared[n] for n in names if self.rounded and not _bare(self.change[n])}
         return self.rounding * float(norm(whole)) if whole else 0.0
 
     def _seen_by_columns(self, name: str, left: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ are; and share of zeros, of units that moved at all, above which numbers were le
 
 
 def rounding(view: ServerView, name: str) -> float:
-    """Share of a parameter's gradient that is rounding: the update is a difference of numbers of the weight's size."""
+    """Share of a parameter's gradient that is rounding, which a difference of weights is known to no better than."""
     step = ROUNDED * torch.finfo(view.dtype).eps
+    if not view.rounded:
+        return step
     moved, start = dense(view.update[name]).norm(), dense(view.shared[name]).norm()
     return float(step * (1 + start / moved)) if bool(moved > 0) else step
 
@@ -34,7 +36,7 @@ def grain(view: ServerView, name: str) -> Tensor | None:
     what was sent in fewer bits lies on a coarser one, of what was pruned numbers are missing here and there. Numbers of
     double precision are not told from computed ones.
     """
-    if view.dtype == torch.float64:
+    if view.dtype == torch.float64 or not view.rounded:
         return None
     start, moved = (dense(part[name]).detach().to("cpu", torch.float64) for part in (view.shared, view.update))
     after = (start - moved).to(view.dtype)

@@ -29,7 +29,7 @@ def doubt(view: ServerView) -> str:
     if size is None or bias is None or view.private or view.parts or view.defense.name != "none":
         return ""
     sent = classifier(view, view.shared)[1]
-    rounding = 4 * torch.finfo(view.dtype).eps * (0.0 if sent is None else float(sent.abs().max()))
+    rounding = 4 * torch.finfo(view.dtype).eps * (float(sent.abs().max()) if sent is not None and view.rounded else 0.0)
     grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
     with torch.no_grad():
         usual = classifier(

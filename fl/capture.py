@@ -133,6 +133,7 @@ def from_update(
         update=taken,
         private=_private(client, params, scopes),
         buffers={name: dense(value) for name, value in known.items() if scopes[name] is Scope.SHARED},
+        rounded=kind == "update",
         **knowledge,  # type: ignore[arg-type]
     )
 

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 Order = tuple[tuple[tuple[Tensor, ...], ...], ...]
 """Which images a client fed: phase -> step -> batch, each an index tensor (b,) int64."""
-
 Schedule = tuple[tuple[tuple[int, ...], ...], ...]
 """The batch sizes of an `Order`: what a server that knows the local schedule knows of it."""
-
 Draws = tuple[tuple[dict[str, Tensor], ...], ...]
 """A method's own random numbers, phase -> step."""
 
@@ -325,6 +323,7 @@ class ServerView:
         private_init: where private tensors started, if known.
         round: number of the round, from 0.
         scaled: whether the update is known only up to a positive factor (clipping, after a rewrite).
+        rounded: whether the update is a difference of weights and rounded as they are; False for a gradient by itself.
         history: earlier views of the same client, oldest first.
         parts: the clients of a group, () for a single one.
     """
@@ -347,6 +346,7 @@ class ServerView:
     private_init: Tensors | None = None
     round: int = 0
     scaled: bool = False
+    rounded: bool = True
     history: tuple[ServerView, ...] = ()
     parts: tuple[Part, ...] = ()
 
@@ -382,7 +382,7 @@ class Upload:
 
     Attributes:
         client: its number.
-        weight: of the client in the server's mean: its number of training images, or a public one that stands for it.
+        weight: in the server's mean: its number of training images, or a public one that stands for it.
         update: `shared before - shared after`, by name.
         extra: further payloads.
         buffers: change of the shared buffers, before - after.

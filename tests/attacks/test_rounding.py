@@ -14,6 +14,7 @@ import fl.models
 from attacks.exact.equations import Equations
 from attacks.exact.solved import Solved
 from attacks.rounding import grain
+from fl.capture import from_update
 from fl.seeds import stream
 from fl.types import ServerView
 
@@ -97,3 +98,23 @@ def test_cascade_tells_its_layers_how_each_number_is_rounded(monkeypatch: pytest
     steep = lower.loose[lower.target > 0].view(-1)
     assert upper.loose[upper.target > 0].unique().numel() == 1  # a linear layer above: one number for all
     assert float(steep.max()) > 2 * float(steep.min())  # where few positions see a feature it is known less well
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-20])
+def test_a_gradient_sent_by_itself_is_as_exact_however_small(size: float) -> None:
+    task = fl.models.build("hyperfl-grey", num_classes=10, seed=0)
+    picture = (photograph(28) * 255).round().float() / 255
+    loss = torch.nn.functional.cross_entropy(task.model(picture), torch.tensor([3]))
+    names = list(task.parameters)
+    sent = torch.autograd.grad(loss, [task.model.get_parameter(n) for n in names])
+    small = {n: g * size for n, g in zip(names, sent, strict=True)}
+    view = from_update(
+        task.model, small, input_shape=(1, 28, 28), num_classes=10, mean=task.mean, std=task.std, kind="gradient"
+    )
+    found = attack(view)
+    assert found.verified
+    assert bool((((found.inputs - picture) * 255).round() == 0).all())  # type: ignore[operator]
+    assert grain(view, NAME) is None
+    lost = attacks.base.build("cascade")(replace(view, rounded=True))  # a difference of weights says nothing there
+    assert isinstance(lost, attacks.base.NotApplicable)
+    assert "no more than rounding" in lost.reason or "by more than rounding" in lost.reason
