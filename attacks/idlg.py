@@ -16,6 +16,8 @@ from fl.types import ServerView
 class IDLG(DLG):
     """iDLG (Zhao et al., 2020, Eq. 3-4): DLG with the label of a single image known from the sign of its gradient.
 
+    Threat model: as of `DLG`, with the update of the classifier among what is seen.
+
     Attributes:
         labels: always by the rule, unless known.
     """

@@ -21,7 +21,7 @@ import fl.data
 import fl.models
 from attacks import Reconstruction
 from attacks.base import build
-from benchmarks.cascade import SETS, SUBJECTS
+from benchmarks.cascade import SETS, SPENT, SUBJECTS, spent
 from benchmarks.common import RESULTS, machine, publish, table
 from eval import metrics
 from eval.assignment import assign
@@ -68,7 +68,7 @@ def line(rows: list[dict[str, Any]], size: int) -> list[str]:
         f"{sum('reason' in row for row in rows)}",
         f"{sum('stopped' in row for row in rows)}",
         f"{statistics.median(psnr):.0f} ({min(psnr):.0f})" if psnr else "-",
-        f"{statistics.median(row['seconds'] for row in rows):.0f}",
+        *spent([row["seconds"] for row in rows]),
     ]
 
 
@@ -78,7 +78,7 @@ def document(rows: list[dict[str, Any]], first: int) -> list[str]:
     for row in sorted(rows, key=lambda row: (list(SETS).index(row["set"]), row["method"], row["size"], row["batch"])):
         groups.setdefault((row["set"], row["method"], row["size"]), []).append(row)
     head = ["images of", "method", "batch", "batches", "images > 40 dB", "8-bit exact", "batches verified"]
-    head += ["verified, not all exact", "refused", "stopped above the pixels", "median dB (least)", "median seconds"]
+    head += ["verified, not all exact", "refused", "stopped above the pixels", "median dB (least)", *SPENT]
     return [
         "# Exact inversion of batches",
         "",

@@ -31,8 +31,8 @@ BILEVEL: dict[str, Any] = {"name": "bilevel", "preset": "published"}
 ENDLESS: dict[str, Any] = {"tolerance": 0.0, "patience": 0, "enough": 0.0}
 """Searches that would stop of themselves go on."""
 SEARCHES: dict[str, tuple[Method, dict[str, Any], str]] = {
-    "dlg": (STEP, {"name": "dlg", **ENDLESS}, "iterations"),
-    "idlg": (STEP, {"name": "idlg", **ENDLESS}, "iterations"),
+    "dlg": (STEP, {"name": "dlg", "objective": "l2", **ENDLESS}, "iterations"),
+    "idlg": (STEP, {"name": "idlg", "objective": "l2", **ENDLESS}, "iterations"),
     "ig": (STEP, {"name": "ig"}, "iterations"),
     "gradinversion": (STEP, {"name": "gradinversion"}, "iterations"),
     "rog": (STEP, {"name": "rog", "preset": "published"}, "iterations"),

@@ -9,6 +9,7 @@ import pytest
 
 import attacks
 from attacks.bilevel import Bilevel
+from attacks.dlg import DLG
 from attacks.joint import Joint
 from attacks.rog import ROG
 from benchmarks import settings
@@ -18,6 +19,11 @@ from benchmarks.sweeps import SWEEPS
 @pytest.mark.parametrize(
     ("name", "published"),
     [
+        (
+            "dlg",
+            {"iterations": 6000, "objective": "l2", "optimizer": "lbfgs", "lr": 1.0, "max_step": 1e6, "restarts": 1},
+        ),
+        ("idlg", {"iterations": 6000, "objective": "l2", "labels": "auto", "max_step": 1e6}),
         ("rog", {"iterations": 100, "factor": 4, "tv": 0.0, "lr": 0.05, "objective": "l2", "signed": False}),
         ("joint", {"iterations": 10_000, "tv": 1e-6, "lr": 0.1, "signed": True, "objective": "cosine"}),
         ("bilevel", {"iterations": 10_000, "tv": 1e-6, "head_lr": 1e-3, "lr": 0.1}),
@@ -28,7 +34,9 @@ def test_what_was_published_stays_by_name(name: str, published: dict[str, Any]) 
     assert {key: found[key] for key in published} == published
 
 
-@pytest.mark.parametrize(("attack", "key"), [(ROG, "tv"), (ROG, "factor"), (Joint, "tv"), (Bilevel, "head_lr")])
+@pytest.mark.parametrize(
+    ("attack", "key"), [(DLG, "objective"), (ROG, "tv"), (ROG, "factor"), (Joint, "tv"), (Bilevel, "head_lr")]
+)
 def test_a_preset_says_what_the_default_differs_in(attack: type, key: str) -> None:
     preset = attack.presets["published"].settings  # type: ignore[attr-defined]
     assert getattr(attack(), key) != preset[key]
