@@ -87,10 +87,13 @@ class Attack:
     def __call__(self, view: ServerView, *, seed: int = 0) -> Result:
         """Attack one view; the same seed gives the same result.
 
+        An update that lacks tensors is attacked by those that are there.
+
         Raises:
-            ValueError: a tensor of the update has another shape or type than what the server sent (says which).
+            ValueError: a tensor of the update has another shape or type than what the server sent (says which), or the
+                number of images is below 1.
         """
-        _check_update(view)
+        _check(view)
         return self.run([view], [seed])[0]
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
@@ -154,8 +157,10 @@ class ViewAttack(Attack):
         return results
 
 
-def _check_update(view: ServerView) -> None:
-    """An update put into the view by hand is what is most often off: `fl.capture.from_update` checks all of it."""
+def _check(view: ServerView) -> None:
+    """What is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
+    if view.batch_size is not None and view.batch_size < 1:
+        raise ValueError(f"expected batch_size >= 1, or None where it is unknown, got {view.batch_size}")
     for name, moved in view.update.items():
         sent = view.shared.get(name)
         if not isinstance(sent, Tensor) or not isinstance(moved, Tensor):

@@ -116,8 +116,12 @@ def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | Non
         if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
             return f"{stage.name} is dilated, which is not handled; see the attack rconv"
         if below is not None and isinstance(below.layer, nn.Conv2d) and _pooling(below, stage) is None:
-            return f"what lies between {below.name} and {stage.name} can't be undone"
+            return f"what lies between {below.name} and {stage.name} can't be undone: {SIMPLE}"
     return None
+
+
+SIMPLE = "it takes at most one normalisation and one pooling whose windows do not overlap, averages before activations"
+"""What may stand between two layers."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,19 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     return most if len(most) == 1 else None
 
 
+def turned(signal: Tensor) -> bool:
+    """Whether the gradient of a classifier's bias (K,) is that of one image with its sign turned: after - before.
+
+    One image's sums to zero and is negative for its own class alone. `signal` is a gradient that no noise is on.
+    """
+    small = 1e-3 * float(signal.abs().sum())
+    positive, negative = int((signal > 0).sum()), int((signal < 0).sum())
+    return positive == 1 and negative > 1 and float(signal.sum().abs()) <= small
+
+
+TURNED = "the sign of the update seems turned (after - before), so that no label is read off it"
+
+
 def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     """The labels of all images (N,), in ascending order, or None where the view does not give them away.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.headless import exact_gradient, undefended
+from attacks.labels import TURNED, turned
 from attacks.layer_equations import Outputs, Solved, invert, slope_below, solve
 from attacks.logits import biasless
 from attacks.unroll import Stage, unroll
@@ -116,17 +117,19 @@ class Layerwise(Attack):
         # an unknown defence may have shortened weight and bias apart, which only a second layer shows
         sized = view.threat.knows_defense or start.top > 0
         head = f"{stages[start.top].name}.".startswith(view.task.head) and start.top == len(stages) - 1
+        odd = head and turned(start.signal[0])
         ranks = {
             f"rank/{n}": torch.tensor([s.unknowns, s.gradient, s.rank]) for n, s in zip(names, solved, strict=True)
         }
         conditions = {f"condition/{n}": torch.tensor(s.condition) for n, s in zip(names, solved, strict=True)}
         return Reconstruction(
             inputs=pixels.to(view.device, view.dtype),
-            labels=start.signal.argmin(1).to(view.device) if head else view.labels,
+            labels=start.signal.argmin(1).to(view.device) if head and not odd else view.labels,
             objective=off,
             private={**ranks, **conditions},
-            knowledge=() if head or view.labels is None else ("labels",),
+            knowledge=() if (head and not odd) or view.labels is None else ("labels",),
             verified=whole and sized and off <= self.fits,
+            note=TURNED if odd else "",
         )
 
 

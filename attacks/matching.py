@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -110,14 +111,15 @@ class Matching(Attack):
         for name in ("iterations", "restarts", "stack", "history"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if not self.memory > 0:
-            raise ValueError(f"expected memory > 0, got {self.memory}")
-        if not self.max_step > 0:
-            raise ValueError(f"expected max_step > 0, got {self.max_step}")
+        for name in ("memory", "max_step"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"expected {name} > 0 and finite, got {getattr(self, name)}")
         sizes = ("lr", "label_lr", "private_lr", "last_lr", "langevin", "tv", "landmarks")
         for name in (*sizes, "warmup", "tolerance", "patience", "enough", "orders"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
+        if self.last_lr > 1:
+            raise ValueError(f"expected last_lr, a share of lr, in [0, 1], got {self.last_lr}")
 
     @classmethod
     def example(cls) -> Matching:

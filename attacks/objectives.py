@@ -13,6 +13,11 @@ from fl.tensors import LowRank, Tensors, length, norm, scaled, split, squared_di
 def direction(observed: Tensors) -> tuple[Tensors, Tensor]:
     """An observed update divided by its norm, and the norm (of no dimensions): what the distances below take."""
     size = norm(observed)
+    if bool(size.square() < torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps):  # squares run under
+        largest = max((float(v.abs().max()) for v in observed.values() if isinstance(v, Tensor)), default=0.0)
+        if largest > 0:
+            unit, grown = direction(scaled(observed, 1 / largest))
+            return unit, grown * largest
     based = any(isinstance(v, LowRank) and v.scale != 0 for v in observed.values())
     return scaled(observed, 1 / float(size) if based else 1 / size), size  # the base of a LowRank takes numbers only
 

@@ -15,7 +15,7 @@ from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.dp import Private
 from fl.models.hypernetwork import TRUNK_WEIGHT, Hypernetwork
-from fl.tensors import Tensors
+from fl.tensors import Tensors, norm
 from fl.types import Group, Phase, ServerView
 
 
@@ -57,6 +57,8 @@ class Opened:
 
 def open_view(view: ServerView) -> Opened | NotApplicable:
     """The hypernetwork's update without decay, or why it can't be had."""
+    if view.update and not bool(norm(view.update).isfinite()):
+        return NotApplicable("the update has numbers that are not finite")
     reason = _obstacle(view)
     if reason is not None:
         return NotApplicable(reason)

@@ -20,6 +20,7 @@ WEIGHTED = (nn.Conv2d, nn.Linear)
 ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh)
 POINTWISE = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d, nn.BatchNorm2d, Normalize)
 """Linear maps that move or scale numbers one by one, so that they can be undone."""
+BY_HAND = "; write what forward does by itself, such as torch.relu or flatten(1), as modules (nn.ReLU, nn.Flatten)"
 POOLING = (nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 """Linear maps that lose numbers."""
 
@@ -80,6 +81,9 @@ def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] 
     flattened or not, and the stages must give every layer what the network gives it.
     """
     model = copy.deepcopy(view.client.predictor).to(device="cpu", dtype=torch.float64)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding = _numbers(module)
     known = {**view.shared, **view.buffers}
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -93,7 +97,7 @@ def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] 
     if isinstance(stages, NotApplicable):
         return stages
     if apart := _apart(stages, calls, probe):
-        return NotApplicable(f"the network is no plain chain of modules: something else happens before {apart}")
+        return NotApplicable(f"the network is no plain chain of modules: something happens before {apart}{BY_HAND}")
     hidden = sorted(
         name
         for name in view.private
@@ -102,6 +106,14 @@ def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] 
     if hidden:
         return NotApplicable(f"the server does not know {hidden[0]}")
     return stages
+
+
+def _numbers(conv: nn.Conv2d) -> str | tuple[int, ...]:
+    """Padding in numbers of zeros a side, or as it is where both sides differ."""
+    if conv.padding == "valid":
+        return (0, 0)
+    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+    return tuple(r // 2 for r in reach) if conv.padding == "same" and not any(r % 2 for r in reach) else conv.padding
 
 
 def _apart(stages: Sequence[Stage], calls: Sequence[_Call], probe: Tensor) -> str | None:
@@ -139,12 +151,13 @@ def _trace(model: nn.Module, probe: Tensor) -> tuple[_Call, ...] | NotApplicable
         hook.remove()
     ends = [i for i, call in enumerate(calls) if call.given is returned]
     if not ends:
-        return NotApplicable("the network computes something after its last module")
+        return NotApplicable(f"the network computes something after its last module{BY_HAND}")
     calls = calls[: ends[-1] + 1]
     given = probe
     for call in calls:
         if call.taken.data_ptr() != given.data_ptr() or call.taken.numel() != given.numel():
-            return NotApplicable(f"the network is no plain chain of modules: {call.name} takes something else as well")
+            other = f"{call.name} takes something else than the module before it gives"
+            return NotApplicable(f"the network is no plain chain of modules: {other}{BY_HAND}")
         given = call.given
     if len({id(call.module) for call in calls}) < len(calls):
         return NotApplicable("a module runs twice, so that its gradients are summed")
@@ -187,7 +200,7 @@ def _refusal(call: _Call) -> str | None:
         return f"{name}: max pooling is not linear and hides which values it took; see the attack cascade"
     if isinstance(module, nn.Conv2d):
         if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return f"{name}: groups and padding other than a number of zeros are not handled"
+            return f"{name}: groups, and padding other than as many zeros on both sides, are not handled"
     elif isinstance(module, nn.Linear):
         if call.taken.ndim != 2:
             return f"{name} sees more than one input per image"

@@ -117,6 +117,8 @@ def from_update(
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
     """
     _check_alone(defense)
+    if len(input_shape) != 3 or not all(_positive(size) for size in input_shape):
+        raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape}")
     task = _task(_trainable(model), input_shape, num_classes, head, mean, std)
     client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
@@ -171,8 +173,8 @@ def _knowledge(
     client: Client, threat: ThreatModel | None, labels: Tensor | None, batch_size: int, num_classes: int
 ) -> dict[str, object]:
     """What the server knows beside the update, as `ServerView` has it."""
-    if batch_size < 1:
-        raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+    if not _positive(batch_size):
+        raise ValueError(f"expected batch_size, an int >= 1, got {batch_size!r}")
     for key in ("knows_order", "knows_draws", "knows_private_init", "rounds"):
         if threat is not None and getattr(threat, key):
             raise ValueError(f"expected a threat model without {key}: a captured update does not come with it")
@@ -190,6 +192,10 @@ def _knowledge(
         "batch_size": batch_size if threat.knows_batch_size else None,
         "schedule": sampling.schedule(order) if threat.knows_schedule else None,
     }
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _one_step(model: nn.Module) -> FedAvg:
@@ -342,6 +348,8 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
         if not isinstance(value, Tensor) or value.shape != like.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {got}")
+        if like.is_floating_point() and not value.is_floating_point():
+            raise ValueError(f"{what}: expected {name!r} in a floating-point type, got {value.dtype}")
         if not value.isfinite().all():
             bad = int((~value.isfinite()).sum())
             raise ValueError(f"{what}: expected finite numbers, got NaN or infinity in {name!r} ({bad} of them)")

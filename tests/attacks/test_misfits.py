@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from support import worlds
-from torch import Tensor
+from support import chains, worlds
+from torch import Tensor, nn
 
-from attacks.base import Reconstruction, build
+from attacks.base import NotApplicable, Reconstruction, build
+from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import ServerView
 
@@ -43,3 +47,87 @@ def test_an_update_that_does_not_fit_is_refused_by_name(
 def test_one_that_fits_is_not() -> None:
     view, _ = view_with(torch.clone)
     assert isinstance(build({"name": "ig", "iterations": 1})(view), Reconstruction)
+
+
+def test_a_number_of_images_below_one_is_refused() -> None:
+    view, _ = view_with(torch.clone)
+    with pytest.raises(ValueError, match="expected batch_size >= 1"):
+        build("analytic")(replace(view, batch_size=0))
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+@pytest.mark.parametrize("attack", ["peel", "peel+ig"])
+def test_a_hypernetworks_update_that_is_not_finite_is_not_opened(attack: str, odd: float) -> None:
+    view = worlds.federation(HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0)).observe(0)[0]
+    name = next(iter(view.update))
+    result = build(attack)(replace(view, update={**view.update, name: dense(view.update[name]) * odd}))
+    assert isinstance(result, NotApplicable)
+    assert "not finite" in result.reason
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"lr": math.nan},
+        {"lr": math.inf},
+        {"tv": math.nan},
+        {"max_step": math.inf},
+        {"last_lr": 2.0},
+        {"memory": math.nan},
+    ],
+)
+def test_settings_of_searches_are_finite(setting: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"expected {next(iter(setting))}"):
+        build({"name": "ig", **setting})
+
+
+def own(forward: Callable[[nn.Module, Tensor], Tensor]) -> ServerView:
+    """What a network of 8 x 8 grey images sends whose forward is given."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 12), nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self, x)
+
+    model = chains.initialised(Own())
+    return from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
+
+
+@pytest.mark.parametrize("attack", ["cascade", "rconv"])
+def test_what_a_forward_does_by_itself_is_asked_for_as_modules(attack: str) -> None:
+    result = build(attack)(own(lambda net, x: net.last(torch.relu(net.first(x.flatten(1))))))  # type: ignore[operator]
+    assert isinstance(result, NotApplicable)
+    assert "as modules (nn.ReLU, nn.Flatten)" in result.reason
+
+
+@pytest.mark.parametrize("attack", ["analytic", "rconv"])
+def test_a_turned_update_gives_no_label(attack: str) -> None:
+    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
+    right, turned = (
+        build(attack)(replace(view, update={n: mark * dense(v) for n, v in view.update.items()})) for mark in (1, -1)
+    )
+    assert isinstance(right, Reconstruction)
+    assert right.labels is not None
+    assert right.labels.tolist() == [1]
+    assert isinstance(turned, Reconstruction)
+    assert turned.labels is None
+    assert "sign of the update" in turned.note
+    assert not right.note
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_padding_by_name_is_undone(padding: str) -> None:
+    layers = (nn.Conv2d(1, 12, 3, padding=padding), nn.LeakyReLU(0.2), nn.Flatten())
+    size = nn.Sequential(*layers)(torch.zeros(1, 1, 8, 8)).numel()
+    model = chains.initialised(nn.Sequential(*layers, nn.Linear(size, 20), nn.LeakyReLU(0.2), nn.Linear(20, 3)))
+    image = torch.rand(1, 1, 8, 8, generator=stream(0, "image")).double()
+    view = from_batch(model, image, torch.tensor([1]))[0]
+    for attack in ("cascade", "rconv"):
+        result = build(attack)(view)
+        assert isinstance(result, Reconstruction), result
+        assert result.inputs is not None
+        assert float((result.inputs - image).abs().max()) < 1e-4

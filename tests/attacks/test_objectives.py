@@ -49,6 +49,15 @@ def test_squared_distance_is_relative_to_the_observed() -> None:
     assert squared(x, *direction(y)).item() == pytest.approx(((p - q).norm() / q.norm()).item() ** 2)
 
 
+def test_an_update_whose_squares_run_under_has_its_direction() -> None:
+    y = updates()[1]
+    usual, tiny = ({k: size * v.float() for k, v in y.items()} for size in (1.0, 1e-30))
+    (unit, size), (same, small) = direction(usual), direction(tiny)
+    for name, value in unit.items():
+        torch.testing.assert_close(same[name], value)
+    assert small.item() == pytest.approx(1e-30 * size.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("large", [4, 10**6])
 def test_the_squared_distance_has_the_derivatives_of_its_formula(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the second order as well, in a stack, and whether or not a tensor is compared by itself."""

@@ -211,7 +211,7 @@ def test_buffers_are_no_parameters(batch):
     ("settings", "said"),
     [
         ({"kind": "delta"}, "expected kind"),
-        ({"batch_size": 0}, "expected batch_size >= 1"),
+        ({"batch_size": 0}, "expected batch_size, an int >= 1"),
         ({"labels": torch.tensor([0])}, r"expected labels int64 \(2,\)"),
         ({"labels": torch.tensor([0, 7])}, r"expected labels in \[0, 3\)"),
         ({"threat": ThreatModel(knows_labels=True)}, "expected labels under a threat model"),
@@ -335,3 +335,16 @@ def test_one_client_has_no_group(model, batch, gradient, chained):
         from_batch(model, *batch, defense=defense)
     with pytest.raises(ValueError, match=said):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, batch_size=2, defense=defense)
+
+
+def test_a_captured_updates_shape_and_types_are_checked(model, gradient):
+    for shape in ((6, 6), (1, 6, 6, 1), (1, 6, 0), (1, 6.0, 6), (True, 6, 6)):
+        with pytest.raises(ValueError, match=r"expected input_shape \(C, H, W\), three positive ints"):
+            from_update(model, gradient, input_shape=shape, num_classes=CLASSES)
+    for size in (1.5, 0, True, {}):
+        with pytest.raises(ValueError, match="expected batch_size, an int >= 1"):
+            from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, batch_size=size)
+    for kind in (torch.int64, torch.complex64):
+        odd = {name: value.to(kind) for name, value in gradient.items()}
+        with pytest.raises(ValueError, match="in a floating-point type"):
+            from_update(model, odd, input_shape=SHAPE, num_classes=CLASSES)
