@@ -279,6 +279,7 @@ def _descend(
     return Reconstruction(
         inputs=image.clamp(0, 1).to(view.device, view.dtype),
         labels=view.labels if count == 1 else None,  # which image has which is not known
+        knowledge=("labels",) if count == 1 and view.labels is not None else (),
         objective=max(float(r.max()) for r in residuals.values()),
         private={f"residual/{name}": value for name, value in residuals.items()},
         verified=verified,

@@ -129,7 +129,8 @@ class Headless(ViewAttack):
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the layer's input under `features`; labels were not searched for."""
         private = {**result.private, "features": rewritten.received[SIGNAL]["features"]}
-        return replace(result, private=private, labels=view.labels)
+        known = () if view.labels is None or "labels" in result.knowledge else ("labels",)
+        return replace(result, private=private, labels=view.labels, knowledge=(*result.knowledge, *known))
 
 
 def astray(view: ServerView) -> str | None:

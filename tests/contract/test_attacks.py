@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from support import worlds
+from support.attacking import ATTACKS, assert_equal
 from support.compare import assert_same, tensors
 from support.loud import Loud
 from support.matrix import COLUMNS, shares
 from support.matrix import ROWS as METHODS
 from support.probes import Probe
 
-from attacks import NotApplicable, Reconstruction, attacks
-from attacks.base import ViewAttack, build
+from attacks import NotApplicable, Reconstruction
+from attacks.base import ViewAttack
 from fl.client import Client
 from fl.defense import Defense, overrides
 from fl.methods.fedavg import FedAvg
@@ -24,9 +25,6 @@ from fl.simulate import Round, Truth, observe
 from fl.tensors import Tensors, scaled
 from fl.types import ServerView
 
-SEARCHES = ("peel+headless+ig", "filters+ig", "unembed+ig")
-CHAINS = {name: build({"name": name, "iterations": 5}) for name in SEARCHES} | {"peel+cascade": build("peel+cascade")}
-ATTACKS = dict(attacks.examples()) | CHAINS
 NETWORKS = {"fedavg, strided": worlds.strided, "fedavg, mlp": worlds.flat}
 """Networks of FedAvg's clients that attacks solve which take no pooling, or nothing below a linear layer."""
 ROWS = METHODS | {row: Probe(FedAvg.example(), task=network()) for row, network in NETWORKS.items()}
@@ -71,18 +69,6 @@ def victim(row: str, defense: Defense | None = None) -> tuple[ServerView, Truth,
 
 def _copies(values: Tensors) -> Tensors:
     return {name: value.clone() for name, value in values.items()}  # type: ignore[union-attr]
-
-
-def assert_equal(x: Any, y: Any) -> None:
-    """The same result, bit for bit."""
-    assert type(x) is type(y)
-    if isinstance(x, NotApplicable):
-        assert x == y
-        return
-    assert isinstance(x, Reconstruction)
-    found = [{k: v for k, v in (("inputs", r.inputs), ("labels", r.labels)) if v is not None} for r in (x, y)]
-    assert_same(*found)
-    assert_same(x.private, y.private)
 
 
 @EVERY

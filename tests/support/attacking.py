@@ -1,0 +1,28 @@
+"""Every attack, cheaply, and when two of its results are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.compare import assert_same
+
+from attacks import NotApplicable, Reconstruction, attacks
+from attacks.base import build
+
+SEARCHES = ("peel+headless+ig", "filters+ig", "unembed+ig")
+CHAINS = {name: build({"name": name, "iterations": 5}) for name in SEARCHES} | {
+    name: build(name) for name in ("peel+cascade", "headless+cascade")
+}
+ATTACKS = dict(attacks.examples()) | CHAINS
+
+
+def assert_equal(x: Any, y: Any) -> None:
+    """The same result, bit for bit."""
+    assert type(x) is type(y)
+    if isinstance(x, NotApplicable):
+        assert x == y
+        return
+    assert isinstance(x, Reconstruction)
+    found = [{k: v for k, v in (("inputs", r.inputs), ("labels", r.labels)) if v is not None} for r in (x, y)]
+    assert_same(*found)
+    assert_same(x.private, y.private)
