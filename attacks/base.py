@@ -180,6 +180,8 @@ def _check(view: ServerView) -> None:
 class Chain(Attack):
     """One attack on the view that another one rewrites; written `first+then`.
 
+    Threat model: those of both.
+
     Attributes:
         first: rewrites the view.
         then: attacks what comes out.

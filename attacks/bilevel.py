@@ -48,6 +48,9 @@ class Bilevel(Attack):
     The paper's iterations and total variation go by the name `published`; the defaults of `tv` and `head_lr` found more
     in short searches (benchmarks/results/settings.md).
 
+    Threat model: an honest-but-curious server that sees one client's update and knows its local training;
+    embedding, classifier and labels are the client's own. The hypernetwork is shared and trained by SGD.
+
     Attributes:
         inner: the inner loss: "squared", or "logcosh" (the sum of log cosh of the residuals).
         lower_iterations: of the search for the embedding.

@@ -38,9 +38,9 @@ class Cascade(Attack):
     """Solves for the input of one layer after the other, from the last linear layer with a bias down to the pixels.
 
     In the spirit of R-GAP (Zhu and Blaschko, ICLR 2021), which needs layers without pooling; the equations are ours.
-    For one local step on one image, or on a small batch, of a chain of convolutions, pooling, activations and linear
-    layers. Needs neither label nor classifier nor a trained prior: what flows back into a linear layer is its bias
-    gradient, and its input follows from the weight gradient, an outer product. The images of a batch are told apart
+    Threat model: an honest-but-curious server that knows it was one step on one image or a small batch, and the weights
+    of a chain of convolutions, pooling, activations and linear layers; no label, classifier or trained prior. What
+    flows back into a linear layer is its bias gradient; its input follows from the weight's. Images are told apart
     first (`attacks.exact.separate`) and come back in no particular order, verified all or none. For a convolution
     whose outputs and their signal are known, the gradient of its weight and its own forward equations are linear in
     its input once it is known which position each pooling cell passed on; `attacks.exact` finds that out.

@@ -94,6 +94,10 @@ class FilterPeel(ViewAttack):
     the first view, from the embeddings found. Where a server knows all starting values, nothing of this is unknown
     before the first round but image and label (`filters+dlg`). The result says how many independent numbers were
     received and how many are unknown, images and labels included.
+
+    Threat model: an honest-but-curious server that sees one client's update and knows its local training;
+    embeddings are the client's own. The starting values of these, where known, tell what several filters share
+    (`knows_private_init`).
     """
 
     plain: ClassVar[str] = "computes the secret codes of the filters from the update, as far as it has enough numbers."

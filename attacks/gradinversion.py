@@ -35,10 +35,11 @@ class GradInversion(Matching):
     paper takes squared distances and plain Adam; directions and signed steps find more on small networks, so they are
     the defaults. The weights are relative to the update's own size, and so not the paper's numbers.
 
-    Threat model: batch-norm statistics come from shared buffers. Where the server sees them after a client trained in
-    train mode, they give the very statistics of its batch (of several steps, their weighted mean); else they are the
-    running ones, as in the paper. A network without batch norm, or whose buffers are not shared, is attacked without
-    the term, and so are running statistics that no training has moved yet; `knowledge` says which ones were used.
+    Threat model: that of `IG`, and batch-norm statistics come from shared buffers. Where the server sees them after
+    a client trained in train mode, they give the very statistics of its batch (of several steps, their weighted
+    mean); else they are the running ones, as in the paper. A network without batch norm, or whose buffers are not
+    shared, is attacked without the term, and so are running statistics that no training has moved yet; `knowledge`
+    says which ones were used.
 
     It differs from the paper in the registration: where the paper aligns the searches by RANSAC-flow, which takes a
     trained network, here each is moved by a whole number of pixels at most, round the border. Labels are recovered

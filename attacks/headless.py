@@ -98,6 +98,9 @@ class Headless(ViewAttack):
     clipping). So the gradient of <delta, output(x)> with respect to every parameter below equals the observed one at
     the true image: classifier, label and loss drop out of the search.
 
+    Threat model: an honest-but-curious server that sees one client's update and knows that it was one step on one
+    image; neither classifier, label nor loss need be known, only the layers below.
+
     Attributes:
         layer: name of the linear layer; None takes the last one with a bias outside the classifier.
     """

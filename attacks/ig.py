@@ -20,6 +20,9 @@ class InvertingGradients(Matching):
     (benchmarks/results/settings.md). Private tensors, where a method has any, are searched for together with the
     images.
 
+    Threat model: an honest-but-curious server that sees one client's update and knows its local training and the
+    number of its images. Labels are read off a shared classifier where they are not known, else searched for.
+
     Attributes:
         iterations: of the search.
         tv: weight of the total variation.

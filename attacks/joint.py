@@ -20,6 +20,9 @@ class Joint(InvertingGradients):
     paper gives no step sizes for labels and private tensors; a signed step of 0.1 on an unknown classifier ruins the
     search: they take plain Adam at 0.01.
 
+    Threat model: as of `IG`, with everything searched for that the client keeps to itself: on HyperFL (objective 8)
+    embedding, classifier and label.
+
     Attributes:
         iterations: of the search.
         tv: weight of the total variation.

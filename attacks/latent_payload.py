@@ -32,6 +32,9 @@ class LatentPayload(Attack):
 
     Labels are not looked for. The update of the network itself is left aside: `ig` predicts both.
 
+    Threat model: an honest-but-curious server, which holds the autoencoder as every client does and receives a
+    client's mean latent vector.
+
     Attributes:
         iterations: of Adam; 0 returns what the decoder makes.
         lr: its step size, in pixels.

@@ -26,12 +26,13 @@ _TRAINED: dict[tuple[Attack, str, str], Inverter] = {}
 class LearningToInvert(Attack):
     """LTI, learning to invert (Wu et al., UAI 2023): three linear layers from an update to its images.
 
-    The server imitates the client on public images, through the view's own method, weights and defence, and trains a
-    network on pairs of update and images. So it adapts by itself to whatever the defence does, noise included, where a
-    search needs a differentiable stand-in for it. One network serves all clients that were sent the same weights under
-    the same settings; it does not depend on the seed of the call. Threat model: an honest server that also has images
-    like the client's. These must not contain the client's own, which only the user can see to: name another data set,
-    or the `part` of it that no client trains on.
+    The server imitates the client on public images, through the view's own method, weights and defence, and trains
+    a network on pairs of update and images. So it adapts by itself to whatever the defence does, noise included,
+    where a search needs a differentiable stand-in for it. One network serves all clients that were sent the same
+    weights under the same settings; it does not depend on the seed of the call.
+
+    Threat model: an honest server that also has images like the client's. These must not contain the client's own,
+    which only the user can see to: name another data set, or the `part` of it that no client trains on.
 
     It differs from the authors' code in what the network is given: an update is brought to length 1, each of its
     numbers standardised over imitated updates, so that no unit matters, and in the hash signs keep apart what is added

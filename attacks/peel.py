@@ -131,6 +131,9 @@ class Peel(ViewAttack):
     Over several steps both are weighted means over the round, and the fits' residuals say how far to trust them.
     As a rewrite, the view becomes that of the network itself: extractor shared, classifier private (`peel+ig`).
 
+    Threat model: an honest-but-curious server that sees one client's update and knows its local training (step
+    size, decay); embedding, classifier, images and labels are the client's own.
+
     Attributes:
         route: "trunk" or "heads", or "auto" for the one whose equations fit better.
         classifier: "free" cuts the unknown classifier off as well (see `headless`; one step on one image), "joint"

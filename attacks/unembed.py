@@ -56,6 +56,9 @@ class Unembed(ViewAttack):
     Opt. 1, the layer it is joined to gives it likewise.) From e the server makes the image's own classifier h(e); once
     another attack has found the image, its label is the one that explains the hypernetwork's gradient best.
 
+    Threat model: an honest-but-curious server that sees one client's update and knows that it was one step of SGD
+    on one image; neither label, classifier nor random numbers need be known.
+
     Attributes:
         part: "both" for a search; "extractor" leaves f alone, as a chain of layers, for attacks that solve one layer
             after the other.

@@ -99,3 +99,8 @@ def test_every_entry_says_in_plain_words_what_it_does(kind: str) -> None:
         assert words.endswith("."), f"{kind} {name} has no plain words"
         assert words not in seen, f"{kind} {name} has the words of {seen[words]}"
         seen[words] = name
+
+
+@pytest.mark.parametrize("name", attacks.names())
+def test_an_attack_says_what_its_server_knows(name: str) -> None:
+    assert "Threat model: " in str(attacks.get(name).__doc__)
