@@ -146,6 +146,8 @@ def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:
     """Why the images of a batch can't be told apart and checked, or None."""
     if view.batch_size is None:
         return "the number of images is unknown"
+    if not view.batch_size:
+        return "no image was fed"
     if layer.steps != 1:
         return "several images take one local step"
     if not layer.images:

@@ -92,7 +92,7 @@ class Attack:
 
         Raises:
             ValueError: a tensor of the update has another shape or type than what the server sent (says which), or the
-                number of images is below 1.
+                number of images is below 1 although some were fed.
         """
         _check(view)
         return self.run([view], [seed])[0]
@@ -160,7 +160,8 @@ class ViewAttack(Attack):
 
 def _check(view: ServerView) -> None:
     """What is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
-    if view.batch_size is not None and view.batch_size < 1:
+    fed = view.schedule is None or any(size for steps in view.schedule for step in steps for size in step)
+    if view.batch_size is not None and view.batch_size < fed:  # of no image only where none was fed
         raise ValueError(f"expected batch_size >= 1, or None where it is unknown, got {view.batch_size}")
     for name, moved in view.update.items():
         sent = view.shared.get(name)

@@ -237,7 +237,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="expected iterations >= 1, got 0"):
         attacks.build({"name": "ig", "iterations": 0})
     for key in ("tv", "lr", "label_lr", "private_lr"):
-        with pytest.raises(ValueError, match=f"expected {key} >= 0, got -1"):
+        with pytest.raises(ValueError, match=f"expected {key} >= 0 and finite, got -1"):
             attacks.build({"name": "ig", key: -1})
     with pytest.raises(ValueError, match="did you mean 'ig'"):
         attacks.build("igg")

@@ -55,6 +55,13 @@ def test_a_number_of_images_below_one_is_refused() -> None:
         build("analytic")(replace(view, batch_size=0))
 
 
+def test_a_client_that_fed_no_image_is_not_refused_but_not_found_out() -> None:
+    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
+    view = replace(view, batch_size=0, schedule=(((0,),),))
+    assert build("analytic")(view) == NotApplicable("no image was fed")
+
+
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
 @pytest.mark.parametrize("attack", ["peel", "peel+ig"])
 def test_a_hypernetworks_update_that_is_not_finite_is_not_opened(attack: str, odd: float) -> None:
