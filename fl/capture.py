@@ -117,8 +117,6 @@ def from_update(
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
     """
     _check_alone(defense)
-    if len(input_shape) != 3 or not all(_positive(size) for size in input_shape):
-        raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape}")
     task = _task(_trainable(model), input_shape, num_classes, head, mean, std)
     client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
@@ -218,6 +216,8 @@ def _task(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> Task:
+    if len(input_shape) != 3 or not all(_positive(size) for size in input_shape):
+        raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape}")
     if not all(value > 0 for value in std):
         raise ValueError(f"expected std > 0 in every channel, got {tuple(std)}")
     return Task(model, input_shape, num_classes, _head(model, head, num_classes), tuple(mean), tuple(std))
