@@ -46,6 +46,10 @@ class Analytic(Attack):
 
     fits: float = 1e-3
 
+    def __post_init__(self) -> None:
+        if not 0 < self.fits < 1:
+            raise ValueError(f"expected fits in (0, 1), got {self.fits}")
+
     def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """The images, or the layer's input."""
         layer = first_linear(view)

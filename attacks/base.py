@@ -160,8 +160,8 @@ class ViewAttack(Attack):
 
 def _check(view: ServerView) -> None:
     """What is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
-    fed = view.schedule is None or any(size for steps in view.schedule for step in steps for size in step)
-    if view.batch_size is not None and view.batch_size < fed:  # of no image only where none was fed
+    unfed = view.schedule is not None and not any(size for steps in view.schedule for step in steps for size in step)
+    if view.batch_size is not None and view.batch_size < (0 if unfed else 1):
         raise ValueError(f"expected batch_size >= 1, or None where it is unknown, got {view.batch_size}")
     for name, moved in view.update.items():
         sent = view.shared.get(name)

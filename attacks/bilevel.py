@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, Literal, TypeVar
@@ -18,6 +19,7 @@ from attacks.problem import INPUTS, Variables, alike, private_key, shapes
 from attacks.stack import Stack, stacked
 from attacks.tailored import Lower, Upper
 from attacks.watch import Found, Watch
+from fl.finite import finite
 from fl.models.hypernetwork import EMBEDDING
 from fl.seeds import stream
 from fl.tensors import parts
@@ -93,10 +95,11 @@ class Bilevel(Attack):
         for name in ("lower_iterations", "iterations", "restarts", "stack"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if not self.memory > 0:
-            raise ValueError(f"expected memory > 0, got {self.memory}")
-        if self.tv < 0:
-            raise ValueError(f"expected tv >= 0, got {self.tv}")
+        if not 0 < self.memory < math.inf:
+            raise ValueError(f"expected memory > 0 and finite, got {self.memory}")
+        for name in ("lower_lr", "lr", "head_lr", "tv"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
 
     @classmethod
     def example(cls) -> Bilevel:
@@ -138,7 +141,7 @@ class Bilevel(Attack):
             return single
         if single.batch_size is None:
             return NotApplicable("the number of images is unknown")
-        if not all(value.isfinite().all() for value in parts(single.update)):
+        if not finite(single.update):
             return NotApplicable("the update has numbers that are not finite")
         opened = open_view(single)
         if isinstance(opened, Opened) and not any(value.any() for value in parts(opened.change)):

@@ -20,7 +20,7 @@ class DLG(Matching):
     then went on towards the image. The distance either finds the image (41-55 dB) or diverges, so restarts pay.
 
     Threat model: an honest-but-curious server that sees one client's update and knows its local training and the
-    number of its images; best on one step on few images, and on networks without kinks such as sigmoids.
+    number of its images.
 
     Attributes:
         iterations: evaluations of the objective (the authors' 300 x 20 = 6000; most searches end before).

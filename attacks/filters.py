@@ -16,6 +16,7 @@ from attacks.filter_equations import FilterUpdate
 from attacks.headless import astray, signs_only
 from attacks.training import training
 from fl.decay import decay_shares, without_decay
+from fl.finite import finite
 from fl.methods.fedavg import FedAvg
 from fl.models.filter_hypernetwork import EMBEDDINGS, HYPERNET, Filters, Shape, embedded, embeddings_name, tiled
 from fl.tensors import Tensors, dense
@@ -234,7 +235,7 @@ def _change(view: ServerView) -> Tensors | NotApplicable:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes a known schedule")
     passed = partial(view.client.defense.passed, observed=view.update)
     change = without_decay({n: view.update[n] for n in view.shared}, view.shared, shares, passed)
-    if not all(dense(value).isfinite().all() for value in change.values()):
+    if not finite(change):
         return NotApplicable("the update has numbers that are not finite")
     return change
 

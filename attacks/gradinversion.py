@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,8 +87,8 @@ class GradInversion(Matching):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("energy", "statistics", "first", "group", "register"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
         if self.enough:
             raise ValueError(f"expected enough=0, since all searches run side by side, got {self.enough}")
 

@@ -74,6 +74,7 @@ def turned(signal: Tensor) -> bool:
 
 
 TURNED = "the sign of the update seems turned (after - before), so that no label is read off it"
+"""What a result notes then."""
 
 
 def recovered(view: ServerView, update: Tensors) -> Tensor | None:

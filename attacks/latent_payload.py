@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,6 +51,9 @@ class LatentPayload(Attack):
     def __post_init__(self) -> None:
         if self.iterations < 0:
             raise ValueError(f"expected iterations >= 0, got {self.iterations}")
+        for name in ("lr", "tv"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
 
     @classmethod
     def example(cls) -> LatentPayload:

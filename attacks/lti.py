@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,6 +13,7 @@ from attacks.base import Attack, NotApplicable, Preset, Reconstruction, Result, 
 from attacks.inverter import Imitation, Inverter, digest, fingerprint, train
 from fl.data import Dataset, Source
 from fl.data.embedded import Faces
+from fl.finite import finite
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch, ServerView
@@ -74,8 +76,8 @@ class LearningToInvert(Attack):
         for name in ("iterations", "batch", "width", "hashed"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if not self.lr > 0:
-            raise ValueError(f"expected lr > 0, got {self.lr}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"expected lr > 0 and finite, got {self.lr}")
 
     @classmethod
     def example(cls) -> LearningToInvert:
@@ -114,7 +116,7 @@ class LearningToInvert(Attack):
             )
         if data.input_shape != tuple(view.task.input_shape):
             return NotApplicable(f"the client's images are {view.task.input_shape}, the public ones {data.input_shape}")
-        if not all(dense(value).isfinite().all() for value in view.update.values()):
+        if not finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
         if not any(dense(value).any() for value in view.update.values()):
             return NotApplicable("the update is zero")

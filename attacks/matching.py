@@ -20,6 +20,7 @@ from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, op
 from attacks.stack import Posed, Stack, stacked
 from attacks.surrogate import advice
 from attacks.watch import Found, Watch
+from fl.finite import finite
 from fl.seeds import stream
 from fl.tensors import Tensors, parts
 from fl.types import ServerView
@@ -161,7 +162,16 @@ class Matching(Attack):
                         results[i] = _better(results[i], result)
                         if value <= self.enough:
                             done.add(i)
-        return [NotApplicable("no trial was run") if r is None else r for r in results]
+        return [self._told(result) for result in results]
+
+    def _told(self, result: Result | None) -> Result:
+        """The result, unless nothing was compared: an iterate whose objective is no number is as good as any."""
+        if isinstance(result, Reconstruction) and not math.isfinite(result.objective):
+            return NotApplicable(
+                f"the objective ({self.objective}) of no iterate is a finite number: the network overflows, or the "
+                "update is far smaller than what the method's step size makes; give the method that it was made with"
+            )
+        return NotApplicable("no trial was run") if result is None else result
 
     def _fitting(self, index: int, problem: Problem, seeds: Sequence[int]) -> int | NotApplicable:
         """How many trials share a stack: as many as go fastest, within the memory allowed."""
@@ -197,7 +207,7 @@ class Matching(Attack):
             return NotApplicable(f"the local schedule is unknown, so no update can be predicted{advice(view, ': ')}")
         if (reason := opaque(view)) is not None:
             return NotApplicable(reason)
-        if not all(value.isfinite().all() for value in parts(view.update)):
+        if not finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
         if not any(value.any() for value in parts(Problem(view, None, self.objective).observed)):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")

@@ -65,6 +65,8 @@ class Spear(Attack):
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise ValueError(f"expected samples >= 1, got {self.samples}")
+        if not 0 < self.fits < 1:
+            raise ValueError(f"expected fits in (0, 1), got {self.fits}")
 
     @classmethod
     def example(cls) -> Spear:

@@ -15,6 +15,7 @@ from attacks.headless import astray
 from attacks.problem import repeated
 from attacks.training import training
 from fl.decay import decay_shares, without_decay
+from fl.finite import finite
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.optim import OptimState, optimise
@@ -136,6 +137,8 @@ def obstacle(view: ServerView) -> str | None:
     """Why a view's local training can't be taken for one step of plain FedAvg or FedPer, or None."""
     if not view.update:
         return "nothing is shared"
+    if not finite(view.update):
+        return "the update has numbers that are not finite"
     if (reason := astray(view)) is not None:
         return reason
     if type(view.method.parametrisation) is not Parametrisation:

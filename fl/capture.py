@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
@@ -216,10 +217,13 @@ def _task(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> Task:
-    if len(input_shape) != 3 or not all(_positive(size) for size in input_shape):
-        raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape}")
-    if not all(value > 0 for value in std):
-        raise ValueError(f"expected std > 0 in every channel, got {tuple(std)}")
+    if not isinstance(input_shape, Sequence) or len(input_shape) != 3 or not all(map(_positive, input_shape)):
+        raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape!r}")
+    if not _positive(num_classes):
+        raise ValueError(f"expected num_classes, an int >= 1, got {num_classes!r}")
+    for what, values, least in (("mean", mean, -math.inf), ("std > 0", std, 0)):
+        if not isinstance(values, Iterable) or not all(least < value < math.inf for value in values):
+            raise ValueError(f"expected {what} as finite numbers, one per channel, got {values!r}")
     return Task(model, input_shape, num_classes, _head(model, head, num_classes), tuple(mean), tuple(std))
 
 
@@ -349,7 +353,7 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {got}")
         if like.is_floating_point() and not value.is_floating_point():
-            raise ValueError(f"{what}: expected {name!r} in a floating-point type, got {value.dtype}")
+            raise ValueError(f"{what}: expected {name!r} in a floating-point type, got {value.dtype}; call .float()")
         if not value.isfinite().all():
             bad = int((~value.isfinite()).sum())
             raise ValueError(f"{what}: expected finite numbers, got NaN or infinity in {name!r} ({bad} of them)")

@@ -41,6 +41,11 @@ def check_finite(uploads: Iterable[Upload], round: int, known: dict[int, Tensor]
                 )
 
 
+def finite(values: Mapping[str, Value]) -> bool:
+    """Whether no number is NaN or infinite, factors and bases of structured values among them."""
+    return all(_is_finite(part) for part in pytree.tree_leaves(dict(values)) if isinstance(part, Tensor))
+
+
 def _is_finite(part: Tensor) -> bool:
     """Whether there is no NaN or infinity: told by the smallest and largest number, which NaN passes through."""
     return not part.numel() or all(bool(extreme.isfinite()) for extreme in part.aminmax())

@@ -88,6 +88,45 @@ def test_settings_of_searches_are_finite(setting: dict[str, float]) -> None:
         build({"name": "ig", **setting})
 
 
+@pytest.mark.parametrize(
+    ("attack", "settings"),
+    [
+        ("bilevel", ("lr", "lower_lr", "head_lr", "tv", "memory")),
+        ("gradinversion", ("energy", "statistics", "first", "group")),
+        ("latent-payload", ("lr", "tv")),
+        ("lti", ("lr",)),
+        ("analytic", ("fits",)),
+        ("spear", ("fits",)),
+    ],
+)
+def test_settings_of_all_attacks_are_finite(attack: str, settings: tuple[str, ...]) -> None:
+    for name in settings:
+        for odd in (math.nan, math.inf, -1.0):
+            with pytest.raises(ValueError, match=f"expected {name}"):
+                build({"name": attack, name: odd})
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+@pytest.mark.parametrize("attack", ["analytic", "spear", "surrogate", "first-step"])
+def test_numbers_that_are_not_finite_are_refused_in_whatever_layer(attack: str, odd: float) -> None:
+    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 5)))
+    view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
+    result = build(attack)(replace(view, update={**view.update, "3.bias": torch.full((5,), odd).double()}))
+    assert isinstance(result, NotApplicable)
+    assert "not finite" in result.reason
+
+
+def test_a_search_that_compared_nothing_says_so() -> None:
+    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5))).float()
+    view = from_batch(model, torch.rand(1, 1, 8, 8), torch.tensor([1]))[0]
+    small = replace(view, update={n: 1e-30 * dense(v) for n, v in view.update.items()})
+    search = {"name": "ig", "iterations": 5}
+    assert isinstance(build({**search, "objective": "cosine"})(small), Reconstruction)
+    result = build({**search, "objective": "l2"})(small)
+    assert isinstance(result, NotApplicable)
+    assert "objective (l2) of no iterate is a finite number" in result.reason
+
+
 def own(forward: Callable[[nn.Module, Tensor], Tensor]) -> ServerView:
     """What a network of 8 x 8 grey images sends whose forward is given."""
 
@@ -136,5 +175,6 @@ def test_padding_by_name_is_undone(padding: str) -> None:
     for attack in ("cascade", "rconv"):
         result = build(attack)(view)
         assert isinstance(result, Reconstruction), result
+        assert result.verified
         assert result.inputs is not None
         assert float((result.inputs - image).abs().max()) < 1e-4

@@ -326,6 +326,13 @@ def test_it_says_why_not() -> None:
         assert reason in answer.reason
 
 
+def test_an_update_whose_squares_overflow_is_refused_as_such() -> None:
+    view, _ = victim(worlds.task(), STEP)
+    answer = Peel()(replace(view, update={n: 1e160 * dense(u).double() for n, u in view.update.items()}))
+    assert isinstance(answer, NotApplicable)
+    assert "squares overflow" in answer.reason
+
+
 def test_a_gradient_of_zero_is_not_taken_for_a_dead_layer() -> None:
     view, _ = victim(worlds.task(), STEP)
     shares = decay_shares(view.method.phases(view.client.task, 0), view.schedule, view.shared)

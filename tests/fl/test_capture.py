@@ -341,6 +341,12 @@ def test_a_captured_updates_shape_and_types_are_checked(model, gradient):
     for shape in ((6, 6), (1, 6, 6, 1), (1, 6, 0), (1, 6.0, 6), (True, 6, 6)):
         with pytest.raises(ValueError, match=r"expected input_shape \(C, H, W\), three positive ints"):
             from_update(model, gradient, input_shape=shape, num_classes=CLASSES)
+    for shape in (None, 16):
+        with pytest.raises(ValueError, match=r"expected input_shape \(C, H, W\), three positive ints"):
+            from_update(model, gradient, input_shape=shape, num_classes=CLASSES)
+    for classes in (3.0, True, {}, "3"):
+        with pytest.raises(ValueError, match="expected num_classes, an int >= 1"):
+            from_update(model, gradient, input_shape=SHAPE, num_classes=classes)
     for size in (1.5, 0, True, {}):
         with pytest.raises(ValueError, match="expected batch_size, an int >= 1"):
             from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, batch_size=size)
@@ -348,3 +354,17 @@ def test_a_captured_updates_shape_and_types_are_checked(model, gradient):
         odd = {name: value.to(kind) for name, value in gradient.items()}
         with pytest.raises(ValueError, match="in a floating-point type"):
             from_update(model, odd, input_shape=SHAPE, num_classes=CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mean": (float("nan"),)}, "expected mean as finite numbers"),
+        ({"mean": 0.5}, "expected mean as finite numbers"),
+        ({"std": (float("inf"),)}, "expected std > 0 as finite numbers"),
+        ({"mean": (0.5, 0.5), "std": (1.0, 1.0)}, "expected one mean and std for each of 1 channels"),
+    ],
+)
+def test_a_normalisation_that_is_none_is_refused(model, gradient, settings, said):
+    with pytest.raises(ValueError, match=said):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, **settings)
