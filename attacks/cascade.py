@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,20 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.exact.equations import Equations
+from attacks.convolution import Returned, between, equations, normalisation, pooling, statistics
 from attacks.exact.fixed import fixed_pixels
 from attacks.exact.invert import ROUGHLY, solve
-from attacks.exact.layer import Layer
 from attacks.exact.separate import Apart, Mixture, Sum, most, separate
 from attacks.headless import exact_gradient
-from attacks.layer_equations import Outputs, invert, slope_below
-from attacks.rounding import ROUNDED, grain, rounding
+from attacks.layer_equations import slope_below
+from attacks.rounding import ROUNDED, rounding
 from attacks.training import training
 from attacks.unroll import Stage, unroll
 from fl.tensors import dense
 from fl.types import ServerView
 
-RESHAPING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d)
 MOST = 12_288
 """Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
 MISSED = 1e-3
@@ -115,50 +114,13 @@ def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | Non
             return f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
         if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
             return f"{stage.name} is dilated, which is not handled; see the attack rconv"
-        if below is not None and isinstance(below.layer, nn.Conv2d) and _pooling(below, stage) is None:
+        if below is not None and isinstance(below.layer, nn.Conv2d) and pooling(below, stage) is None:
             return f"what lies between {below.name} and {stage.name} can't be undone: {SIMPLE}"
     return None
 
 
 SIMPLE = "it takes at most one normalisation and one pooling whose windows do not overlap, averages before activations"
 """What may stand between two layers."""
-
-
-@dataclass(frozen=True)
-class _Pooling:
-    window: tuple[int, int] = (1, 1)
-    average: bool = False
-
-
-def _pooling(stage: Stage, above: Stage) -> _Pooling | None:
-    """How a convolution's outputs are pooled before the stage above takes them, or None where that can't be undone."""
-    after = [m for m in stage.after if not isinstance(m, RESHAPING)]
-    before = [m for m in above.before if not isinstance(m, RESHAPING)]
-    norms = [m for m in after if isinstance(m, nn.BatchNorm2d)]
-    pools = [m for m in [*after, *before] if isinstance(m, nn.MaxPool2d | nn.AvgPool2d)]
-    if len(norms) + len(pools) != len(after) + len(before) or len(norms) > 1 or len(pools) > 1:
-        return None
-    if norms and after[0] is not norms[0]:
-        return None
-    if not pools:
-        return _Pooling()
-    (pool,) = pools
-    window, stride = _pair(pool.kernel_size), _pair(pool.stride)
-    average = isinstance(pool, nn.AvgPool2d)
-    if (
-        window != stride
-        or _pair(pool.padding) != (0, 0)
-        or pool.ceil_mode
-        or _pair(getattr(pool, "dilation", 1)) != (1, 1)
-    ):
-        return None
-    if average and pool in before and not isinstance(stage.activation, nn.Identity):
-        return None  # averages of what an activation bent are not linear in the convolution's outputs
-    return _Pooling(window, average)
-
-
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else value
 
 
 def _single(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> Apart:
@@ -176,7 +138,7 @@ def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, 
     above, stage = stages[top], stages[top - 1]
     weight, moved = (gradients[f"{above.name}.{kind}"] for kind in ("weight", "bias"))
     assert isinstance(above.layer, nn.Linear)
-    offset, slope = _between(above, weight)
+    offset, slope = between(above, weight)
     below = gradients[f"{stage.name}.bias"]
     rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
     known = Sum(
@@ -189,7 +151,7 @@ def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, 
         slope=slope,
         gentle=slope_below(stage.activation),
         below=below,
-        share=_normalisation(stage, below)[0],
+        share=normalisation(stage, below)[0],
     )
     if Mixture.of(known, count) is None:
         return NotApplicable(
@@ -198,16 +160,6 @@ def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, 
         )
     found = separate(known, count)
     return NotApplicable(f"the {count} images of the batch could not be told apart") if found is None else found
-
-
-def _between(above: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Offset and slope (n,) of the map from what is below a layer to its input, in the type of `like`.
-
-    Max pooling may lie there, too: behind an activation that rises it passes on what that makes of the pooled outputs.
-    """
-    zero = torch.zeros(1, *above.shape, dtype=like.dtype)
-    offset = above.given(zero).flatten()
-    return offset, above.given(zero + 1).flatten() - offset
 
 
 def _inseparable(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> str | None:
@@ -242,7 +194,8 @@ def _descend(
     for i in range(top, -1, -1):
         stage = stages[i]
         if i < top:
-            given, signal, loose, doubt = _below(stage, stages[i + 1], values, signal, spread)
+            returned = Returned.of(stage, stages[i + 1], values, signal, spread)
+            signal, flows = returned.signal, math.hypot(flows, returned.bent)
         weight = gradients[f"{stage.name}.weight"]
         if isinstance(stage.layer, nn.Linear):
             if i < top:
@@ -255,10 +208,9 @@ def _descend(
                 notes.append(f"{stage.name}: its gradient explained up to {off:.1e}")
             signal, spread = signal @ stage.layer.weight.detach(), torch.full_like(values, off)
         else:
-            known = _equations(stage, stages[i + 1], gradients, given, (signal, loose, doubt), kept)
             off = max(off, rounding(view, f"{stage.name}.weight"))
-            known = replace(known, noise=off, grain=_grain(view, stage), above=flows)
-            solved = solve(known, _statistics(stage) if i == 0 else None)
+            known = replace(equations(view, stage, stages[i + 1], gradients, returned, kept), noise=off, above=flows)
+            solved = solve(known, statistics(stage) if i == 0 else None)
             found = solved.found
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
@@ -266,7 +218,7 @@ def _descend(
             if count > 1 and i > 0 and not found.error < ROUGHLY:
                 return _stopped(residuals, stage.name, known.layer.apart(found.x), notes)
             if i == 0 and verified:
-                fixed = known.layer.apart(fixed_pixels(solved, *_statistics(stage)))
+                fixed = known.layer.apart(fixed_pixels(solved, *statistics(stage)))
                 verified = bool(fixed.all())
             values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
             off, kept = max(found.gradient, off), known.layer.reached
@@ -297,104 +249,3 @@ def _stopped(residuals: dict[str, Tensor], name: str, features: Tensor, notes: l
         verified=False,
         note="; ".join([*notes, "the layers below it were not tried"]),
     )
-
-
-def _below(
-    stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: Tensor
-) -> tuple[Outputs, Tensor, Tensor, Tensor]:
-    """What the activation of `stage` was given, pooled, and what flows back into it; image by image (B, .).
-
-    And how far the first may be off, and the factor between the slopes on both sides of the bend where that leaves the
-    side open; `off` is how far each of the values may be off, relative to the root mean square of all.
-    """
-    if above.pointwise:
-        values, signal = above.undo(values), signal.flatten(1) * _between(above, values)[1]
-    values, signal = values.flatten(1), signal.flatten(1)
-    error = off.flatten(1) * values.square().mean().sqrt()
-    given, slope = invert(stage.activation, values)
-    doubt = torch.ones_like(slope)
-    if isinstance(stage.activation, nn.LeakyReLU):
-        gentle = stage.activation.negative_slope
-        doubt = torch.where(values.abs() > 5 * error, doubt, torch.where(values >= 0, gentle, 1 / gentle).to(values))
-    return given, signal * slope, error / slope.clamp_min(1e-6), doubt
-
-
-def _equations(
-    stage: Stage,
-    above: Stage,
-    gradients: dict[str, Tensor],
-    given: Outputs,
-    rest: tuple[Tensor, Tensor, Tensor],
-    kept: tuple[int, int] | None,
-) -> Equations:
-    """What is known of a convolution.
-
-    Args:
-        stage: with it.
-        above: what takes its outputs.
-        gradients: of the weights.
-        given: what the activation was given, as `_below` returns it.
-        rest: the other things that it returns.
-        kept: rows and columns of the outputs, pooled, that the layer above saw.
-    """
-    conv = stage.layer
-    assert isinstance(conv, nn.Conv2d)
-    pooling = _pooling(stage, above)
-    assert pooling is not None
-    weight = conv.weight.detach()
-    bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
-    scale, shift = _normalisation(stage, weight)
-    count, (channels, height, width) = len(given.values), stage.taken
-    layer = Layer(
-        weight * scale[:, None, None, None],
-        bias * scale + shift,
-        (channels, count * height, width),
-        _pair(conv.padding),  # type: ignore[arg-type]
-        _pair(conv.stride),  # type: ignore[arg-type]
-        pooling.window,
-        pooling.average,
-        count,
-        kept,
-    )
-    rows, columns = replace(layer, kept=None).pooled
-    gradient = gradients[f"{stage.name}.weight"]
-    target, seen, signal, loose, doubt = (
-        part.view(count, len(weight), rows, columns)[..., : layer.pooled[0], : layer.pooled[1]]
-        .transpose(0, 1)
-        .flatten(1)
-        for part in (given.values, given.known, *rest)
-    )
-    return Equations(
-        layer,
-        gradient.flatten(1) / scale[:, None],
-        target,
-        signal,
-        seen,
-        loose,
-        doubt,
-    )
-
-
-def _normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Factor and shift of each output (O,) by batch normalisation at rest."""
-    norms = [m for m in stage.after if isinstance(m, nn.BatchNorm2d)]
-    if not norms:
-        return like.new_ones(len(like)), like.new_zeros(len(like))
-    (norm,) = norms
-    with torch.no_grad():
-        shift = norm(like.new_zeros(1, len(like), 1, 1)).flatten()
-        return norm(like.new_ones(1, len(like), 1, 1)).flatten() - shift, shift
-
-
-def _grain(view: ServerView, stage: Stage) -> Tensor | None:
-    """Rounding of each of the equations of a convolution's gradient (O, M), where no normalisation is between."""
-    found = None if any(isinstance(m, nn.BatchNorm2d) for m in stage.after) else grain(view, f"{stage.name}.weight")
-    return None if found is None else found.flatten(1)
-
-
-def _statistics(stage: Stage) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the normalisation before the first layer, channel by channel (I,)."""
-    zero = torch.zeros(1, *stage.shape, dtype=torch.float64)
-    offset, slope = stage.given(zero), stage.given(zero + 1)
-    std = 1 / (slope - offset).flatten(2)[0, :, 0]
-    return -offset.flatten(2)[0, :, 0] * std, std

@@ -79,6 +79,13 @@ def invert(activation: nn.Module, values: Tensor) -> tuple[Outputs, Tensor]:
     return Outputs(values / slope, torch.ones_like(values, dtype=torch.bool)), slope
 
 
+def bend(activation: nn.Module, values: Tensor) -> Tensor:
+    """How fast an activation's slope changes with what it returned: d slope / d value, 0 where it is made of lines."""
+    if isinstance(activation, nn.Sigmoid):
+        return 1 - 2 * values
+    return -2 * values if isinstance(activation, nn.Tanh) else torch.zeros_like(values)
+
+
 def slope_below(activation: nn.Module) -> float:
     """The slope of a piecewise linear activation below zero; 1 for any other."""
     if isinstance(activation, nn.LeakyReLU):

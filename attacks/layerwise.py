@@ -20,6 +20,8 @@ from fl.tensors import dense, scaled
 from fl.types import ServerView
 
 Gradients = dict[str, Tensor]
+LEVEL = 0.5 / 255
+"""Half a level of 8 bits, in pixel units."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Layerwise(Attack):
 
     Attributes:
         fits: verified where no layer's gradient of the recovered image is off by more than this share of the observed
-            one, and the input of every layer is determined.
+            one, the input of every layer is determined, and what the gradient is off by, times the condition number of
+            the first layer's equations, is less than half a level of 8 bits.
         cutoff: singular values below this share of the largest count as zero.
         gigabytes: size up to which one matrix of equations is built.
     """
@@ -86,7 +89,7 @@ class Layerwise(Attack):
             return NotApplicable(reason)
         found = [self._attempt(view, stages, gradients, start) for start in starts]
         best = min(found, key=lambda result: result.objective)
-        if sum(bool(result.verified) for result in found) > 1:
+        if sum(result.objective <= self.fits for result in found) > 1:
             return replace(best, verified=False)  # several images explain the update
         return best
 
@@ -114,6 +117,8 @@ class Layerwise(Attack):
         again = backward(stages, start, pixels)
         off = max(_apart(again[n], gradients[n]) for n in again if n in gradients)
         whole = all(layer.rank == layer.unknowns for layer in solved)
+        # what the gradient is off by, the equations of the pixels magnify by as much as their condition number
+        sharp = off * solved[0].condition * float(pixels.square().mean().sqrt()) <= LEVEL
         # an unknown defence may have shortened weight and bias apart, which only a second layer shows
         sized = view.threat.knows_defense or start.top > 0
         head = f"{stages[start.top].name}.".startswith(view.task.head) and start.top == len(stages) - 1
@@ -128,7 +133,7 @@ class Layerwise(Attack):
             objective=off,
             private={**ranks, **conditions},
             knowledge=() if (head and not odd) or view.labels is None else ("labels",),
-            verified=whole and sized and off <= self.fits,
+            verified=whole and sized and sharp and off <= self.fits,
             note=TURNED if odd else "",
         )
 

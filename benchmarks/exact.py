@@ -110,9 +110,7 @@ def document(cases: list[tuple[Case, list[dict[str, Any]]]]) -> list[str]:
         "",
         "Untrained networks, one step of FedAvg of size 1 in float32, no defence, label unknown. Test images from "
         f"number {FIRST} on, victim i with the network of seed i. Exact images count as 100 dB. CPU seconds of a "
-        "victim, one thread. `analytic` hands out of a batch only images that some neuron sees alone. Results of "
-        "`rgap` and `rconv` are verified where they explain the gradient to a thousandth, which is not yet the "
-        "level of a pixel.",
+        "victim, one thread. `analytic` hands out of a batch only images that some neuron sees alone.",
         "",
         *table(head, body),
         *(["", "Said where there is no picture:", "", *sorted(reasons)] if reasons else []),

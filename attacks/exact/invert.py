@@ -18,7 +18,7 @@ from attacks.exact.flat import flatten
 from attacks.exact.levels import Levels
 from attacks.exact.likely import astray
 from attacks.exact.places import revised
-from attacks.exact.polish import decided, fit, settle, system_of, unbent
+from attacks.exact.polish import decided, fit, settle, solvable, system_of, unbent
 from attacks.exact.propagation import Schedule, State, choice_prior, feature_prior, image_prior, propagate
 from attacks.exact.rowspace import from_rows
 from attacks.exact.solved import Solved
@@ -77,7 +77,7 @@ def solve(known: Equations, statistics: tuple[Tensor, Tensor] | None = None) -> 
     """
     if not known.layer.searched:
         prior = None if statistics is None else image_prior(known.layer, *statistics, 0.3).weakened(1e-5)
-        return Solved.of(known, settle(known, known.layer.weight.new_zeros(known.layer.shape), prior=prior))
+        return Solved.of(known, settle(known, solvable(known, prior).x, prior=prior))
     return _hidden(known) if statistics is None else _pixels(known, *statistics)
 
 

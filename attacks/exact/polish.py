@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from attacks.exact.equations import Equations, Prior, System
+from attacks.exact.equations import SMALLEST, Equations, Prior, System
 
 TIE = 1e-5
 """Of the outputs' root mean square: two positions that differ by less are equal but for rounding."""
@@ -61,7 +61,7 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
 
     Filters that the gradient confirms are trusted up to rounding, the others by what they leave; where two positions
     of a cell are close enough to be mistaken, the gradient decides. Of a layer without positions every system changes
-    only how far filters are trusted: hardly at the start, whatever the first one is made of.
+    only how far filters are trusted, from `solvable` on.
 
     Args:
         known: the layer's equations.
@@ -83,6 +83,17 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
             return now if now.error < best.error else best
         best = now
     return best
+
+
+def solvable(known: Equations, prior: Prior | None = None) -> Fit:
+    """The input of a layer without positions where its equations are off by rounding alone, as they mostly are.
+
+    Trusted less at the start, the gradient would win that trust back only slowly: the outputs, often as many as there
+    are unknowns, are explained by what leaves a thousandth of it.
+    """
+    noise = known.floor.expand(len(known.gradient))
+    system = System.of(known, known.start, noise, SMALLEST * known.forward_scale, prior=prior, fine=True)
+    return fit(known, system.solve(known.layer.weight.new_zeros(known.layer.shape), 1e-12, whole=True))
 
 
 def system_of(known: Equations, now: Fit, prior: Prior | None = None) -> System:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.exact.equations import SMALLEST, Equations, System
+from attacks.exact.equations import LARGEST, SMALLEST, Equations, System
 from attacks.exact.polish import Fit, decided, fit, unbent
 
 ASTRAY = 1e-3
@@ -132,8 +132,11 @@ class Solved:
         """How far each number of the input may be off (I, H, W), relative to their root mean square.
 
         From the gradient's equations alone, which keep channels apart; where these leave a number open, or
-        too nearly so (`most` times), it is the share of the equations left unexplained.
+        too nearly so (`most` times), it is the share of the equations left unexplained. Where no positions are in
+        question, and there are few enough numbers, from all.
         """
+        if not self.known.layer.searched and self.found.x.numel() <= LARGEST:
+            return self.deviations() / self.found.x.square().mean().sqrt()
         left = max(self.found.gradient, self.known.noise)
         matrix = self.system().plane
         factor, failed = torch.linalg.cholesky_ex(matrix)

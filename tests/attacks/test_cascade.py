@@ -93,6 +93,14 @@ def test_the_papers_network_in_single_precision(name: str) -> None:
     assert all(float(value.max()) < 1e-4 for n, value in result.private.items() if n.startswith("residual/"))  # type: ignore[union-attr]
 
 
+def test_where_nothing_is_pooled_single_precision_suffices() -> None:
+    """Three strided convolutions with sigmoids: each layer's rounding is magnified by the one below."""
+    image = photograph(32, channels=3)
+    result = attack(victim(fl.models.build("lenet-zhu", num_classes=10, seed=1), image))
+    assert result.verified
+    assert error(result, image) < 0.05 / 255
+
+
 def test_the_label_and_the_classifier_are_not_needed() -> None:
     view = victim(network(*CHAINS["max pooling"]), photograph(14))
     bare = {n: v for n, v in view.update.items() if not n.startswith("head.")}
