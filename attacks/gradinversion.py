@@ -31,10 +31,14 @@ Moments = dict[str, tuple[Tensor, Tensor]]
 class GradInversion(Matching):
     """GradInversion (Yin et al., CVPR 2021): several searches that pull each other towards their mean.
 
-    The objective is the distance of the updates plus total variation, the images' energy, the distance of batch-norm
-    statistics and, over the restarts of one view, the distance to their consensus; noise is added to every step. The
-    paper takes squared distances and plain Adam; directions and signed steps find more on small networks, so they are
-    the defaults. The weights are relative to the update's own size, and so not the paper's numbers.
+    With observed update u and batch-norm statistics m_l, v_l of layer l, each restart minimises over images x
+
+        d(update(x), u) + tv TV(x) + energy mean(x^2) + group mean((x - consensus)^2)
+            + statistics sum_l first_l (|mean_l(x) - m_l| + |var_l(x) - v_l|),
+
+    where the consensus is that of all restarts of one view, and first_l is 1 but in the first layer; noise is added to
+    every step. The paper takes squared distances and plain Adam; directions and signed steps find more on small
+    networks, so they are the defaults. The weights are relative to the update's own size, and so not the paper's.
 
     Threat model: that of `IG`, and batch-norm statistics come from shared buffers. Where the server sees them after
     a client trained in train mode, they give the very statistics of its batch (of several steps, their weighted

@@ -28,10 +28,11 @@ _TRAINED: dict[tuple[Attack, str, str], Inverter] = {}
 class LearningToInvert(Attack):
     """LTI, learning to invert (Wu et al., UAI 2023): three linear layers from an update to its images.
 
-    The server imitates the client on public images, through the view's own method, weights and defence, and trains
-    a network on pairs of update and images. So it adapts by itself to whatever the defence does, noise included,
-    where a search needs a differentiable stand-in for it. One network serves all clients that were sent the same
-    weights under the same settings; it does not depend on the seed of the call.
+    The server imitates the client on public images x, through the view's own method, weights and defence, and trains
+    a network f to minimise mean (f(update(x)) - x)^2, for the images of a batch in the order that fits best. So it
+    adapts by itself to whatever the defence does, noise included, where a search needs a differentiable stand-in for
+    it. One network serves all clients that were sent the same weights under the same settings; it does not depend on
+    the seed of the call.
 
     Threat model: an honest server that also has images like the client's. These must not contain the client's own,
     which only the user can see to: name another data set, or the `part` of it that no client trains on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -175,8 +176,8 @@ class Layer:
     def blocks(self, weights: Tensor) -> Tensor:
         """Of sum_ol weights[o, l] (filter_o . patch_l)^2 as a form in X, each channel's own part (I, H W, H W)."""
         filters = self.weight.flatten(2).transpose(0, 1)  # (I, O, kh * kw)
-        forms = torch.einsum("iom,ol,ion->limn", filters, weights, filters)
-        return self._summed(forms, self.shape[0])
+        squares = torch.einsum("iom,ion->imno", filters, filters)
+        return self._summed(squares @ weights)
 
     def form(self, kernels: Tensor) -> Tensor:
         """The matrix (N, N), N = I * H * W, of sum_l patch_l^T kernels_l patch_l as a form in X.
@@ -184,10 +185,9 @@ class Layer:
         `kernels` is (L, M, M), or (M, M) for all positions.
         """
         channels, (height, width), positions = self.shape[0], self.kernel, self.positions
-        kernels = kernels.expand(positions, -1, -1)
-        apart = kernels.unflatten(2, (channels, height * width)).unflatten(1, (channels, height * width))
-        apart = apart.transpose(2, 3).reshape(positions, channels**2, height * width, height * width)
-        summed = self._summed(apart, channels**2)
+        kernels = kernels.expand(positions, -1, -1).flatten(1).mT.contiguous()
+        apart = kernels.view(channels, height * width, channels, height * width, positions)
+        summed = self._summed(apart.transpose(1, 2).flatten(0, 1))
         return joined(summed.unflatten(0, (channels, channels)))
 
     @cached_property
@@ -206,15 +206,17 @@ class Layer:
         stride = (down * rows, right * columns)
         return Layer(weight.flatten(0, 1), bias, self.shape, self.padding, stride, images=self.images, kept=self.kept)
 
-    def _summed(self, forms: Tensor, count: int) -> Tensor:
-        """The matrices (count, H W, H W) of sum_l patch_l^T forms_l patch_l over one channel."""
+    def _summed(self, forms: Tensor) -> Tensor:
+        """The matrices (count, H W, H W) of sum_l patch_l^T forms_l patch_l over one channel, of (count, m, m, L)."""
         (rows, columns), (down, right) = self.kernel, self.stride
-        full = forms.new_zeros(count, self.images, *self._padded, *self._padded)
-        for at, form in enumerate(forms):
-            image, place = divmod(at, self.size[0] * self.size[1])
-            y, x = place // self.size[1] * down, place % self.size[1] * right
-            block = full[:, image, y : y + rows, x : x + columns, y : y + rows, x : x + columns]
-            block += form.view(block.shape)
+        full = forms.new_zeros(len(forms), self.images, *self._padded, *self._padded)
+        steps = full.stride()
+        placed = forms.view(len(forms), rows, columns, rows, columns, self.images, *self.size)
+        view = (len(forms), columns, self.images, *self.size)
+        strides = (steps[0], steps[5], steps[1], down * (steps[2] + steps[4]), right * (steps[3] + steps[5]))
+        for a, b, c in itertools.product(range(rows), range(columns), range(rows)):
+            # with these three given no two positions write to the same place
+            full.as_strided(view, strides, a * steps[2] + b * steps[3] + c * steps[4]).add_(placed[:, a, b, c])
         return self._diagonal(self._both_cropped(full))
 
     def pairs(self, weights: Tensor) -> Tensor:

@@ -147,16 +147,19 @@ def decided(known: Equations, now: Fit, tries: int = 64) -> Tensor:
     for o in open_cells.any(1).nonzero().flatten().tolist():
         floor = 1e-6 * known.gradient_scale[o] * left.shape[1] ** 0.5
         at = open_cells[o].nonzero().flatten()
+        mean = torch.einsum("kp,kpm->km", shares[o, at], cells[at])
+        moved = known.signal[o, at, None, None] * (mean[:, None] - cells[at])  # change of what is left
+        size = moved.square().sum(-1).masked_fill(~near[o, at], float("inf"))
         for _ in range(tries):
-            if left[o].norm() < floor:
+            size_left = left[o] @ left[o]
+            if size_left < floor * floor:
                 break
-            mean = torch.einsum("kp,kpm->km", shares[o, at], cells[at])
-            moved = known.signal[o, at, None, None] * (mean[:, None] - cells[at])  # change of what is left
-            after = (left[o] + moved).square().sum(-1).masked_fill(~near[o, at], float("inf"))
-            choice = int(after.argmin())
-            k, p = divmod(choice, after.shape[1])
-            if not after[k, p] < 0.999 * left[o].square().sum():
+            gained = size + 2 * (moved @ left[o])
+            k, p = divmod(int(gained.argmin()), gained.shape[1])
+            if not gained[k, p] < -1e-3 * size_left:
                 break
             left[o] += moved[k, p]
             shares[o, at[k]] = one_hot(torch.tensor(p, device=shares.device), shares.shape[-1]).to(shares)
+            moved[k] -= moved[k, p].clone()
+            size[k] = moved[k].square().sum(-1).masked_fill(~near[o, at[k]], float("inf"))
     return shares
