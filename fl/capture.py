@@ -6,7 +6,6 @@ import copy
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
 
@@ -17,15 +16,13 @@ from fl import sampling
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
+from fl.fits import check_alone, check_images, check_training, classes_of, head_of, some
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.simulate import Truth
 from fl.tensors import Tensors, Value, dense, flatten
 from fl.types import Batch, Scope, ServerView, Task, ThreatModel, frozen
-
-MOST = 5
-"""So many names stand in an error; of a large network nobody reads them all."""
 
 
 def from_batch(
@@ -62,16 +59,16 @@ def from_batch(
     Raises:
         ValueError: images, labels or model do not fit each other (says which), or the defence takes several clients.
     """
-    _check_alone(defense)
-    _check_images(inputs, labels)
+    check_alone(defense)
+    check_images(inputs, labels)
     own = _trainable(model)
-    classes = _classes(own, inputs, num_classes)
+    classes = classes_of(own, inputs, num_classes)
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"expected labels in [0, {classes}), got {int(labels.min())} to {int(labels.max())}")
     channels, height, width = inputs.shape[1:]
     task = _task(own, (channels, height, width), classes, head, mean, std)
     client = Client(task, method or _one_step(own), defense or Defense())
-    _check_training(client, inputs, default=method is None)
+    check_training(client, inputs, default=method is None)
     batch = Batch(inputs.detach().clone(), labels.detach().clone())
     return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=threat)
 
@@ -117,7 +114,7 @@ def from_update(
     Raises:
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
     """
-    _check_alone(defense)
+    check_alone(defense)
     task = _task(_trainable(model), input_shape, num_classes, head, mean, std)
     client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
@@ -125,7 +122,7 @@ def from_update(
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, known = _captured(client, params, scopes, update, shared, buffers, kind)
     example = torch.full((batch_size, *input_shape), 0.5).to(next(iter(task.parameters.values())))
-    _check_training(client, example, default=method is None)
+    check_training(client, example, default=method is None)
     return ServerView(
         method=client.method,
         defense=client.defense,
@@ -179,6 +176,8 @@ def _knowledge(
             raise ValueError(f"expected a threat model without {key}: a captured update does not come with it")
     if labels is None and threat is not None and threat.knows_labels:
         raise ValueError("expected labels under a threat model that knows them, got none")
+    if labels is not None and not isinstance(labels, Tensor):
+        raise ValueError(f"expected labels as a tensor int64 ({batch_size},), got {type(labels).__name__}")
     if labels is not None and (labels.shape != (batch_size,) or labels.dtype != torch.int64):
         raise ValueError(f"expected labels int64 ({batch_size},), got {labels.dtype} {tuple(labels.shape)}")
     if labels is not None and not ((labels >= 0) & (labels < num_classes)).all():
@@ -224,126 +223,19 @@ def _task(
     for what, values, least in (("mean", mean, -math.inf), ("std > 0", std, 0)):
         if not isinstance(values, Iterable) or not all(least < value < math.inf for value in values):
             raise ValueError(f"expected {what} as finite numbers, one per channel, got {values!r}")
-    return Task(model, input_shape, num_classes, _head(model, head, num_classes), tuple(mean), tuple(std))
-
-
-def _check_alone(defense: Defense | None) -> None:
-    """Refuse secure aggregation, which there is none of with one client.
-
-    Raises:
-        ValueError: says what to do instead.
-    """
-    if defense is not None and defense.group > 1:
-        name = next(part.name for part in defense.members() if part.group > 1)
-        raise ValueError(
-            f"{name}: a single client's batch or update has no group; leave the defence out, or simulate a federation "
-            "(hyperleak audit --method, fl.federation)"
-        )
-
-
-def _check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
-    """Run copies of the network on the smallest batch of local training, in the mode it is trained in.
-
-    Args:
-        client: the local rule.
-        inputs: as many as the client holds.
-        default: whether the user gave no method, so that the model's own mode counts.
-
-    Raises:
-        ValueError: it does not run, or it draws random numbers, which no one could replay.
-    """
-    order = sampling.plan(client.method.phases(client.task, 0), len(inputs), stream(0, "order", 0, 0))
-    sizes = {len(index) for steps in order for step in steps for index in step} - {0}
-    batch = inputs[: min(sizes, default=len(inputs))].detach()
-    training = client.method.train_mode
-    mode = f"in {'train' if training else 'evaluation'} mode"
-    remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
-    if not default:
-        remedy = "set train_mode=False in the method"
-    with torch.no_grad(), _own_randomness(batch.device):
-        before = _global_state(batch.device)
-        try:
-            first, second = (copy.deepcopy(client.task.model)(batch) for _ in range(2))
-        except (RuntimeError, ValueError) as error:
-            hint = f"; {remedy}" if training else ""
-            raise ValueError(
-                f"expected a model that runs {mode} on a batch of {len(batch)} image(s), got: {error}{hint}"
-            ) from error
-        drawn = not torch.equal(before, _global_state(batch.device))
-    if drawn or not torch.allclose(first, second, equal_nan=True):
-        remedy = remedy if training else "give functional dropout training=self.training"
-        raise ValueError(
-            f"expected a model without random numbers {mode}, got some (functional dropout, say), which can't be "
-            f"replayed; {remedy}"
-        )
-
-
-def _own_randomness(device: torch.device) -> AbstractContextManager[None]:
-    """Leaves the global generator as it was, whatever a user's model draws from it."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
-def _global_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _check_images(inputs: Tensor, labels: Tensor) -> None:
-    if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
-        raise ValueError(f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}")
-    if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}")
-    low, high = float(inputs.min()), float(inputs.max())
-    if not (low >= 0 and high <= 1):
-        raise ValueError(
-            f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalisation belongs into the model"
-        )
-
-
-def _classes(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
-    """How many logits `model` returns; runs a copy, so that no running statistic changes."""
-    probe = copy.deepcopy(model).eval()
-    with torch.no_grad(), _own_randomness(inputs.device):
-        try:
-            logits = probe(inputs[:1])
-        except RuntimeError as error:
-            raise ValueError(
-                f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
-            ) from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"expected a model that returns logits (B, K), got {got}")
-    if num_classes not in {None, logits.shape[1]}:
-        raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
-    return int(logits.shape[1])
-
-
-def _head(model: nn.Module, head: str | None, num_classes: int) -> str:
-    """The prefix of the classifier's parameters, checked or guessed."""
-    names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
-    if head is not None:
-        if not any(name.startswith(head) for name in names):
-            raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {_some(names)}")
-        return head
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not linear:
-        raise ValueError("expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.'")
-    name, last = linear[-1]
-    if last.out_features != num_classes:
-        raise ValueError(
-            f"expected the last nn.Linear, {name!r}, to have {num_classes} outputs, got {last.out_features}; "
-            "give head='the.classifier.'"
-        )
-    return f"{name}." if name else ""
+    return Task(model, input_shape, num_classes, head_of(model, head, num_classes), tuple(mean), tuple(std))
 
 
 def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapping[str, str], what: str) -> Tensors:
     """Copies of `given`, which must have the names and shapes of `expected`, in its type and on its device."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{what}: expected tensors by name, as a dictionary, got {type(given).__name__}")
     missing = [name for name in expected if name not in given]
     unknown = [name for name in given if name not in expected]
     if missing or unknown:
-        parts = [f"missing {_some([repr(name) for name in missing])}"] if missing else []
+        parts = [f"missing {some([repr(name) for name in missing])}"] if missing else []
         likely = missing or list(expected)
-        parts += [f"unexpected {_some([_hint(name, likely, why) for name in unknown])}"] if unknown else []
+        parts += [f"unexpected {some([_hint(name, likely, why) for name in unknown])}"] if unknown else []
         raise ValueError(f"{what}: expected a tensor for each of {len(expected)} names; {'; '.join(parts)}")
     result: Tensors = {}
     for name, like in expected.items():
@@ -359,12 +251,6 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
             raise ValueError(f"{what}: expected finite numbers, got NaN or infinity in {name!r} ({bad} of them)")
         result[name] = value.detach().clone().to(like)
     return result
-
-
-def _some(words: Sequence[str]) -> str:
-    """The first few of a list, and how many more there are."""
-    more = len(words) - MOST
-    return ", ".join(words[:MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _hint(name: str, names: Collection[str], why: Mapping[str, str]) -> str:

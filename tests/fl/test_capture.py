@@ -356,6 +356,14 @@ def test_a_captured_updates_shape_and_types_are_checked(model, gradient):
             from_update(model, odd, input_shape=SHAPE, num_classes=CLASSES)
 
 
+def test_what_is_no_tensor_is_named(model, gradient):
+    with pytest.raises(ValueError, match="expected labels as a tensor"):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, labels=[1])
+    for update in (None, list(gradient.values())):
+        with pytest.raises(ValueError, match="update: expected tensors by name"):
+            from_update(model, update, input_shape=SHAPE, num_classes=CLASSES)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

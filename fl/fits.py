@@ -1,0 +1,138 @@
+"""What a user's own model, images and settings are checked for before anything is captured of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from fl import sampling
+from fl.client import Client
+from fl.defense import Defense
+from fl.seeds import stream
+
+MOST = 5
+"""So many names stand in an error; of a large network nobody reads them all."""
+
+
+def check_alone(defense: Defense | None) -> None:
+    """Refuse secure aggregation, which there is none of with one client.
+
+    Raises:
+        ValueError: says what to do instead.
+    """
+    if defense is not None and defense.group > 1:
+        name = next(part.name for part in defense.members() if part.group > 1)
+        raise ValueError(
+            f"{name}: a single client's batch or update has no group; leave the defence out, or simulate a federation "
+            "(hyperleak audit --method, fl.federation)"
+        )
+
+
+def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
+    """Run copies of the network on the smallest batch of local training, in the mode it is trained in.
+
+    Args:
+        client: the local rule.
+        inputs: as many as the client holds.
+        default: whether the user gave no method, so that the model's own mode counts.
+
+    Raises:
+        ValueError: it does not run, or it draws random numbers, which no one could replay.
+    """
+    order = sampling.plan(client.method.phases(client.task, 0), len(inputs), stream(0, "order", 0, 0))
+    sizes = {len(index) for steps in order for step in steps for index in step} - {0}
+    batch = inputs[: min(sizes, default=len(inputs))].detach()
+    training = client.method.train_mode
+    mode = f"in {'train' if training else 'evaluation'} mode"
+    remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
+    if not default:
+        remedy = "set train_mode=False in the method"
+    with torch.no_grad(), _own_randomness(batch.device):
+        before = _global_state(batch.device)
+        try:
+            first, second = (copy.deepcopy(client.task.model)(batch) for _ in range(2))
+        except (RuntimeError, ValueError) as error:
+            hint = f"; {remedy}" if training else ""
+            raise ValueError(
+                f"expected a model that runs {mode} on a batch of {len(batch)} image(s), got: {error}{hint}"
+            ) from error
+        drawn = not torch.equal(before, _global_state(batch.device))
+    if drawn or not torch.allclose(first, second, equal_nan=True):
+        remedy = remedy if training else "give functional dropout training=self.training"
+        raise ValueError(
+            f"expected a model without random numbers {mode}, got some (functional dropout, say), which can't be "
+            f"replayed; {remedy}"
+        )
+
+
+def _own_randomness(device: torch.device) -> AbstractContextManager[None]:
+    """Leaves the global generator as it was, whatever a user's model draws from it."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _global_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def check_images(inputs: Tensor, labels: Tensor) -> None:
+    """Refuse what is no batch of images in [0, 1] with a label each.
+
+    Raises:
+        ValueError: says which of both, and what it is.
+    """
+    if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
+        raise ValueError(f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}")
+    if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}")
+    low, high = float(inputs.min()), float(inputs.max())
+    if not (low >= 0 and high <= 1):
+        raise ValueError(
+            f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalisation belongs into the model"
+        )
+
+
+def classes_of(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
+    """How many logits `model` returns; runs a copy, so that no running statistic changes."""
+    probe = copy.deepcopy(model).eval()
+    with torch.no_grad(), _own_randomness(inputs.device):
+        try:
+            logits = probe(inputs[:1])
+        except RuntimeError as error:
+            raise ValueError(
+                f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
+            ) from error
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"expected a model that returns logits (B, K), got {got}")
+    if num_classes not in {None, logits.shape[1]}:
+        raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
+    return int(logits.shape[1])
+
+
+def head_of(model: nn.Module, head: str | None, num_classes: int) -> str:
+    """The prefix of the classifier's parameters, checked or guessed."""
+    names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
+    if head is not None:
+        if not any(name.startswith(head) for name in names):
+            raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {some(names)}")
+        return head
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError("expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.'")
+    name, last = linear[-1]
+    if last.out_features != num_classes:
+        raise ValueError(
+            f"expected the last nn.Linear, {name!r}, to have {num_classes} outputs, got {last.out_features}; "
+            "give head='the.classifier.'"
+        )
+    return f"{name}." if name else ""
+
+
+def some(words: Sequence[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    more = len(words) - MOST
+    return ", ".join(words[:MOST]) + (f" and {more} more" if more > 0 else "")
