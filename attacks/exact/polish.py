@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from attacks.exact.equations import SMALLEST, Equations, Prior, System
+from attacks.exact.flips import Flips
 
 TIE = 1e-5
 """Of the outputs' root mean square: two positions that differ by less are equal but for rounding."""
@@ -143,23 +144,13 @@ def decided(known: Equations, now: Fit, tries: int = 64) -> Tensor:
     near = outputs >= outputs.amax(-1, keepdim=True) - reach
     cells = known.layer.patches(now.x)[known.layer.cells]
     shares, left = now.shares.clone(), known.residual(now.x, now.shares)
-    open_cells = near.sum(-1) > 1
-    for o in open_cells.any(1).nonzero().flatten().tolist():
-        floor = 1e-6 * known.gradient_scale[o] * left.shape[1] ** 0.5
-        at = open_cells[o].nonzero().flatten()
-        mean = torch.einsum("kp,kpm->km", shares[o, at], cells[at])
-        moved = known.signal[o, at, None, None] * (mean[:, None] - cells[at])  # change of what is left
-        size = moved.square().sum(-1).masked_fill(~near[o, at], float("inf"))
-        for _ in range(tries):
-            size_left = left[o] @ left[o]
-            if size_left < floor * floor:
-                break
-            gained = size + 2 * (moved @ left[o])
-            k, p = divmod(int(gained.argmin()), gained.shape[1])
-            if not gained[k, p] < -1e-3 * size_left:
-                break
-            left[o] += moved[k, p]
-            shares[o, at[k]] = one_hot(torch.tensor(p, device=shares.device), shares.shape[-1]).to(shares)
-            moved[k] -= moved[k, p].clone()
-            size[k] = moved[k].square().sum(-1).masked_fill(~near[o, at[k]], float("inf"))
+    doubtful = near.sum(-1, keepdim=True) > 1
+    flips = Flips.of(near & doubtful, shares, cells, known.signal, left, 1e-6 * known.gradient_scale)
+    for _ in range(tries if flips is not None else 0):
+        assert flips is not None
+        made = flips.best()
+        if made is None:
+            break
+        flips, filters, at, position = made
+        shares[filters, at] = one_hot(position, shares.shape[-1]).to(shares)
     return shares
