@@ -62,8 +62,9 @@ class Equations:
 
     @cached_property
     def forward_scale(self) -> Tensor:
-        """Root mean square of the known outputs."""
-        return self.height[self.seen].square().mean().sqrt()
+        """Root mean square of the known outputs; of all where none is."""
+        seen = self.seen if bool(self.seen.any()) else torch.ones_like(self.seen)
+        return self.height[seen].square().mean().sqrt()
 
     @cached_property
     def trust(self) -> Tensor:
@@ -71,9 +72,9 @@ class Equations:
         return (1e-6 * self.forward_scale / self.loose).clamp_max(1.0)
 
     def average(self, values: Tensor) -> Tensor:
-        """Mean of `values` (O, K) over the targets seen, those known better counting more."""
+        """Mean of `values` (O, K) over the targets seen, those known better counting more; 0 where there is none."""
         weights = self.trust.square() * self.seen
-        return (values * weights).sum() / weights.sum()
+        return (values * weights).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
     @cached_property
     def gradient_scale(self) -> Tensor:

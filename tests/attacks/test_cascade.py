@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -99,6 +100,23 @@ def test_where_nothing_is_pooled_single_precision_suffices() -> None:
     result = attack(victim(fl.models.build("lenet-zhu", num_classes=10, seed=1), image))
     assert result.verified
     assert error(result, image) < 0.05 / 255
+
+
+@pytest.mark.parametrize("act", [LEAKY, nn.ReLU(), nn.Sigmoid()])
+@pytest.mark.parametrize("filters", [1, 2, 8])
+def test_a_layer_whose_equations_are_too_few_is_told_by_name(filters: int, act: nn.Module) -> None:
+    """One or two filters say too little of 392 numbers, eight are enough; what is above says little of the rest."""
+    image = photograph(14)
+    chain = (nn.Conv2d(1, 8, 3, stride=2, padding=1), act, nn.Conv2d(8, filters, 3, padding=1), act)
+    result = attack(victim(network(*chain), image))
+    assert bool(result.verified) is (filters == 8)
+    assert math.isfinite(result.objective)
+    if filters == 8:
+        assert error(result, image) < 1e-9
+    else:
+        assert result.objective > 1e-3
+        assert "body.0: " in result.note
+        assert "inf " not in result.note
 
 
 def test_the_label_and_the_classifier_are_not_needed() -> None:
