@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from fl.finite import finite
 from fl.group import as_one
 from fl.registry import Registry, UnknownNameError
 from fl.tensors import Tensors
@@ -110,7 +111,9 @@ class Attack:
         return [[i] for i in range(len(views))]
 
     def single(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view as one of a single client, for an attack that knows no groups; else as it is."""
+        """The view as one of a single client, for an attack that knows no groups; else as it is, if it is finite."""
+        if not finite(view.update):
+            return NotApplicable("the update has numbers that are not finite")
         if not view.parts or self.groups:
             return view
         found = as_one(view)

@@ -22,6 +22,8 @@ from fl.types import ServerView
 Gradients = dict[str, Tensor]
 LEVEL = 0.5 / 255
 """Half a level of 8 bits, in pixel units."""
+PEAK = 5.0
+"""How far the worst pixel may be off, in root mean squares of all: hardly one of some thousand Gaussian numbers is."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class Layerwise(Attack):
 
     Attributes:
         fits: verified where no layer's gradient of the recovered image is off by more than this share of the observed
-            one, the input of every layer is determined, and what the gradient is off by, times the condition number of
-            the first layer's equations, is less than half a level of 8 bits.
+            one, the input of every layer is determined, and what the gradient is off by, magnified by the condition
+            number of the first layer's equations, puts the worst pixel off by less than half a level of 8 bits, as far
+            as that can be estimated (it is no bound).
         cutoff: singular values below this share of the largest count as zero.
         gigabytes: size up to which one matrix of equations is built.
     """
@@ -118,7 +121,7 @@ class Layerwise(Attack):
         off = max(_apart(again[n], gradients[n]) for n in again if n in gradients)
         whole = all(layer.rank == layer.unknowns for layer in solved)
         # what the gradient is off by, the equations of the pixels magnify by as much as their condition number
-        sharp = off * solved[0].condition * float(pixels.square().mean().sqrt()) <= LEVEL
+        sharp = PEAK * off * solved[0].condition * _size(stages[0], pixels) <= LEVEL
         # an unknown defence may have shortened weight and bias apart, which only a second layer shows
         sized = view.threat.knows_defense or start.top > 0
         head = f"{stages[start.top].name}.".startswith(view.task.head) and start.top == len(stages) - 1
@@ -136,6 +139,14 @@ class Layerwise(Attack):
             verified=whole and sized and sharp and off <= self.fits,
             note=TURNED if odd else "",
         )
+
+
+def _size(stage: Stage, pixels: Tensor) -> float:
+    """Root mean square of what the first layer is given (1, ...), in pixel units: errors are relative to that."""
+    if stage.pointwise:
+        zero = torch.zeros_like(pixels)
+        pixels = stage.given(pixels) / (stage.given(zero + 1) - stage.given(zero))
+    return float(pixels.square().mean().sqrt())
 
 
 def _starts(view: ServerView, stages: Sequence[Stage], gradients: Gradients) -> list[Start] | NotApplicable:

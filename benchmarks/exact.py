@@ -109,8 +109,9 @@ def document(cases: list[tuple[Case, list[dict[str, Any]]]]) -> list[str]:
         "# Exact attacks on the networks they are defined for",
         "",
         "Untrained networks, one step of FedAvg of size 1 in float32, no defence, label unknown. Test images from "
-        f"number {FIRST} on, victim i with the network of seed i. Exact images count as 100 dB. CPU seconds of a "
-        "victim, one thread. `analytic` hands out of a batch only images that some neuron sees alone.",
+        f"number {FIRST} on, victim i with the network of seed i. PSNR ends at 100 dB, which pixels exact to 8 bits "
+        "need not reach. CPU seconds of a victim, one thread. `analytic` hands out of a batch only images that some "
+        "neuron sees alone.",
         "",
         *table(head, body),
         *(["", "Said where there is no picture:", "", *sorted(reasons)] if reasons else []),

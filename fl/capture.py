@@ -7,6 +7,7 @@ import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -193,7 +194,7 @@ def _knowledge(
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
 
 
 def _one_step(model: nn.Module) -> FedAvg:

@@ -15,6 +15,7 @@ from attacks.base import NotApplicable, Reconstruction, build
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
+from fl.models.layers import Normalize
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import ServerView
@@ -106,14 +107,33 @@ def test_settings_of_all_attacks_are_finite(attack: str, settings: tuple[str, ..
                 build({"name": attack, name: odd})
 
 
+NAN_PROOF = ("analytic", "spear", "surrogate", "first-step", "headless", "headless+cascade", "cascade", "rgap", "ig")
+
+
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
-@pytest.mark.parametrize("attack", ["analytic", "spear", "surrogate", "first-step"])
+@pytest.mark.parametrize("attack", NAN_PROOF)
 def test_numbers_that_are_not_finite_are_refused_in_whatever_layer(attack: str, odd: float) -> None:
     model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 5)))
     view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
     result = build(attack)(replace(view, update={**view.update, "3.bias": torch.full((5,), odd).double()}))
     assert isinstance(result, NotApplicable)
     assert "not finite" in result.reason
+
+
+def test_a_dark_picture_is_not_verified_a_level_off() -> None:
+    """Errors are relative to normalised numbers, which of a dark picture are far larger than its pixels."""
+    layers = [Normalize((0.5,), (0.25,)), nn.Conv2d(1, 12, 5, 2, 2), nn.Sigmoid(), nn.Conv2d(12, 12, 5, 1, 2)]
+    layers += [nn.Sigmoid(), nn.Conv2d(12, 12, 5, 1, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(192, 5)]
+    model = chains.initialised(nn.Sequential(*layers), seed=4).float()
+    image = 0.02 * torch.rand(1, 1, 8, 8, generator=stream(4, "d"))
+    view = from_batch(model, image, torch.tensor([1]))[0]
+    rough = {n: dense(v).half().float() for n, v in view.update.items()}
+    result = build("rgap")(replace(view, update=rough, rounded=False))
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert result.objective < 1e-3
+    assert float((result.inputs - image).abs().max()) > 0.49 / 255
+    assert not result.verified
 
 
 def test_a_search_that_compared_nothing_says_so() -> None:
