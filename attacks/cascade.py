@@ -232,7 +232,7 @@ def _descend(
         inputs=image.clamp(0, 1).to(view.device, view.dtype),
         labels=view.labels if count == 1 else None,  # which image has which is not known
         knowledge=("labels",) if count == 1 and view.labels is not None else (),
-        objective=max(float(r.max()) for r in residuals.values()),
+        objective=_worst(residuals),
         private={f"residual/{name}": value for name, value in residuals.items()},
         verified=verified,
         fixed=None if fixed is None else fixed.to(view.device),
@@ -240,11 +240,16 @@ def _descend(
     )
 
 
+def _worst(residuals: dict[str, Tensor]) -> float:
+    """The largest of all; what is not a number is worse than any."""
+    return float(torch.cat(list(residuals.values())).nan_to_num(nan=math.inf).max())
+
+
 def _stopped(residuals: dict[str, Tensor], name: str, features: Tensor, notes: list[str]) -> Reconstruction:
     """What there is of a batch whose images could not be followed below the layer `name`."""
     return Reconstruction(
         inputs=None,
-        objective=max(float(r.max()) for r in residuals.values()),
+        objective=_worst(residuals),
         private={**{f"residual/{n}": value for n, value in residuals.items()}, f"features/{name}": features},
         verified=False,
         note="; ".join([*notes, "the layers below it were not tried"]),

@@ -107,7 +107,8 @@ class Returned:
             other = torch.where(values >= 0, gentle, 1 / gentle).to(values)
             doubt = torch.where(values.abs() > 5 * error, doubt, other)
         back = signal * slope
-        bent = float((signal * bend(stage.activation, values) * error).norm() / back.norm())
+        turned = (signal * bend(stage.activation, values) * error).norm()
+        bent = float(turned / back.norm()) if bool(back.any()) else 0.0  # where nothing flows back nothing is off
         return cls(given, back, error / slope.clamp_min(1e-6), doubt, bent)
 
 

@@ -7,9 +7,10 @@ import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -116,6 +117,7 @@ def from_update(
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
     """
     check_alone(defense)
+    batch_size, num_classes = _plain(batch_size), _plain(num_classes)
     task = _task(_trainable(model), input_shape, num_classes, head, mean, std)
     client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
@@ -193,8 +195,13 @@ def _knowledge(
     }
 
 
+def _plain(value: int) -> int:
+    """NumPy's integers as Python's, which torch wants; all else as it is, to be refused by name."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
 def _positive(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _one_step(model: nn.Module) -> FedAvg:
@@ -217,14 +224,19 @@ def _task(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> Task:
-    if not isinstance(input_shape, Sequence) or len(input_shape) != 3 or not all(map(_positive, input_shape)):
+    sides = tuple(map(_plain, input_shape)) if isinstance(input_shape, Iterable) else ()
+    if len(sides) != 3 or not all(map(_positive, sides)):
         raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape!r}")
     if not _positive(num_classes):
         raise ValueError(f"expected num_classes, an int >= 1, got {num_classes!r}")
+    mean, std = (values.tolist() if isinstance(values, Tensor | np.ndarray) else values for values in (mean, std))
     for what, values, least in (("mean", mean, -math.inf), ("std > 0", std, 0)):
-        if not isinstance(values, Iterable) or not all(least < value < math.inf for value in values):
+        numbers = isinstance(values, Sequence) and all(isinstance(value, Real) for value in values)
+        if not numbers or not all(least < value < math.inf for value in values):
             raise ValueError(f"expected {what} as finite numbers, one per channel, got {values!r}")
-    return Task(model, input_shape, num_classes, head_of(model, head, num_classes), tuple(mean), tuple(std))
+    return Task(
+        model, (sides[0], sides[1], sides[2]), num_classes, head_of(model, head, num_classes), tuple(mean), tuple(std)
+    )
 
 
 def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapping[str, str], what: str) -> Tensors:

@@ -84,6 +84,9 @@ def check_images(inputs: Tensor, labels: Tensor) -> None:
     Raises:
         ValueError: says which of both, and what it is.
     """
+    for what, values in (("inputs", inputs), ("labels", labels)):
+        if not isinstance(values, Tensor):
+            raise ValueError(f"expected {what} as a tensor, got {type(values).__name__}")
     if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
         raise ValueError(f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}")
     if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:

@@ -62,9 +62,10 @@ class Equations:
 
     @cached_property
     def forward_scale(self) -> Tensor:
-        """Root mean square of the known outputs; of all where none is."""
+        """Root mean square of the known outputs; of all where none is, and 1 where all are 0."""
         seen = self.seen if bool(self.seen.any()) else torch.ones_like(self.seen)
-        return self.height[seen].square().mean().sqrt()
+        size = self.height[seen].square().mean().sqrt()
+        return torch.where(size > 0, size, 1.0)
 
     @cached_property
     def trust(self) -> Tensor:

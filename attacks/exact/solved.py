@@ -133,10 +133,10 @@ class Solved:
 
         From the gradient's equations alone, which keep channels apart; where these leave a number open, or
         too nearly so (`most` times), it is the share of the equations left unexplained. Where no positions are in
-        question, and there are few enough numbers, from all.
+        question, and there are few enough numbers, from all; then what is not known at all is off by as much as it is.
         """
         if not self.known.layer.searched and self.found.x.numel() <= LARGEST:
-            return self.deviations() / self.found.x.square().mean().sqrt()
+            return (self.deviations() / self.found.x.square().mean().sqrt()).nan_to_num(1.0).clamp_max(1.0)
         left = max(self.found.gradient, self.known.noise)
         matrix = self.system().plane
         factor, failed = torch.linalg.cholesky_ex(matrix)

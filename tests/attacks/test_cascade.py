@@ -21,7 +21,7 @@ from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
 from fl.seeds import stream
-from fl.types import Batch, ThreatModel
+from fl.types import Batch, Task, ThreatModel
 
 GENERATED = HyperFL(
     lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")
@@ -100,6 +100,26 @@ def test_where_nothing_is_pooled_single_precision_suffices() -> None:
     result = attack(victim(fl.models.build("lenet-zhu", num_classes=10, seed=1), image))
     assert result.verified
     assert error(result, image) < 0.05 / 255
+
+
+@pytest.mark.parametrize("act", [nn.LeakyReLU(0.1), LEAKY, nn.ReLU(), nn.Sigmoid()])
+@pytest.mark.parametrize("filters", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_objective_is_small_only_where_the_picture_explains_the_update(
+    seed: int, filters: int, act: nn.Module
+) -> None:
+    """Without biases nothing but the image makes an output, so that what is lost above leaves nothing below."""
+    image = photograph(14)
+    task = network(nn.Conv2d(1, 8, 3, 2, 1), act, nn.Conv2d(8, filters, 3, 1, 1), act, seed=seed)
+    for name, value in task.model.named_parameters():
+        if name in {"body.0.bias", "body.2.bias"}:
+            value.data.zero_()
+    result = attack(victim(Task(task.model, task.input_shape, 3, "head.", task.mean, task.std), image))
+    if result.verified:
+        assert error(result, image) < 1e-6
+    elif error(result, image) > 0.1:
+        assert result.objective > 1e-3, result.note
+        assert "unexplained" in result.note
 
 
 @pytest.mark.parametrize("act", [LEAKY, nn.ReLU(), nn.Sigmoid()])

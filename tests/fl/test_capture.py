@@ -1,5 +1,6 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -356,7 +357,23 @@ def test_a_captured_updates_shape_and_types_are_checked(model, gradient):
             from_update(model, odd, input_shape=SHAPE, num_classes=CLASSES)
 
 
+def test_integers_of_numpy_are_integers(model, gradient):
+    shape = tuple(np.array(SHAPE))
+    one = from_update(model, gradient, input_shape=shape, num_classes=np.int64(CLASSES), batch_size=np.int64(1))
+    other = from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES)
+    for given in (np.array([0.5]), torch.tensor([0.5]), [0.5]):
+        assert from_update(
+            model, gradient, input_shape=SHAPE, num_classes=CLASSES, mean=given, std=(1.0,)
+        ).task.mean == (0.5,)
+    assert one.task.input_shape == other.task.input_shape
+    assert (one.task.num_classes, one.batch_size, one.schedule) == (CLASSES, 1, other.schedule)
+
+
 def test_what_is_no_tensor_is_named(model, gradient):
+    image, label = torch.rand(1, *SHAPE), torch.tensor([1])
+    for inputs, labels, what in ((image.numpy(), label, "inputs"), (image, [1], "labels")):
+        with pytest.raises(ValueError, match=f"expected {what} as a tensor"):
+            from_batch(model, inputs, labels)
     with pytest.raises(ValueError, match="expected labels as a tensor"):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, labels=[1])
     for update in (None, list(gradient.values())):
@@ -369,6 +386,8 @@ def test_what_is_no_tensor_is_named(model, gradient):
     [
         ({"mean": (float("nan"),)}, "expected mean as finite numbers"),
         ({"mean": 0.5}, "expected mean as finite numbers"),
+        ({"mean": ("a",)}, "expected mean as finite numbers"),
+        ({"mean": (value for value in (0.5,))}, "expected mean as finite numbers"),
         ({"std": (float("inf"),)}, "expected std > 0 as finite numbers"),
         ({"mean": (0.5, 0.5), "std": (1.0, 1.0)}, "expected one mean and std for each of 1 channels"),
     ],
