@@ -19,7 +19,6 @@ from attacks.problem import INPUTS, Variables, alike, private_key, shapes
 from attacks.stack import Stack, stacked
 from attacks.tailored import Lower, Upper
 from attacks.watch import Found, Watch
-from fl.finite import finite
 from fl.models.hypernetwork import EMBEDDING
 from fl.seeds import stream
 from fl.tensors import parts
@@ -141,8 +140,6 @@ class Bilevel(Attack):
             return single
         if single.batch_size is None:
             return NotApplicable("the number of images is unknown")
-        if not finite(single.update):
-            return NotApplicable("the update has numbers that are not finite")
         opened = open_view(single)
         if isinstance(opened, Opened) and not any(value.any() for value in parts(opened.change)):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.convolution import Returned, between, equations, normalisation, pooling, statistics
+from attacks.convolution import Returned, equations, normalisation, pooling, statistics
 from attacks.exact.fixed import fixed_pixels
 from attacks.exact.invert import ROUGHLY, solve
 from attacks.exact.separate import Apart, Mixture, Sum, most, separate
@@ -138,7 +138,7 @@ def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, 
     above, stage = stages[top], stages[top - 1]
     weight, moved = (gradients[f"{above.name}.{kind}"] for kind in ("weight", "bias"))
     assert isinstance(above.layer, nn.Linear)
-    offset, slope = between(above, weight)
+    offset, slope = (part.flatten() for part in above.affine())
     below = gradients[f"{stage.name}.bias"]
     rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
     known = Sum(

@@ -56,16 +56,6 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else value
 
 
-def between(above: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Offset and slope (n,) of the map from what is below a layer to its input, in the type of `like`.
-
-    Max pooling may lie there, too: behind an activation that rises it passes on what that makes of the pooled outputs.
-    """
-    zero = torch.zeros(1, *above.shape, dtype=like.dtype)
-    offset = above.given(zero).flatten()
-    return offset, above.given(zero + 1).flatten() - offset
-
-
 @dataclass(frozen=True)
 class Returned:
     """What is known of what a layer returned, pooled; image by image (B, .).
@@ -97,7 +87,7 @@ class Returned:
             off: how far each of the values may be off, relative to the root mean square of all.
         """
         if above.pointwise:
-            values, signal = above.undo(values), signal.flatten(1) * between(above, values)[1]
+            values, signal = above.undo(values), signal.flatten(1) * above.affine(values.dtype)[1].flatten()
         values, signal = values.flatten(1), signal.flatten(1)
         error = off.flatten(1) * values.square().mean().sqrt()
         given, slope = invert(stage.activation, values)
@@ -188,7 +178,5 @@ def _grain(view: ServerView, stage: Stage) -> Tensor | None:
 
 def statistics(stage: Stage) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the normalisation before the first layer, channel by channel (I,)."""
-    zero = torch.zeros(1, *stage.shape, dtype=torch.float64)
-    offset, slope = stage.given(zero), stage.given(zero + 1)
-    std = 1 / (slope - offset).flatten(2)[0, :, 0]
-    return -offset.flatten(2)[0, :, 0] * std, std
+    offset, slope = (part.flatten(2)[0, :, 0] for part in stage.affine())
+    return -offset / slope, 1 / slope

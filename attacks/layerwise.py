@@ -144,8 +144,7 @@ class Layerwise(Attack):
 def _size(stage: Stage, pixels: Tensor) -> float:
     """Root mean square of what the first layer is given (1, ...), in pixel units: errors are relative to that."""
     if stage.pointwise:
-        zero = torch.zeros_like(pixels)
-        pixels = stage.given(pixels) / (stage.given(zero + 1) - stage.given(zero))
+        pixels = stage.given(pixels) / stage.affine()[1]
     return float(pixels.square().mean().sqrt())
 
 

@@ -14,7 +14,6 @@ from attacks.rank_one import HypernetUpdate
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.dp import Private
-from fl.finite import finite
 from fl.models.hypernetwork import TRUNK_WEIGHT, Hypernetwork
 from fl.tensors import Tensors, norm
 from fl.types import Group, Phase, ServerView
@@ -58,8 +57,6 @@ class Opened:
 
 def open_view(view: ServerView) -> Opened | NotApplicable:
     """The hypernetwork's update without decay, or why it can't be had."""
-    if not finite(view.update):
-        return NotApplicable("the update has numbers that are not finite")
     if view.update and not bool(norm(view.update).isfinite()):
         return NotApplicable("the update is so large that its squares overflow: the client's training diverged")
     reason = _obstacle(view)

@@ -137,7 +137,7 @@ def obstacle(view: ServerView) -> str | None:
     """Why a view's local training can't be taken for one step of plain FedAvg or FedPer, or None."""
     if not view.update:
         return "nothing is shared"
-    if not finite(view.update):
+    if not finite(view.update):  # an earlier view, which is then left out
         return "the update has numbers that are not finite"
     if (reason := astray(view)) is not None:
         return reason

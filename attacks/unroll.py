@@ -60,11 +60,19 @@ class Stage:
         result: Tensor = self.before(values)
         return result
 
+    def affine(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Offset and slope (1, ...) of what comes in on its way to the layer; for pointwise maps.
+
+        Max pooling may lie there, too: behind an activation that rises it passes on what that makes of pooled outputs.
+        """
+        zero = torch.zeros(1, *self.shape, dtype=dtype)
+        offset = self.given(zero)
+        return offset, self.given(zero + 1) - offset
+
     def undo(self, given: Tensor) -> Tensor:
         """What comes in, from what the layer is given (N, ...); for pointwise maps."""
-        zero = torch.zeros(1, *self.shape, dtype=given.dtype)
-        offset, slope = self.given(zero), self.given(zero + 1)
-        return ((given - offset) / (slope - offset)).view(-1, *self.shape)
+        offset, slope = self.affine(given.dtype)
+        return ((given - offset) / slope).view(-1, *self.shape)
 
     def linear(self, given: Tensor) -> Tensor:
         """What the activation is given, from what the layer is given."""

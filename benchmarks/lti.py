@@ -45,7 +45,8 @@ HEAD = ["defence", *(f"`{name}`" for name in NAMES), "`lti` - `ig`", "`rog` - `i
 
 def observed(images: Sequence[Batch], classes: int, defense: dict[str, Any]) -> list[ServerView]:
     """What the server sees of one client for each image."""
-    task = fl.models.build("lenet-zhu", num_classes=classes, input_shape=(1, 28, 28), seed=0)
+    shape = tuple(images[0].inputs.shape[1:])
+    task = fl.models.build("lenet-zhu", num_classes=classes, input_shape=shape, seed=0)
     client = Client(task, FedAvg(lr=0.1, steps=1), defenses.build(defense))
     run = Federation(client, [ClientData(image, image) for image in images])
     return [run.observe(i)[0] for i in range(len(images))]

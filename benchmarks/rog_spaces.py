@@ -20,13 +20,8 @@ import fl.models
 from attacks import autoencoder
 from attacks.base import build
 from benchmarks.common import publish, table
-from benchmarks.lti import DEFENSES, attacked, part, shown
-from defenses import defenses
+from benchmarks.lti import DEFENSES, attacked, observed, part, shown
 from eval.statistics import mean_interval, paired_difference
-from fl.client import Client
-from fl.federation import ClientData, Federation
-from fl.methods.fedavg import FedAvg
-from fl.types import Batch, ServerView
 
 PUBLIC, VICTIMS, FIRST = "cifar100", "cifar10", 500
 NETWORKS = {"decoder, half a side": ("decoder", 2), "decoder, a quarter": ("decoder", 4), "enhancer": ("enhancer", 2)}
@@ -59,14 +54,6 @@ def searches(paths: Networks) -> dict[str, dict[str, Any]]:
         "decoder, half a side": {**rog, "decoder": paths["decoder, half a side"], "tv": 0.0},
         "decoder, a quarter": {**rog, "decoder": paths["decoder, a quarter"], "tv": 0.0},
     }
-
-
-def observed(images: list[Batch], classes: int, defense: dict[str, Any]) -> list[ServerView]:
-    """What the server sees of one client for each image."""
-    task = fl.models.build("lenet-zhu", num_classes=classes, seed=0)
-    client = Client(task, FedAvg(lr=0.1, steps=1), defenses.build(defense))
-    run = Federation(client, [ClientData(image, image) for image in images])
-    return [run.observe(i)[0] for i in range(len(images))]
 
 
 def document(rows: list[dict[str, Any]], names: list[str], training: dict[str, float]) -> list[str]:

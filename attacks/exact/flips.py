@@ -34,10 +34,8 @@ class Flips:
     floor: Tensor
 
     @classmethod
-    def of(
-        cls, near: Tensor, shares: Tensor, cells: Tensor, signal: Tensor, left: Tensor, explained: Tensor
-    ) -> Flips | None:
-        """Of all filters, or None where nothing is in question.
+    def of(cls, near: Tensor, shares: Tensor, cells: Tensor, signal: Tensor, left: Tensor, explained: Tensor) -> Flips:
+        """Of the filters of which anything is in question.
 
         Args:
             near: which positions are in question (O, K, P); of a cell several or none.
@@ -49,8 +47,6 @@ class Flips:
         """
         cell = near.any(-1)
         filters = cell.any(1).nonzero().flatten()
-        if not len(filters):
-            return None
         first = cell[filters].to(torch.uint8).sort(dim=1, descending=True, stable=True)
         at, rows = first.indices[:, : int(cell.sum(1).max())], filters[:, None]
         closed = torch.zeros_like(shares[rows, at]).masked_fill(~near[rows, at], float("inf"))
@@ -65,6 +61,8 @@ class Flips:
         Returns:
             What is left to change, and filter, cell and position (f,) of the changes made.
         """
+        if not len(self.filters):
+            return None
         total = self.left.square().sum(1)
         along = (self.moved.flatten(1, 2) @ self.left[..., None])[..., 0]
         gained, choice = (self.size.flatten(1) + 2 * along).min(1)

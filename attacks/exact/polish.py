@@ -13,6 +13,8 @@ from attacks.exact.flips import Flips
 
 TIE = 1e-5
 """Of the outputs' root mean square: two positions that differ by less are equal but for rounding."""
+AT_ONCE = 2**24
+"""Numbers of patches, at most, for as many filters as are decided at once; for one filter it may be more."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +146,15 @@ def decided(known: Equations, now: Fit, tries: int = 64) -> Tensor:
     near = outputs >= outputs.amax(-1, keepdim=True) - reach
     cells = known.layer.patches(now.x)[known.layer.cells]
     shares, left = now.shares.clone(), known.residual(now.x, now.shares)
-    doubtful = near.sum(-1, keepdim=True) > 1
-    flips = Flips.of(near & doubtful, shares, cells, known.signal, left, 1e-6 * known.gradient_scale)
-    for _ in range(tries if flips is not None else 0):
-        assert flips is not None
-        made = flips.best()
-        if made is None:
-            break
-        flips, filters, at, position = made
-        shares[filters, at] = one_hot(position, shares.shape[-1]).to(shares)
+    near &= near.sum(-1, keepdim=True) > 1
+    for some in torch.arange(len(near), device=near.device).split(max(1, AT_ONCE // cells.numel())):
+        asked = torch.zeros_like(near)
+        asked[some] = near[some]
+        flips = Flips.of(asked, shares, cells, known.signal, left, 1e-6 * known.gradient_scale)
+        for _ in range(tries):
+            made = flips.best()
+            if made is None:
+                break
+            flips, filters, at, position = made
+            shares[filters, at] = one_hot(position, shares.shape[-1]).to(shares)
     return shares

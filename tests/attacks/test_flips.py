@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from attacks.exact import polish
+from attacks.exact.equations import Equations
 from attacks.exact.flips import Flips
+from attacks.exact.layer import Layer
+from attacks.exact.polish import decided, fit, passed
 from fl.seeds import stream
 
 FILTERS, CELLS, POSITIONS, PATCH = 5, 12, 4, 9
@@ -49,7 +55,7 @@ def test_all_filters_at_once_are_changed_as_each_by_itself(seed: int) -> None:
     left = torch.einsum("ok,okp,kpm->om", signal, goal - shares, cells)
     found = shares.clone()
     flips = Flips.of(near, shares, cells, signal, left, torch.full((FILTERS,), 1e-6).double())
-    while flips is not None and (made := flips.best()) is not None:
+    while (made := flips.best()) is not None:
         flips, filters, at, position = made
         found[filters, at] = torch.eye(POSITIONS, dtype=torch.float64)[position]
     assert torch.equal(found, one_by_one(near, shares, cells, signal, left, 1e-6))
@@ -60,4 +66,22 @@ def test_all_filters_at_once_are_changed_as_each_by_itself(seed: int) -> None:
 def test_nothing_in_question_is_nothing_to_change() -> None:
     near, shares, _, cells, signal = problem(0)
     left, floor = torch.ones(FILTERS, PATCH, dtype=torch.float64), torch.zeros(FILTERS, dtype=torch.float64)
-    assert Flips.of(near & False, shares, cells, signal, left, floor) is None
+    assert Flips.of(near & False, shares, cells, signal, left, floor).best() is None
+
+
+def test_filters_are_decided_a_few_at_a_time_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = stream(0, "filters")
+    weight, bias = torch.randn(6, 1, 3, 3, generator=draw).double(), torch.zeros(6).double()
+    layer = Layer(weight, bias, (1, 8, 8), padding=(1, 1), window=(2, 2))
+    x, off = (torch.randn(1, 8, 8, generator=stream(0, what)).double() for what in ("x", "off"))
+    signal = torch.randn(6, 16, generator=stream(0, "signal")).double()
+    blank = torch.ones_like(signal)
+    target = layer.pooled_outputs(x)
+    zero = Equations(layer, torch.zeros(6, 9).double(), target, signal, blank.bool(), 1e-9 * blank, blank)
+    known = replace(zero, gradient=-zero.residual(x, passed(zero, x)))
+    now = fit(known, x + 0.05 * off)
+    now = replace(now, forward=1.0)
+    together = decided(known, now)
+    monkeypatch.setattr(polish, "AT_ONCE", 1)
+    assert torch.equal(decided(known, now), together)
+    assert not torch.equal(together, now.shares)

@@ -208,6 +208,11 @@ def test_a_surrogate_takes_every_round_for_one_step() -> None:
     made = Surrogate().rewrite(view)
     assert isinstance(made, ServerView)
     assert [past.schedule for past in made.history] == [(((4,),),)] * 2
+    first, second = view.history
+    lost = replace(first, update={name: torch.nan * dense(x) for name, x in first.update.items()})
+    fewer = Surrogate().rewrite(replace(view, history=(lost, second)))
+    assert isinstance(fewer, ServerView)
+    assert len(fewer.history) == 1
     found = attacks.build({"name": "surrogate+ig", "iterations": 2})(view)
     assert isinstance(found, Reconstruction)
     assert "earlier rounds" in found.knowledge
