@@ -18,7 +18,7 @@ from attacks.exact.flat import flatten
 from attacks.exact.levels import Levels
 from attacks.exact.likely import astray
 from attacks.exact.places import revised
-from attacks.exact.polish import decided, fit, settle, solvable, system_of, unbent
+from attacks.exact.polish import decided, explained, fit, settle, solvable, system_of, unbent
 from attacks.exact.propagation import Schedule, State, choice_prior, feature_prior, image_prior, propagate
 from attacks.exact.rowspace import from_rows
 from attacks.exact.solved import Solved
@@ -113,7 +113,7 @@ def _anew(now: Solved, *, whole: bool = False) -> Solved:
     """What the linear system leads to of the positions that `now` decides for; `whole` as in `System.solve`."""
     found = replace(now.found, shares=decided(now.known, now.found))
     moved = system_of(now.known, found).solve(found.x, 1e-12, whole=whole)
-    return Solved.of(now.known, fit(now.known, moved))
+    return Solved.of(now.known, explained(now.known, moved))
 
 
 def _annealed(known: Equations) -> Solved:
@@ -166,7 +166,7 @@ def _again(now: Solved, rounds: int = 6) -> Solved:
 
 def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
     best: Solved | None = None
-    even = Levels.of(mean, std)
+    even, expected = Levels.of(mean, std), choice_prior(known.layer, mean, std)
     large = known.layer.images > 1 and math.prod(known.layer.shape) > LARGEST
     for schedule in schedules(math.prod(known.layer.alone))[: 1 if large else None]:
         prior = image_prior(known.layer, mean, std, schedule.deviation)
@@ -175,18 +175,25 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
         if best is before:
             continue
         if best.found.error < ROUGH:
-            expected = choice_prior(known.layer, mean, std)
             best = decode(best, expected, even)
             # few unknowns are cheap to doubt; of many, only what is not proven or leaves an output wrong
             if math.prod(known.layer.shape) < SMALL or not best.proven or astray(best.known, best.found):
-                best = revised(together(best, expected, even), expected, even)
-        if best.found.error < NEAR:
-            return flatten(best, even)
+                best = _doubted(best, expected, even)
         # of a batch noise is mostly what the layers above were left off by
-        if known.layer.images == 1 and best.found.error < NOISY * known.noise:
+        if best.found.error < NEAR or (known.layer.images == 1 and best.found.error < NOISY * known.noise):
             break
     assert best is not None
-    return best
+    return flatten(best, even) if best.found.error < NEAR else best
+
+
+def _doubted(now: Solved, expected: Prior, levels: Levels) -> Solved:
+    """The likeliest around `now`: what it finds of unsatisfied equations counts only where it satisfies them."""
+    now = together(now, expected, levels)
+    found = revised(now, expected, levels)
+    if now.satisfied:
+        return found
+    # then it is doubted as what was satisfied before has been
+    return revised(together(found, expected, levels), expected, levels) if found.satisfied else now
 
 
 def _propagated(known: Equations, prior: Prior, schedule: Schedule, levels: Levels | None = None) -> Solved:

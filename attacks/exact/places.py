@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attacks.exact.decode import LOOSE, judged
+from attacks.exact.decode import LOOSE, WORSE, judged
 from attacks.exact.equations import LARGEST, Prior
 from attacks.exact.levels import Levels
 from attacks.exact.likely import APART, LEAST, deviation, likeliest, usual
@@ -44,13 +44,14 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
         levels: of its pixels.
 
     Returns:
-        `now` itself where its equations are not satisfied, nothing is searched for, or it is on no levels. Of others, a
-        pixel that is on another level where about as much is explained is not fixed, and nothing is that was not; of
-        what is unlikely beforehand not all is looked at.
+        `now` itself where nothing is searched for, or it is on no levels. Of others, a pixel that is on another level
+        where about as much is explained is not fixed, and nothing is that was not; of what is unlikely beforehand not
+        all is looked at.
     """
     known, x = now.known, now.found.x
-    if not now.satisfied or not known.layer.searched or not levels.hold(x) or x.numel() > LARGEST:
+    if not known.layer.searched or not levels.hold(x) or x.numel() > LARGEST:
         return now
+    allowed = now.bound if now.satisfied else WORSE * now.found.error
     loose = (now.deviations() / levels.step).amax(0).flatten()
     places = loose.argsort(descending=True)[: min(MANY, int((loose > LOOSE).sum()))].tolist()
     best, doubt = now, Doubt.none(x)
@@ -59,10 +60,12 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
         for place in places:
             around = Place(best, prior, levels, place)
             doubt |= around.doubt
-            best, more = likeliest(best, around.others(), prior, best.bound)
+            best, more = likeliest(best, around.others(), prior, allowed)
             doubt |= more
         if best is before:
             break
+    if not now.satisfied and not best.found.error < now.found.error:  # likelier, but led astray
+        return now.doubted(doubt)
     if best is not now or now.fixed is None:
         best = judged(best, levels)
     return best.doubted(doubt, now)  # what was open stays so

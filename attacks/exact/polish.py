@@ -50,6 +50,13 @@ def fit(known: Equations, x: Tensor, shares: Tensor | None = None) -> Fit:
     return Fit(x, shares, gradient, float(known.average(missed.square()).sqrt() / known.forward_scale))
 
 
+def explained(known: Equations, x: Tensor) -> Fit:
+    """`x` with the positions it passes on, or, if that explains more, with near ties as the gradient has them."""
+    own = fit(known, x)
+    told = fit(known, x, decided(known, own))
+    return told if told.error < own.error else own
+
+
 def passed(known: Equations, x: Tensor) -> Tensor:
     """1 at the first position of each cell whose output is the largest up to rounding (O, K, P)."""
     if not known.layer.searched:
@@ -81,7 +88,7 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
         tried.append(shares)
         system = system_of(known, replace(now, shares=shares), prior)
         whole = prior is not None or not known.layer.searched
-        now = fit(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, whole=whole))
+        now = explained(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, whole=whole))
         if not now.error < 0.9 * best.error:
             return now if now.error < best.error else best
         best = now

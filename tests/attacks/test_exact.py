@@ -14,7 +14,7 @@ from attacks.exact.equations import Equations, Prior, System, _cholesky
 from attacks.exact.invert import Solved, _sharper, solve
 from attacks.exact.layer import Layer
 from attacks.exact.levels import SHARP, Levels
-from attacks.exact.polish import fit, passed, settle
+from attacks.exact.polish import explained, fit, passed, settle
 from attacks.exact.propagation import Schedule, image_prior, propagate
 from attacks.exact.rowspace import from_rows
 from fl.seeds import stream
@@ -195,6 +195,29 @@ def test_one_flipped_position_is_found_by_the_gradient() -> None:
     found = settle(known, near)
     assert found.error < 1e-9
     assert torch.allclose(found.x, x, atol=1e-8)
+
+
+def test_of_two_outputs_alike_up_to_rounding_the_gradient_says_which_was_passed_on() -> None:
+    made = Layer(randn(16, 4, 3, 3, key="w"), randn(16, key="b"), (4, 8, 8), (1, 1), window=(2, 2))
+    x = randn(4, 8, 8)
+    first, second = made.patches(x)[made.cells[5]][:2]
+    apart = second - first
+    weight = made.weight.clone()
+    weight[3] = (30 * (first + second) / (first + second).norm()).view_as(weight[3])  # these two are the cell's largest
+    weight[3] += ((1e-8 - weight[3].flatten() @ apart) / (apart @ apart) * apart).view_as(weight[3])
+    known = problem(replace(made, weight=weight), x)
+    shares = passed(known, x)
+    assert shares[3, 5].argmax() == 0  # as of equal ones, which these are but for 1e-8
+    shares[3, 5] = torch.eye(4, dtype=shares.dtype)[1]
+    known = replace(known, gradient=torch.zeros_like(known.gradient))
+    known = replace(known, gradient=-known.residual(x, shares))
+    assert fit(known, x).gradient > 1e-3
+    assert explained(known, x).gradient < 1e-12
+    assert torch.equal(explained(known, x).shares, shares)
+    found = settle(known, x + 1e-7 * randn(4, 8, 8, key="error"))
+    assert found.error < 1e-9
+    assert Solved.of(known, found).satisfied
+    assert _sharper(Solved.of(known, fit(known, x + 1e-7 * randn(4, 8, 8, key="error")))).satisfied
 
 
 def wave() -> tuple[Equations, Tensor, Prior, Levels]:

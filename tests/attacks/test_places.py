@@ -74,6 +74,20 @@ def test_a_corner_that_nothing_sees_comes_to_the_likeliest_of_what_is_not_ruled_
         assert total(other, scale) >= least - 1e-6 or not other.satisfied
 
 
+def test_a_corner_that_leaves_equations_unsatisfied_is_put_right() -> None:
+    known, truth = problem(8, 12)
+    known = replace(known, noise=NOISE, grain=torch.full_like(known.gradient, NOISE))
+    known = replace(known, loose=NOISE * known.forward_scale.expand_as(known.target))
+    start = off(known, truth, (7, 0), -18, -12, -19)
+    assert not start.satisfied
+    found = revised(start, PRIOR, LEVELS)
+    assert found.satisfied
+    assert torch.equal(found.found.x, truth)
+    assert found.fixed is not None  # looked at anew
+    far = off(known, truth, (4, 4), 90, -90, 90)  # more than one place is expected to be off by
+    assert revised(replace(far, spread=torch.zeros_like(truth)), PRIOR, LEVELS).found is far.found
+
+
 def test_what_explains_as_much_is_not_fixed_and_what_was_open_stays_so() -> None:
     at = CORNERS[1]
     known, truth = hidden(*at)
@@ -195,11 +209,8 @@ def test_only_levels_that_there_are_come_into_question(level: int) -> None:
     assert bool((steps == 0).all(1).any())
 
 
-def test_equations_that_are_not_satisfied_or_an_input_on_no_levels_are_left() -> None:
+def test_an_input_on_no_levels_is_left() -> None:
     known, truth = hidden(0, 0)
-    wrong = off(known, truth, (4, 4), 0, 1, 0)
-    assert not wrong.satisfied
-    assert revised(wrong, PRIOR, LEVELS) is wrong
     between = Solved(known, fit(known, truth + 0.3 * LEVELS.step))
     between = replace(between, found=replace(between.found, gradient=0.0, forward=0.0))  # satisfied on no levels
     assert revised(between, PRIOR, LEVELS) is between
