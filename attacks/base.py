@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fl.finite import finite
+from fl.finite import finite, unfit
 from fl.group import as_one
 from fl.registry import Registry, UnknownNameError
 from fl.tensors import Tensors
@@ -92,8 +92,8 @@ class Attack:
         An update that lacks tensors is attacked by those that are there.
 
         Raises:
-            ValueError: a tensor of the update has another shape or type than what the server sent (says which), or the
-                number of images is below 1 although some were fed.
+            ValueError: a tensor of the update has another shape or type than what the server sent, or is sparse or
+                complex (says which), or the number of images is below 1 although some were fed.
         """
         _check(view)
         return self.run([view], [seed])[0]
@@ -163,10 +163,12 @@ class ViewAttack(Attack):
 
 def _check(view: ServerView) -> None:
     """What is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
-    unfed = view.schedule is not None and not any(size for steps in view.schedule for step in steps for size in step)
-    if view.batch_size is not None and view.batch_size < (0 if unfed else 1):
+    fed = any(size for steps in view.schedule or () for step in steps for size in step)
+    if view.batch_size is not None and view.batch_size < (1 if fed else 0):  # a hidden schedule may have fed none
         raise ValueError(f"expected batch_size >= 1, or None where it is unknown, got {view.batch_size}")
     for name, moved in view.update.items():
+        if reason := unfit(moved):
+            raise ValueError(f"expected the update of {name!r} {reason}")
         sent = view.shared.get(name)
         if not isinstance(sent, Tensor) or not isinstance(moved, Tensor):
             continue

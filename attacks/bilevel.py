@@ -38,8 +38,8 @@ class Bilevel(Attack):
       and theta with respect to the hypernetwork is matched to the observed one (L2, Adam), as DLG does with an image
       and a label;
     - upper level: v stays fixed and generates the extractor; the image is sought by model inversion, through a
-      classifier that starts anywhere and is trained in turn with the image (UnSplit, Erdogan et al. 2022), with total
-      variation. The update itself no longer enters.
+      classifier that starts anywhere (where it is shared, as the server sent it) and is trained in turn with the image
+      (UnSplit, Erdogan et al. 2022), with total variation. The update itself no longer enters.
 
     The paper holds the lower level to be hard, because theta has too many entries to be searched for. With the inner
     loss 1/2 |h(v) - theta|^2 it has a solution in closed form: the loss's gradient with respect to h(v) is the
@@ -54,7 +54,9 @@ class Bilevel(Attack):
 
     Attributes:
         inner: the inner loss: "squared", or "logcosh" (the sum of log cosh of the residuals).
-        lower_iterations: of the search for the embedding.
+        lower_iterations: of the search for the embedding. `iterations` does not shorten it: the picture is sought
+            through the extractor that this search ends at, so cutting both at once would hide which of them fell
+            short. Each runs the whole hypernetwork; for a quick try set both.
         lower_lr: its step size, for v and theta (Adam, divided by ten at 3/8, 5/8 and 7/8).
         lower_start: where theta starts: "output" at h(v) of the dummy v, "normal" at N(0, 1) as DLG's labels do,
             from where the search ended far from the embedding in every trial on a small network.
@@ -64,7 +66,8 @@ class Bilevel(Attack):
         tv: weight of the total variation, in normalised units.
         restarts: of both levels; the smallest objective wins, of each the smallest of its last eighth.
         stack: trials (views and restarts) evaluated at once, at most; fewer where a CPU is faster with fewer.
-        memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then.
+        memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then; infinity
+            is no limit.
         compiled: make machine code of searches of 2,000 iterations and more by torch.compile.
     """
 
@@ -94,8 +97,8 @@ class Bilevel(Attack):
         for name in ("lower_iterations", "iterations", "restarts", "stack"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if not 0 < self.memory < math.inf:
-            raise ValueError(f"expected memory > 0 and finite, got {self.memory}")
+        if not self.memory > 0:
+            raise ValueError(f"expected memory > 0 (infinity is no limit), got {self.memory}")
         for name in ("lower_lr", "lr", "head_lr", "tv"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
@@ -187,7 +190,7 @@ class Bilevel(Attack):
     def _room(self, trial: _Trial[Level]) -> int:
         """How many trials share a stack."""
         each = kept(trial.level, trial.start) / GIB
-        return max(1, min(self.stack, cached(trial.level.view), int(self.memory / max(each, 1 / GIB))))
+        return max(1, int(min(self.stack, cached(trial.level.view), self.memory / max(each, 1 / GIB))))
 
     # ---- the searches ------------------------------------------------------------------------------------------------
     def _search_embeddings(self, levels: list[Lower], start: Variables) -> list[Found]:
@@ -212,8 +215,9 @@ class Bilevel(Attack):
                 break
             moved = image.move(variables, {INPUTS: grads[INPUTS]})
             variables = variables | {INPUTS: moved[INPUTS].clamp(*limits)}
-            _, grads = heads.evaluate(variables)
-            variables |= classifier.move(variables, {name: g for name, g in grads.items() if name != INPUTS})
+            if len(variables) > 1:  # else the classifier is the server's own and stands still
+                _, grads = heads.evaluate(variables)
+                variables |= classifier.move(variables, {name: g for name, g in grads.items() if name != INPUTS})
         return watch.results()
 
 

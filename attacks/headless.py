@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.training import training
+from attacks.units import in_unit
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.method import Method, Step
@@ -126,8 +127,11 @@ class Headless(ViewAttack):
         delta = dense(gradient[bias])
         if not bool(delta.any()):
             return NotApplicable(f"no signal flows back into {layer!r}: its bias moved by no more than rounding")
+        # a prediction is as small as the signal, and a difference of weights rounded as they are: that would hide it
+        gradient, _ = in_unit({**gradient, SIGNAL: undefended(view, bias, delta)})
+        delta, signal = dense(gradient[bias]), dense(gradient.pop(SIGNAL))
         features = delta @ dense(gradient[weight]) / (delta @ delta)
-        return _cut(view, layer, gradient, undefended(view, bias, delta), features)
+        return _cut(view, layer, gradient, signal, features)
 
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the layer's input under `features`; labels were not searched for."""
@@ -219,7 +223,8 @@ def signs_only(value: Value) -> bool:
 def undefended(view: ServerView, name: str, delta: Tensor) -> Tensor:
     """`delta` at the scale it had before a known defence: a prediction passes through the defence once more."""
     again = dense(view.client.defense.rescaled().passed({name: delta}, {name: view.update[name]})[name])
-    return delta * (delta.norm() / again.norm()) if bool(again.any()) else delta
+    sizes = {n: dense(v).norm() for n, v in in_unit({"sent": delta, "again": again})[0].items()}
+    return delta * (sizes["sent"] / sizes["again"]) if bool(again.any()) else delta
 
 
 def _heard(moved: Value, start: Value) -> Value:

@@ -63,14 +63,19 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     return most if len(most) == 1 else None
 
 
-def turned(signal: Tensor) -> bool:
-    """Whether the gradient of a classifier's bias (K,) is that of one image with its sign turned: after - before.
+def turned(signal: Tensor, images: int = 1, rounding: float = 0.0) -> bool:
+    """Whether the gradient of a classifier's bias (K,) is that of images with its sign turned: after - before.
 
-    One image's sums to zero and is negative for its own class alone. `signal` is a gradient that no noise is on.
+    It sums to zero and is negative for the images' own classes alone: for one class of one image.
+
+    Args:
+        signal: a gradient that no noise is on.
+        images: how many there are.
+        rounding: size up to which an entry has no sign.
     """
     small = 1e-3 * float(signal.abs().sum())
-    positive, negative = int((signal > 0).sum()), int((signal < 0).sum())
-    return positive == 1 and negative > 1 and float(signal.sum().abs()) <= small
+    positive, negative = int((signal > rounding).sum()), int((signal < -rounding).sum())
+    return 1 <= positive <= images < negative and float(signal.sum().abs()) <= small
 
 
 TURNED = "the sign of the update seems turned (after - before), so that no label is read off it"
@@ -121,7 +126,10 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
             return None  # other features than the images' are in the classifier's gradient
     if view.batch_size == 1:
         moved = any(name.startswith("memory/") for name in view.private) and astray(view) is not None
-        return None if moved else idlg(view, update)  # what is remembered may outweigh the loss in the bias
+        bias = classifier(view, update)[1]
+        if moved or (bias is not None and turned(bias)):  # what is remembered may outweigh the loss in the bias
+            return None
+        return idlg(view, update)
     head = _Head.of(view, update)
     if head is None or view.batch_size is None:
         return None

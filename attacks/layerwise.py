@@ -14,6 +14,7 @@ from attacks.headless import exact_gradient, undefended
 from attacks.labels import TURNED, turned
 from attacks.layer_equations import Outputs, Solved, invert, slope_below, solve
 from attacks.logits import biasless
+from attacks.units import in_unit
 from attacks.unroll import Stage, unroll
 from fl.defense import overrides
 from fl.tensors import dense, scaled
@@ -87,6 +88,10 @@ class Layerwise(Attack):
         starts = _starts(view, stages, gradients)
         if isinstance(starts, NotApplicable):
             return starts
+        # the ratio of all is what counts: in a unit of their own no square overflows or runs under
+        even, unit = in_unit({**gradients})
+        gradients = {n: dense(g) for n, g in even.items()}
+        starts = [replace(start, signal=start.signal / unit) for start in starts]
         reason = self._refusal(stages[: starts[0].top + 1], gradients)
         if reason is not None:
             return NotApplicable(reason)

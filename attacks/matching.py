@@ -48,7 +48,7 @@ class Matching(Attack):
         signed: move images by the sign of the gradient (adam only).
         schedule: of the step size (adam only): "step" divides it by 10 at 3/8, 5/8 and 7/8 of the search, "cosine"
             lets it fall to `last_lr`, "none" keeps it.
-        warmup: iterations in which the step size first rises in equal parts (adam only).
+        warmup: iterations in which the step size first rises in equal parts, at most half of the search (adam only).
         last_lr: where the cosine ends, as a share of `lr`.
         langevin: noise added to every step on the images, as a multiple of the step size (adam only).
         tv: weight of the total variation.
@@ -64,16 +64,17 @@ class Matching(Attack):
         label_lr: step size for label logits (adam only; these are never signed).
         private_lr: step size for private tensors (adam only; these are never signed).
         history: pairs kept by L-BFGS.
-        max_step: longest step of L-BFGS, as the root of its mean square over all unknowns.
+        max_step: longest step of L-BFGS, as the root of its mean square over all unknowns; infinity is no limit.
         tolerance: a trial ends where its objective falls below this share of its start.
         patience: a trial ends when its objective has not fallen for this many iterations; 0 never.
-        enough: no further restart of a view once one's objective has fallen to this share of its own start.
+        enough: no further restart of a view once one's objective has fallen to this share of its own start; 0 never.
+            From 1 on the first restart is the last, as with `restarts=1`, so infinity is refused.
         orders: where it is unknown which image fed which batch, so many guesses are ranked by what the labels tell
             (where it is known, so many deals of the labels);
             each restart begins with the next best. 0 takes the images in turn.
         stack: trials evaluated at once, at most; fewer where a CPU is faster with fewer (large networks).
         memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then, and a view of
-            which even one would not fit is refused.
+            which even one would not fit is refused; infinity is no limit.
         compiled: make machine code of searches of 2,000 iterations and more by torch.compile: on a CPU 1.4 to 2.5 times
             as fast after a minute or two of compiling. Takes a C++ compiler, and rounds differently.
     """
@@ -113,8 +114,8 @@ class Matching(Attack):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         for name in ("memory", "max_step"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"expected {name} > 0 and finite, got {getattr(self, name)}")
+            if not getattr(self, name) > 0:
+                raise ValueError(f"expected {name} > 0 (infinity is no limit), got {getattr(self, name)}")
         sizes = ("lr", "label_lr", "private_lr", "last_lr", "langevin", "tv", "landmarks")
         for name in (*sizes, "warmup", "tolerance", "patience", "enough", "orders"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -209,10 +210,16 @@ class Matching(Attack):
             return NotApplicable(reason)
         if not finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
-        if not any(value.any() for value in parts(Problem(view, None, self.objective).observed)):
+        problem = Problem(view, None, self.objective)
+        if not any(value.any() for value in parts(problem.observed)):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
         if view.batch_size == 0:
             return NotApplicable("no client of the group fed an image")
+        if problem.turned:
+            return NotApplicable(
+                "the sign of the update seems turned (after - before), so that a search would look for something else: "
+                "give weights before - after"
+            )
         return None
 
     # ---- what a subclass may change ----------------------------------------------------------------------------------

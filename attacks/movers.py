@@ -44,7 +44,8 @@ class Adam:
             factor = 0.1 ** sum(done >= mark for mark in (3 / 8, 5 / 8, LAST_FALL))
         elif settings.schedule == "cosine":
             factor = settings.last_lr + (1 - settings.last_lr) * (1 + math.cos(math.pi * done)) / 2
-        return factor * min(1.0, (self.steps + 1) / (settings.warmup + 1))
+        rise = min(settings.warmup, settings.iterations // 2)  # a short search takes steps of the full size as well
+        return factor * min(1.0, (self.steps + 1) / (rise + 1))
 
     def move(self, variables: Variables, grads: Variables) -> Variables:
         """The next iterate."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attacks.units import in_unit
 from fl.tensors import LowRank, Tensors, length, norm, scaled, split, squared_distance
 
 
 def direction(observed: Tensors) -> tuple[Tensors, Tensor]:
     """An observed update divided by its norm, and the norm (of no dimensions): what the distances below take."""
     size = norm(observed)
-    if bool(size.square() < torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps):  # squares run under
-        largest = max((float(v.abs().max()) for v in observed.values() if isinstance(v, Tensor)), default=0.0)
-        if largest > 0:
-            unit, grown = direction(scaled(observed, 1 / largest))
-            return unit, grown * largest
+    least = torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps
+    if not bool(least <= size.square() < math.inf):  # squares run under or overflow
+        apart, unit = in_unit(observed)
+        if unit != 1:  # else all are zero
+            found, own = direction(apart)
+            return found, own * unit
     based = any(isinstance(v, LowRank) and v.scale != 0 for v in observed.values())
     return scaled(observed, 1 / float(size) if based else 1 / size), size  # the base of a LowRank takes numbers only
 

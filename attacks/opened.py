@@ -10,7 +10,7 @@ import torch
 
 from attacks.base import NotApplicable
 from attacks.headless import astray, signs_only
-from attacks.rank_one import HypernetUpdate
+from attacks.rank_one import HypernetUpdate, layers
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.dp import Private
@@ -108,10 +108,12 @@ def _obstacle(view: ServerView) -> str | None:
     method = view.method
     if not view.update:
         return "nothing is shared"
-    if not isinstance(method.parametrisation, Hypernetwork):
+    generator = method.parametrisation
+    if not isinstance(generator, Hypernetwork):
         return "the update is that of the network itself: there is nothing to peel"
-    if TRUNK_WEIGHT not in view.update:
-        return "the hypernetwork is not sent"
+    kept = [n for n in layers(generator.generates(view.client.task), bias=generator.bias) if n not in view.update]
+    if kept:
+        return f"the hypernetwork is not sent, or not all of it: {kept[0]!r} is missing"
     if (reason := astray(view)) is not None and not _noise_before(view):
         return reason
     phases = method.phases(view.client.task, view.round)

@@ -15,7 +15,7 @@ from attacks.headless import Headless, Signal, astray
 from attacks.layer_inputs import given
 from attacks.opened import Opened, open_view
 from attacks.rank_one import HypernetUpdate
-from attacks.training import training
+from attacks.training import rested, training
 from fl.decay import decay_shares
 from fl.defense import Defense
 from fl.dp import Private
@@ -243,6 +243,7 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
     part = slice(opened.phase, opened.phase + 1)
     return replace(
         view,
+        task=rested(view),
         method=method,
         defense=view.defense.rescaled(),
         shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from attacks.headless import astray
 from attacks.inverter import digest
-from attacks.labels import recovered
+from attacks.labels import classifier, recovered, turned
 from attacks.latent import IMAGES, Space
 from attacks.objectives import OBJECTIVES, direction, squared
 from attacks.priors import Term, total_variation
 from fl.client import Client, autograd_derivative, func_derivative
 from fl.decay import decay_shares, without_decay
-from fl.defense import overrides
+from fl.defense import Defense, overrides
 from fl.group import as_one, in_turn
 from fl.predict import predict
 from fl.tensors import Tensors, scaled, times, total
@@ -120,6 +121,30 @@ class Problem:
     def counted(self) -> Tensor | None:
         """The labels (N,) read off the classifier's update, in ascending order; None where it doesn't tell."""
         return recovered(self.view, self.observed)
+
+    @property
+    def turned(self) -> bool:
+        """Whether the update seems to be after - before: then more classes than images are negative in the bias.
+
+        Told where the classifier's bias is sent after plain steps without a defence; a network that turns its logits
+        round itself is known by what it would send of grey images.
+        """
+        view, size = self.view, self.view.batch_size
+        plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
+        if not plain or type(view.client.defense) is not Defense or view.private or view.parts or size is None:
+            return False
+        seen, sent = classifier(view, self.observed)[1], classifier(view, view.shared)[1]
+        if seen is None or sent is None:
+            return False
+        rounding = 4 * torch.finfo(view.dtype).eps * float(sent.abs().max()) if view.rounded else 0.0
+        if not turned(seen, size, rounding):
+            return False
+        grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
+        labels = torch.zeros(size, dtype=torch.int64, device=view.device)
+        with torch.no_grad():
+            made = self.without_decay(predict(view, Candidate(grey, labels)), view.shared, view.update)
+        usual = classifier(view, made)[1]
+        return usual is not None and not turned(usual, size, rounding)
 
     @cached_property
     def turn(self) -> Tensor | None:

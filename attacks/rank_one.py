@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ class HypernetUpdate:
         passed: Callable[[Tensors], Tensors] | None = None,
     ) -> HypernetUpdate:
         """From parameters and update of any floating-point type, and what a known defence lets through."""
-        keep = [TRUNK_WEIGHT, TRUNK_BIAS, *map(head_weight, names), *(map(head_bias, names) if bias else ())]
+        keep = layers(names, bias=bias)
         # the published head weights stay in their own type: they are only multiplied with vectors
         mine, moved = {n: shared[n] for n in keep}, each({n: change[n] for n in keep}, torch.Tensor.double)
         seen = None if passed is None else _seen(moved, passed)
@@ -286,6 +286,12 @@ class HypernetUpdate:
             if moved < tolerance:
                 break
         return direction if float(direction.sum()) >= 0 else -direction
+
+
+def layers(names: Iterable[str], *, bias: bool) -> list[str]:
+    """The parameters of a hypernetwork that generates `names`."""
+    names = tuple(names)
+    return [TRUNK_WEIGHT, TRUNK_BIAS, *map(head_weight, names), *(map(head_bias, names) if bias else ())]
 
 
 def _bare(value: Value) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.headless import astray
 from attacks.problem import repeated
-from attacks.training import training
+from attacks.training import rested, training
 from fl.decay import decay_shares, without_decay
 from fl.finite import finite
 from fl.methods.fedavg import FedAvg
@@ -21,7 +20,7 @@ from fl.methods.fedper import FedPer
 from fl.optim import OptimState, optimise
 from fl.parametrisation import Parametrisation
 from fl.tensors import Tensors, add, times
-from fl.types import Group, Phase, Schedule, ServerView, Task, frozen
+from fl.types import Group, Phase, Schedule, ServerView
 
 APPROXIMATE = "one-step surrogate (approximate)"
 """What a result on a rewritten view says under `knowledge`."""
@@ -64,6 +63,8 @@ class Surrogate(ViewAttack):
         images = self.images or view.batch_size
         if images is None:
             return NotApplicable("the number of images is unknown: give one by the setting images")
+        if images == 0:
+            return NotApplicable("no image was fed")
         reason = obstacle(view)
         if reason is not None:
             return NotApplicable(reason)
@@ -78,7 +79,7 @@ class Surrogate(ViewAttack):
         along = 0.0 if exact(view) else self.along
         easier = replace(
             view,
-            task=_rested(view),
+            task=rested(view),
             method=kind(lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode),
             defense=view.defense.rescaled(),
             shared={n: add(w, view.update[n], -along) if n in view.update else w for n, w in view.shared.items()},
@@ -103,17 +104,6 @@ class Surrogate(ViewAttack):
         if exact(view):
             return result
         return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
-
-
-def _rested(view: ServerView) -> Task:
-    """The task with what the method keeps frozen frozen in its network, too: the plain method would train it."""
-    still = frozen(view.client.task.model).keys() - frozen(view.task.model).keys()
-    if not still:
-        return view.task
-    model = copy.deepcopy(view.task.model)
-    for name, value in model.named_parameters():
-        value.requires_grad_(value.requires_grad and name not in still)
-    return replace(view.task, model=model)
 
 
 def advice(view: ServerView, link: str) -> str:

@@ -46,7 +46,8 @@ class Lower:
         """From a view whose decay is known."""
         rank = min(opened.steps or RANK, RANK)
         observed: Tensors = {}
-        for name, value in opened.change.items():
+        for name in opened.update.shared:  # not a shared classifier or further payloads: no inner loss reaches them
+            value = opened.change[name]
             if name.startswith("hypernet.heads.") and isinstance(value, Tensor) and value.ndim == 2:
                 value = compress(value, min(rank, *value.shape))
             observed[name] = value
@@ -135,13 +136,14 @@ class Upper:
         }
 
     def start(self, draw: torch.Generator) -> Variables:
-        """Images from N(0, 1) in normalised units, and a classifier: biases 0, else N(0, 1 / fan-in)."""
+        """Images from N(0, 1) in normalised units, and a classifier: as sent, else biases 0 and N(0, 1 / fan-in)."""
         task = self.view.client.task
         made = {INPUTS: torch.randn(len(self.labels), *task.input_shape, generator=draw)}
         for name, like in task.parameters.items():
             if name.startswith(task.head):
                 drawn = torch.randn(like.shape, generator=draw) if like.ndim > 1 else torch.zeros(like.shape)
-                made[private_key(name)] = drawn / like[0].numel() ** 0.5
+                sent = self.view.shared.get(name)
+                made[private_key(name)] = drawn / like.shape[1:].numel() ** 0.5 if sent is None else dense(sent)
         return {name: value.to(dtype=self.view.dtype, device=self.view.device) for name, value in made.items()}
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fl.types import Phase, Schedule, ServerView
+import copy
+from dataclasses import replace
+
+from fl.types import Phase, Schedule, ServerView, Task, frozen
 
 
 def training(view: ServerView) -> tuple[tuple[Phase, ...], Schedule | None]:
@@ -11,3 +14,14 @@ def training(view: ServerView) -> tuple[tuple[Phase, ...], Schedule | None]:
     chosen = [p for p, phase in enumerate(phases) if view.method.trains(phase)]
     schedule = None if view.schedule is None else tuple(view.schedule[p] for p in chosen)
     return tuple(phases[p] for p in chosen), schedule
+
+
+def rested(view: ServerView) -> Task:
+    """The task with what the method keeps frozen frozen in its network, too: the plain method would train it."""
+    still = frozen(view.client.task.model).keys() - frozen(view.task.model).keys()
+    if not still:
+        return view.task
+    model = copy.deepcopy(view.task.model)
+    for name, value in model.named_parameters():
+        value.requires_grad_(value.requires_grad and name not in still)
+    return replace(view.task, model=model)

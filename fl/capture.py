@@ -18,6 +18,7 @@ from fl import sampling
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
+from fl.finite import unfit
 from fl.fits import check_alone, check_images, check_training, classes_of, head_of, some
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -111,7 +112,10 @@ def from_update(
         head: prefix of the classifier's parameters; by default the last `nn.Linear`.
         mean: per channel (C,), of the normalisation inside `model`; 0 by default (see `from_batch`).
         std: per channel (C,), likewise; 1 by default.
-        kind: "update", or "gradient" for one that was sent before a step of plain SGD was made of it.
+        kind: "update", or "gradient" for one that was sent before a step of plain SGD was made of it. That is a claim
+            that the numbers are no difference of weights: they are taken as exact however small they are. A difference
+            divided by the step size still has the weights' rounding, which nothing in it tells: pass it as an update,
+            with a `method` of that step size.
 
     Raises:
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
@@ -257,8 +261,8 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
         if not isinstance(value, Tensor) or value.shape != like.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {got}")
-        if like.is_floating_point() and not value.is_floating_point():
-            raise ValueError(f"{what}: expected {name!r} in a floating-point type, got {value.dtype}; call .float()")
+        if like.is_floating_point() and (wrong := unfit(value)):
+            raise ValueError(f"{what}: expected {name!r} {wrong}")
         if not value.isfinite().all():
             bad = int((~value.isfinite()).sum())
             raise ValueError(f"{what}: expected finite numbers, got NaN or infinity in {name!r} ({bad} of them)")

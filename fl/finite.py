@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -44,6 +45,19 @@ def check_finite(uploads: Iterable[Upload], round: int, known: dict[int, Tensor]
 def finite(values: Mapping[str, Value]) -> bool:
     """Whether no number is NaN or infinite, factors and bases of structured values among them."""
     return all(_is_finite(part) for part in pytree.tree_leaves(dict(values)) if isinstance(part, Tensor))
+
+
+def unfit(value: object) -> str:
+    """In what form `value` should be to be computed with, and in what it is; empty where nothing is wrong with it."""
+    if isinstance(value, LowRank):
+        return ""
+    if not isinstance(value, Tensor):
+        return f"as a tensor, got {type(value).__name__}"
+    if value.layout is not torch.strided:
+        return f"as a dense tensor, got {value.layout}; call .to_dense()"
+    if not value.is_floating_point():
+        return f"in a floating-point type, got {value.dtype}; call .{'real' if value.is_complex() else 'float()'}"
+    return ""
 
 
 def _is_finite(part: Tensor) -> bool:

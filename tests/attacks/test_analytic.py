@@ -9,6 +9,7 @@ from support import worlds
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic import Analytic
 from attacks.linear import LinearLayer, first_linear
+from attacks.spear import Spear
 from defenses.clip import Clip
 from defenses.noise import Noise
 from defenses.prune import Prune
@@ -18,8 +19,10 @@ from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.methods.fedsr import FedSR
 from fl.models import build
 from fl.simulate import Truth
+from fl.tensors import dense
 from fl.types import Batch, Group, Phase, ServerView, Task
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
@@ -81,6 +84,22 @@ def test_a_deeper_layer_gives_its_features() -> None:
     assert result.inputs is None
     assert result.private["features"].shape == (64,)
     assert isinstance(Analytic()(victim(method=MOVING, task=worlds.task())[0]), NotApplicable)
+
+
+def test_a_number_without_dimensions_among_the_parameters_is_no_obstacle() -> None:
+    """FedSR keeps one to itself; `spear` leaves one image to this attack."""
+    run = worlds.federation(worlds.one_step(FedSR.example()), rounds=0)
+    view, truth = run.observe(0, data=worlds.images(1, "victim"))
+    assert torch.Size() in view.private.values()
+    result = found(view)
+    assert result.verified
+    body = view.task.model.get_submodule("body")
+    weights = {n.removeprefix("body."): dense(v) for n, v in view.shared.items() if n.startswith("body.")}
+    given: list[torch.Tensor] = []
+    body.get_submodule("fc1").register_forward_hook(lambda _module, args, _output: given.append(args[0]))
+    torch.func.functional_call(body, weights, (truth.inputs,))
+    assert torch.allclose(dense(result.private["features"]), given[0][0], atol=1e-9)
+    assert torch.equal(dense(Spear()(view).private["features"]), dense(result.private["features"]))  # type: ignore[union-attr]
 
 
 def test_of_a_pruned_update_what_was_sent_is_fitted() -> None:

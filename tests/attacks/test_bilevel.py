@@ -1,5 +1,6 @@
 """The tailored attack as published, and the closed form it overlooks."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,8 @@ from attacks.tailored import Lower, Upper
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
+from fl.methods.fedbabu import FedBABU
+from fl.methods.fedprox import FedProx
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import EMBEDDING, Hypernetwork
 from fl.seeds import stream
@@ -25,6 +28,8 @@ from fl.types import ServerView, ThreatModel
 
 TINY = Hypernetwork(embedding=4, hidden=8, init="scaled")
 STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrisation=TINY)
+SHARED = FedProx(steps=1, epochs=None, batch_size=None, lr=0.1, parametrisation=TINY)
+"""Its classifier is shared: not generated, and in the update beside the hypernetwork's."""
 
 
 def victim(method: HyperFL | FedAvg, n: int = 1, *, labels: bool = False) -> tuple[ServerView, Truth]:
@@ -40,8 +45,9 @@ def lower(view: ServerView, inner: str = "squared") -> Lower:
 
 
 @pytest.mark.parametrize("dense_upload", [False, True])
-def test_the_lower_level_has_its_minimum_in_closed_form(dense_upload: bool) -> None:
-    view, truth = victim(STEP)
+@pytest.mark.parametrize("method", [STEP, SHARED])
+def test_the_lower_level_has_its_minimum_in_closed_form(method: HyperFL | FedAvg, *, dense_upload: bool) -> None:
+    view, truth = victim(method)
     if dense_upload:
         whole = {n: dense(view.shared[n]) - minus(view.shared[n], u) for n, u in view.update.items()}
         view = replace(view, update=whole)
@@ -51,7 +57,7 @@ def test_the_lower_level_has_its_minimum_in_closed_form(dense_upload: bool) -> N
     level = lower(view)
     # a dense upload is factorised anew, at another scale of the two factors: distances then round at 1e-16
     floor = 1e-15 if dense_upload else 1e-18
-    outputs = {n: w - peeled.gradient[n] / STEP.lr for n, w in level.generate(peeled.embedding).items()}
+    outputs = {n: w - peeled.gradient[n] / method.lr for n, w in level.generate(peeled.embedding).items()}
     assert level.objective(peeled.embedding, outputs) < floor
     assert level.objective(dense(truth.private[EMBEDDING]), outputs) < floor
     assert level.objective(peeled.embedding + 1, outputs) > 1e-3
@@ -182,6 +188,18 @@ def test_the_upper_level_moves_images_and_classifier_apart() -> None:
         assert float(value) > 0
 
 
+def test_a_shared_classifier_is_begun_with_and_a_frozen_one_stands_still() -> None:
+    view, _ = victim(SHARED)
+    guess, head = upper(view).start(stream(0)), view.client.task.head
+    sent = {n: dense(v) for n, v in view.shared.items() if n.startswith(head)}
+    assert sent
+    assert all(torch.equal(guess[private_key(n)], v) for n, v in sent.items())
+    assert isinstance(Bilevel.example()(view), Reconstruction)
+    still, _ = victim(FedBABU(steps=1, epochs=None, batch_size=None, parametrisation=TINY))
+    assert upper(still).start(stream(0)).keys() == {INPUTS}
+    assert isinstance(Bilevel.example()(still), Reconstruction)
+
+
 def test_the_search_for_images_lowers_what_the_classifier_loses() -> None:
     view, _ = victim(STEP)
     level = upper(view)
@@ -213,6 +231,8 @@ def test_settings_are_checked() -> None:
         Bilevel(iterations=0)
     with pytest.raises(ValueError, match="expected memory > 0"):
         Bilevel(memory=0.0)
+    with pytest.raises(ValueError, match="expected memory > 0"):
+        Bilevel(memory=math.nan)
     with pytest.raises(ValueError, match="expected tv >= 0"):
         Bilevel(tv=-1.0)
 

@@ -69,6 +69,11 @@ def test_a_warm_up_comes_first() -> None:
     assert factors(iterations=3, schedule="none") == [1, 1, 1]
 
 
+def test_a_warm_up_longer_than_the_search_takes_half_of_it() -> None:
+    assert factors(iterations=4, schedule="none", warmup=50) == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert factors(iterations=1, schedule="none", warmup=50) == [1]
+
+
 def test_total_variation_in_pixels_and_in_normalised_units() -> None:
     values: dict[str, float] = {}
     given = view(normalize=True, mean=(0.2,), std=(0.25,))

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from support import chains, worlds
+from support.attacking import ATTACKS
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, build
+from attacks.labels import classifier, recovered, turned
+from attacks.problem import Problem
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.layers import Normalize
 from fl.seeds import stream
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.types import ServerView, ThreatModel
 
 
 def view_with(changed: Callable[[Tensor], Tensor]) -> tuple[ServerView, str]:
@@ -34,14 +38,17 @@ def view_with(changed: Callable[[Tensor], Tensor]) -> tuple[ServerView, str]:
     [
         (lambda value: value[:-1], "in the shape of what the server sent"),
         (lambda value: value.half(), "in the type of what the server sent, torch.float64, got torch.float16"),
+        (lambda value: value.to_sparse(), "as a dense tensor, got torch.sparse_coo; call .to_dense()"),
+        (lambda value: value + 0j, "in a floating-point type, got torch.complex128; call .real"),
+        (lambda value: value.numpy(), "as a tensor, got ndarray"),
     ],
-    ids=["shape", "type"],
+    ids=["shape", "type", "sparse", "complex", "array"],
 )
 def test_an_update_that_does_not_fit_is_refused_by_name(
     attack: str, changed: Callable[[Tensor], Tensor], said: str
 ) -> None:
     view, name = view_with(changed)
-    with pytest.raises(ValueError, match=f"'{name}' {said}"):
+    with pytest.raises(ValueError, match=re.escape(f"'{name}' {said}")):
         build(attack)(view)
 
 
@@ -63,6 +70,20 @@ def test_a_client_that_fed_no_image_is_not_refused_but_not_found_out() -> None:
     assert build("analytic")(view) == NotApplicable("no image was fed")
 
 
+@pytest.mark.parametrize("name", list(ATTACKS))
+def test_a_client_that_fed_no_image_is_not_refused_where_its_schedule_is_hidden(name: str) -> None:
+    """Nothing says then that some were fed: with Poisson sampling a round may come to none."""
+    method = FedAvg(lr=0.1, steps=1, batch_size=1, sampler="poisson")
+    run = worlds.federation(method)
+    view = run.observe(0, threat=ThreatModel(knows_schedule=False))[0]
+    assert view.schedule is None
+    still = {n: torch.zeros_like(dense(v)) for n, v in view.update.items()}
+    for update in (still, view.update):
+        assert isinstance(ATTACKS[name](replace(view, batch_size=0, update=update)), NotApplicable)
+    with pytest.raises(ValueError, match="expected batch_size >= 1"):
+        ATTACKS[name](replace(view, batch_size=-1))
+
+
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf])
 @pytest.mark.parametrize("attack", ["peel", "peel+ig"])
 def test_a_hypernetworks_update_that_is_not_finite_is_not_opened(attack: str, odd: float) -> None:
@@ -79,9 +100,12 @@ def test_a_hypernetworks_update_that_is_not_finite_is_not_opened(attack: str, od
         {"lr": math.nan},
         {"lr": math.inf},
         {"tv": math.nan},
-        {"max_step": math.inf},
+        {"max_step": math.nan},
+        {"max_step": 0.0},
         {"last_lr": 2.0},
         {"memory": math.nan},
+        {"enough": math.inf},
+        {"enough": math.nan},
     ],
 )
 def test_settings_of_searches_are_finite(setting: dict[str, float]) -> None:
@@ -89,10 +113,23 @@ def test_settings_of_searches_are_finite(setting: dict[str, float]) -> None:
         build({"name": "ig", **setting})
 
 
+def test_infinity_is_no_limit() -> None:
+    view = view_with(torch.clone)[0]
+    for name in ("ig", "dlg"):
+        search = {"name": name, "iterations": 30, "restarts": 2}
+        wide = build({**search, "memory": math.inf, "max_step": math.inf})(view)
+        large = build({**search, "memory": 1e6, "max_step": 1e6})(view)
+        assert isinstance(wide, Reconstruction)
+        assert isinstance(large, Reconstruction)
+        assert wide.inputs is not None
+        assert large.inputs is not None
+        assert torch.equal(wide.inputs, large.inputs)
+
+
 @pytest.mark.parametrize(
     ("attack", "settings"),
     [
-        ("bilevel", ("lr", "lower_lr", "head_lr", "tv", "memory")),
+        ("bilevel", ("lr", "lower_lr", "head_lr", "tv")),
         ("gradinversion", ("energy", "statistics", "first", "group")),
         ("latent-payload", ("lr", "tv")),
         ("lti", ("lr",)),
@@ -170,6 +207,42 @@ def test_a_turned_update_gives_no_label(attack: str) -> None:
     assert turned.labels is None
     assert "sign of the update" in turned.note
     assert not right.note
+
+
+@pytest.mark.parametrize("attack", ["ig", "dlg", "idlg", "gradinversion", "surrogate+ig"])
+@pytest.mark.parametrize("images", [1, 2])
+def test_a_search_on_a_turned_update_is_refused(attack: str, images: int) -> None:
+    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    given = torch.rand(images, 1, 8, 8, generator=stream(0, "image")).double()
+    search = build({"name": attack, "iterations": 2})
+    for method in (None, FedAvg(lr=0.1, steps=2, batch_size=None, weight_decay=0.1)):
+        view = from_batch(model, given, torch.arange(images), method=method)[0]
+        turned = replace(view, update={n: -dense(v) for n, v in view.update.items()})
+        if method is not None:  # its decay is of the right sign: as if the client had trained uphill
+            decay = {n: Problem(view, None, "l2").shares[n] * dense(v) for n, v in view.shared.items()}
+            turned = replace(view, update={n: 2 * decay[n] - dense(v) for n, v in view.update.items()})
+        for known in (None, torch.arange(images)):
+            found = search(replace(turned, labels=known))
+            assert isinstance(found, NotApplicable)
+            assert "sign of the update" in found.reason
+        assert not isinstance(search(view), NotApplicable) or "sign of the update" not in search(view).reason  # type: ignore[union-attr]
+
+
+def test_a_network_that_turns_its_logits_round_is_searched() -> None:
+    """Of such a one a right update looks like a turned one."""
+    given = own(lambda net, x: -net.last(torch.relu(net.first(x.flatten(1)))))  # type: ignore[operator]
+    assert classifier(given, given.update)[1] is not None
+    assert turned(classifier(given, given.update)[1])  # type: ignore[arg-type]
+    assert recovered(given, given.update) is None
+    assert isinstance(build({"name": "ig", "iterations": 2})(given), Reconstruction)
+
+
+def test_what_may_be_of_more_images_or_rounding_is_no_turned_update() -> None:
+    signal = torch.tensor([0.9, -0.5, -0.4])
+    assert turned(signal)
+    assert not turned(signal, images=2)
+    assert not turned(torch.tensor([0.9, -0.9, -1e-8, -1e-8]), rounding=1e-7)
+    assert not turned(-signal)
 
 
 @pytest.mark.parametrize("padding", ["same", "valid"])

@@ -1,5 +1,7 @@
 """What an update says of itself without its images: its sign, its number of images, its loss."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -114,3 +116,12 @@ def test_a_model_whose_bias_is_not_that_of_logits_is_left_alone():
 def test_an_audit_says_it():
     seen = view(1, turn=-1.0)
     assert examine("x", [Subject(seen, None, doubt=doubt(seen))], {}).mismatch.startswith(TURNED)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-10, 1e-30])
+def test_a_small_gradient_has_its_signs_where_a_small_difference_has_none(size):
+    for turn, said in ((size, ""), (-size, TURNED)):
+        seen = view(1, turn=turn, kind="gradient")
+        assert doubt(seen).startswith(said)
+        assert bool(doubt(seen)) == bool(said)
+    assert doubt(replace(view(1, turn=-1e-10, kind="gradient"), rounded=True)) == ""

@@ -351,9 +351,10 @@ def test_a_captured_updates_shape_and_types_are_checked(model, gradient):
     for size in (1.5, 0, True, {}):
         with pytest.raises(ValueError, match="expected batch_size, an int >= 1"):
             from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, batch_size=size)
-    for kind in (torch.int64, torch.complex64):
-        odd = {name: value.to(kind) for name, value in gradient.items()}
-        with pytest.raises(ValueError, match="in a floating-point type"):
+    kinds = [("in a floating-point type", torch.Tensor.long), ("in a floating-point type", lambda value: value + 0j)]
+    for said, changed in (*kinds, ("as a dense tensor", torch.Tensor.to_sparse)):
+        odd = {name: changed(value) for name, value in gradient.items()}
+        with pytest.raises(ValueError, match=said):
             from_update(model, odd, input_shape=SHAPE, num_classes=CLASSES)
 
 

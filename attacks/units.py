@@ -1,0 +1,25 @@
+"""Updates in a unit of their own, in which squares of their numbers neither overflow nor run under."""
+
+from __future__ import annotations
+
+import math
+
+from fl.tensors import LowRank, Tensors, Value, scaled
+
+
+def in_unit(values: Tensors) -> tuple[Tensors, float]:
+    """`values` by their largest entry (of outer products, about that), and the power of two that was divided by.
+
+    A power of two changes no digit of them; where all are zero it is 1.
+    """
+    power = math.frexp(max(map(_largest, values.values()), default=0.0) or 1.0)[1] - 1
+    half = power // 2  # by two factors: the inverse of the smallest numbers is more than their type holds
+    return scaled(scaled(values, 2.0**-half), 2.0 ** (half - power)), math.ldexp(1.0, power)
+
+
+def _largest(value: Value) -> float:
+    if not isinstance(value, LowRank):
+        return float(value.abs().max()) if value.numel() else 0.0
+    terms = [float(term.coef) * _largest(term.left) * _largest(term.right) for term in value.terms]
+    base = 0.0 if value.base is None or value.scale == 0 else value.scale * _largest(value.base)
+    return max(map(abs, (*terms, base)))
