@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
-from attacks.labels import TURNED, classifier, turned
 from attacks.linear import LinearLayer, first_linear, shown
-from attacks.problem import fixed_labels
+from attacks.whose import single
 from fl.tensors import Tensors
 from fl.types import ServerView
 
@@ -66,17 +65,16 @@ class Analytic(Attack):
         if not layer.images and layer.steps != 1:
             return NotApplicable(f"{layer.name!r} is not given the image, and its input changes from step to step")
         x, known, left = _rank_one(layer)
-        bias = classifier(view, view.update)[1]
-        odd = view.labels is None and bias is not None and turned(bias)
+        labels, note = single(view)
         private: Tensors = {} if layer.images else {"features": x.to(view.dtype)}
         return Reconstruction(
             inputs=layer.pixels(x[None]) if layer.images else None,
-            labels=fixed_labels(view, "auto") if view.method.uses_labels and not odd else None,
+            labels=labels,
             objective=left,
             private=private,
             knowledge=() if view.labels is None else ("labels",),
             verified=known and left <= self.fits and layer.sized(x[None], layer.moved_bias[None]),
-            note=TURNED if odd else "",
+            note=note,
         )
 
     def _isolated(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:

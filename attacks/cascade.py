@@ -20,6 +20,7 @@ from attacks.layer_equations import slope_below
 from attacks.rounding import ROUNDED, rounding
 from attacks.training import training
 from attacks.unroll import Stage, unroll
+from attacks.whose import single, whose
 from fl.tensors import dense
 from fl.types import ServerView
 
@@ -40,9 +41,10 @@ class Cascade(Attack):
     Threat model: an honest-but-curious server that knows it was one step on one image or a small batch, and the weights
     of a chain of convolutions, pooling, activations and linear layers; no label, classifier or trained prior. What
     flows back into a linear layer is its bias gradient; its input follows from the weight's. Images are told apart
-    first (`attacks.exact.separate`) and come back in no particular order, verified all or none. For a convolution
-    whose outputs and their signal are known, the gradient of its weight and its own forward equations are linear in
-    its input once it is known which position each pooling cell passed on; `attacks.exact` finds that out.
+    first (`attacks.exact.separate`) and come back in no particular order, verified all or none, with their labels where
+    the classifier is shared (`attacks.whose`). For a convolution whose outputs and their signal are known, the gradient
+    of its weight and its own forward equations are linear in its input once it is known which position each pooling
+    cell passed on; `attacks.exact` finds that out.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
     fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
@@ -86,7 +88,13 @@ class Cascade(Attack):
             return NotApplicable(refused)
         count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
         first = _single(stages, gradients, top) if count == 1 else _separated(stages, gradients, top, count)
-        return first if isinstance(first, NotApplicable) else _descend(view, stages, gradients, top, first)
+        if isinstance(first, NotApplicable):
+            return first
+        found = _descend(view, stages, gradients, top, first)
+        if count == 1:
+            labels, note = single(view)
+            return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
+        return found if found.inputs is None else replace(found, labels=whose(view, gradients, found.inputs))
 
 
 def _top(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> int | None:
@@ -230,7 +238,6 @@ def _descend(
         notes.append("the picture came out beyond [0, 1] and was cut off there")
     return Reconstruction(
         inputs=image.clamp(0, 1).to(view.device, view.dtype),
-        labels=view.labels if count == 1 else None,  # which image has which is not known
         knowledge=("labels",) if count == 1 and view.labels is not None else (),
         objective=_worst(residuals),
         private={f"residual/{name}": value for name, value in residuals.items()},

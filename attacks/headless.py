@@ -134,10 +134,14 @@ class Headless(ViewAttack):
         return _cut(view, layer, gradient, signal, features)
 
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """The result, with the layer's input under `features`; labels were not searched for."""
+        """The result, with the layer's input under `features`, and the label where the classifier's update tells it."""
+        from attacks.whose import single  # which asks this module what a client steps along
+
         private = {**result.private, "features": rewritten.received[SIGNAL]["features"]}
         known = () if view.labels is None or "labels" in result.knowledge else ("labels",)
-        return replace(result, private=private, labels=view.labels, knowledge=(*result.knowledge, *known))
+        labels, note = single(view)
+        notes = "; ".join(filter(None, (result.note, note)))
+        return replace(result, private=private, labels=labels, note=notes, knowledge=(*result.knowledge, *known))
 
 
 def astray(view: ServerView) -> str | None:

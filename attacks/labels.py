@@ -35,7 +35,7 @@ POINTS = 16
 
 def classifier(view: ServerView, update: Tensors) -> tuple[Tensor | None, Tensor | None]:
     """The classifier's part of an update: weight (K, d) and bias (K,), each None where it is not shared."""
-    weight, bias = _names(view, update)
+    weight, bias = names(view, update)
     return tuple(None if name is None else dense(update[name]) for name in (weight, bias))  # type: ignore[return-value]
 
 
@@ -152,7 +152,7 @@ def _whole(view: ServerView, shares: Tensor, images: int) -> Tensor | None:
     return counts.long()
 
 
-def _names(view: ServerView, update: Tensors) -> tuple[str | None, str | None]:
+def names(view: ServerView, update: Tensors) -> tuple[str | None, str | None]:
     """Names of the classifier's weight and bias, each None where it is not in the update."""
     mine = {n: v.shape for n, v in update.items() if n.startswith(view.task.head)}
     rows = [n for n, s in mine.items() if len(s) == 2 and s[0] == view.task.num_classes]
@@ -185,7 +185,7 @@ class _Head:
     @classmethod
     def of(cls, view: ServerView, update: Tensors) -> _Head | None:
         """From an update without decay, or None where it says nothing of labels."""
-        name, bias_name = _names(view, update)
+        name, bias_name = names(view, update)
         plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
         if name is None or not plain or name not in view.shared:
             return None

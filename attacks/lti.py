@@ -11,6 +11,7 @@ import torch
 
 from attacks.base import Attack, NotApplicable, Preset, Reconstruction, Result, attacks
 from attacks.inverter import Imitation, Inverter, digest, fingerprint, train
+from attacks.whose import single
 from fl.data import Dataset, Source
 from fl.data.embedded import Faces
 from fl.finite import finite
@@ -134,14 +135,18 @@ class LearningToInvert(Attack):
             while len(_TRAINED) > KEPT:
                 del _TRAINED[next(iter(_TRAINED))]
         inverter = _TRAINED[key]
+        told, note = single(view) if view.batch_size == 1 else (None, "")
         used = {
             f"public images ({data.name}, {self.part})": True,
             "order": view.order is not None,
             "draws": view.draws is not None,
             "private_init": bool(view.private and view.private_init),
+            "labels": told is not None and view.labels is not None,
         }
         return Reconstruction(
             inputs=inverter(view.update),
+            labels=told,
+            note=note,
             history=inverter.history,
             knowledge=tuple(name for name, known in used.items() if known),
         )

@@ -250,7 +250,8 @@ def test_images_of_other_classes_get_labels_at_random_and_the_result_names_them(
     result = attacks.build({"name": "lti", **SETTINGS, "iterations": 3})(seen)
     assert isinstance(result, Reconstruction)
     assert result.knowledge == ("public images (faces, train)",)
-    assert result.labels is None
+    assert result.labels is not None  # of the image, off the classifier: not one of those drawn at random
+    assert result.labels.tolist() == [6]
     assert result.history[0] == 1
     with pytest.raises(ValueError, match="expected width >= 1"):
         attacks.build({"name": "lti", "width": 0})
