@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from attacks.base import NotApplicable, Result
+from eval.proof import columns, confirmed
 from eval.score import relative_error, score
-from eval.verdict import content, floor
+from eval.verdict import line, verdict
 from fl.client import Client, gather, local_update
 from fl.defense import Defense, overrides
 from fl.method import Download
@@ -23,7 +24,8 @@ MISMATCH = 1e-2
 def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
     """What leaked, as text: one line per image, with the score of the best guess beside the attack's, and a verdict.
 
-    A guess (see `eval.floors`) knows nothing of the update. When images count as leaked, `eval.verdict` says.
+    A guess (see `eval.floors`) knows nothing of the update. Where there is no image, the verdict names what else was
+    recovered. "Confirmed" is what the attack showed without the truth. `eval.verdict` says when images count as leaked.
 
     Args:
         result: of an attack.
@@ -35,15 +37,11 @@ def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
     """
     if isinstance(result, NotApplicable):
         return f"not applicable: {result.reason}"
+    rows = columns(result, score(result, truth, seed=seed))
+    said = verdict(rows)
     if result.inputs is None:
-        return "the attack recovers no images"
-    rows = score(result, truth, seed=seed)
-    lines = []
-    for row in rows:
-        label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
-        exact = ", exact to 8 bits" if row["exact8"] else ""
-        lines.append(f"image {row['image']}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}{exact}")
-    return "\n".join([*lines, content(rows)])
+        return "; ".join(words for words in (said, confirmed(result.verified)) if words)
+    return "\n".join([*(line(row, row["image"]) for row in rows), said])
 
 
 def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientState, download: Download) -> float:

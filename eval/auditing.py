@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attacks.base import Attack, NotApplicable, Reconstruction
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.spread import Spread
-from eval import checks, store
+from eval import checks, proof, store, tried
 from eval.harness import FAULTS, Counter, Progress, silent
-from eval.report.summary import RECOVERED, secrets
-from eval.report.words import join
+from eval.report.summary import secrets
 from eval.results import draw
 from eval.score import Row, score
 from eval.subjects import Subject
-from eval.verdict import content, floor
+from eval.verdict import bare, floor, verdict
 from fl.seeds import derive
 from fl.types import ThreatModel
 
@@ -39,6 +38,8 @@ class Finding:
         labels: recovered labels of every update, where the attack recovers any.
         verified: whether the attack could check its own success; None if it can't tell.
         flags: what to know before trusting the figures (see `eval.checks`).
+        notes: what the attack noted of how far it got.
+        spared: why it was not tried on some updates or any, or nothing.
         failed: the error that it ended with, or nothing.
         traceback: the file that has the traceback of that, where one was kept.
     """
@@ -50,6 +51,8 @@ class Finding:
     labels: list[list[int]] = field(default_factory=list)
     verified: bool | None = None
     flags: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    spared: str = ""
     failed: str = ""
     traceback: Path | None = None
 
@@ -58,6 +61,11 @@ class Finding:
         """What is left of an attack that ended with an error."""
         words = " ".join(reason.split())
         return cls(attack, [], "", f"failed: {words}", failed=words, traceback=kept)
+
+    @classmethod
+    def of_spared(cls, attack: str, reason: str) -> Finding:
+        """What is left of an attack that was not needed."""
+        return cls(attack, [], "", reason, spared=reason)
 
     def best(self, figure: str) -> float | None:
         """The highest value of a figure over the images, or None."""
@@ -107,6 +115,7 @@ class Audit:
                 {
                     "attack": found.attack,
                     "refused": found.refused or None,
+                    "spared": found.spared or None,
                     "failed": found.failed or None,
                     "traceback": None if found.traceback is None else str(found.traceback),
                     "verdict": found.verdict,
@@ -114,6 +123,7 @@ class Audit:
                     "verified": found.verified,
                     "private": _counted(found.rows),
                     "flags": found.flags,
+                    "notes": found.notes,
                     "images": found.rows,
                 }
                 for found in self.findings
@@ -126,64 +136,84 @@ class Audit:
 def examine(
     name: str,
     subjects: Sequence[Subject],
-    tried: Mapping[str, Attack],
+    attacks: Mapping[str, Attack],
     *,
     seed: int = 0,
     out: Path | None = None,
     told: Progress = silent,
+    thrifty: bool = False,
 ) -> Audit:
     """Run attacks on the updates of one subject; one that fails stops no other.
 
     Args:
         name: of the subject.
         subjects: its updates.
-        tried: the attacks, by label.
+        attacks: by label.
         seed: of their randomness.
         out: folder for pictures and tracebacks; none are kept without.
         told: of how many images every attack is done with.
+        thrifty: whether an update that one attack settles (`eval.proof`) is left out of those behind it.
     """
-    found = []
-    for label, attack in tried.items():
+    found: list[Finding] = []
+    settled: dict[int, str] = {}
+    for label, attack in attacks.items():
+        open_to = {i: subject for i, subject in enumerate(subjects) if i not in settled}
+        if not open_to:
+            found.append(Finding.of_spared(label, tried.spared([*settled.values()])))
+            continue
         try:
-            found.append(_try(label, attack, subjects, seed, out, told))
+            results = _results(label, attack, open_to, seed, told)
+            finding = _finding(label, open_to, results, seed)
+            if out is not None:
+                _keep(out / label, open_to, results)
         except FAULTS as error:
             kept = None if out is None else out / f"{label}-traceback.txt"
             if kept is not None:
                 store.write_text(kept, traceback.format_exc())
             found.append(Finding.of_failure(label, f"{type(error).__name__}: {error}", kept))
+            continue
+        if settled:
+            spared = f"of the {len(open_to)} update(s) that no attack before it settled"
+            finding = replace(finding, spared=spared, verdict=f"{spared}: {finding.verdict}")
+        found.append(finding)
+        if thrifty:
+            sizes = {i: subject.view.batch_size for i, subject in open_to.items()}
+            settled |= {i: label for i, result in results.items() if proof.settled(result, sizes[i])}
     return Audit(name, found, mismatch=next(filter(None, map(_mismatch, subjects)), ""))
 
 
-def _try(
-    label: str, attack: Attack, subjects: Sequence[Subject], seed: int, out: Path | None, told: Progress
-) -> Finding:
-    """What one attack finds."""
-    size = subjects[0].view.batch_size or 1
-    count = Counter(told, f"{label}: images", size * len(subjects))
+def _results(
+    label: str, attack: Attack, subjects: Mapping[int, Subject], seed: int, told: Progress
+) -> dict[int, Result]:
+    """What one attack makes of updates, by their numbers."""
+    views = [subject.view for subject in subjects.values()]
+    size = views[0].batch_size or 1
+    count = Counter(told, f"{label}: images", size * len(views))
     count.to(0)
-    seeds = [derive(seed, "attack", number) for number in range(len(subjects))]
-    views = [subject.view for subject in subjects]
+    seeds = [derive(seed, "attack", number) for number in subjects]
     results = Spread().run(attack, views, seeds, lambda done: count.more(size * done))
-    pairs = [
-        (number, subject, result)
-        for number, (subject, result) in enumerate(zip(subjects, results, strict=True))
-        if isinstance(result, Reconstruction)
-    ]
+    return dict(zip(subjects, results, strict=True))
+
+
+def _finding(label: str, subjects: Mapping[int, Subject], results: Mapping[int, Result], seed: int) -> Finding:
+    """What one attack's results come to."""
+    answers = {number: result for number, result in results.items() if isinstance(result, Reconstruction)}
     rows: list[Row] = []
-    for number, subject, result in pairs:
+    for number, result in answers.items():
+        subject = subjects[number]
         if subject.truth is not None:
-            scored = score(result, subject.truth, seed=derive(seed, "floor", number))
-            own = _about(subject, result)
+            scored = proof.columns(result, score(result, subject.truth, seed=derive(seed, "floor", number)))
+            own = _error(subject)
             rows += [{**own, "update": number, "picture": f"{number}:{row['image']}", **row} for row in scored]
-    refused = [result.reason for result in results if isinstance(result, NotApplicable)]
-    labels = [result.labels.tolist() for _, _, result in pairs if result.labels is not None]
-    verified = _all(result.verified for _, _, result in pairs)
-    said = _said(rows, refused, "" if rows or not pairs else _unscored(verified))
-    view = views[0]
-    flags = _flags(rows, view.threat, defended=view.defense.name != "none", tolerance=subjects[0].tolerance)
-    if out is not None and pairs:
-        _keep(out / label, pairs)
-    return Finding(label, rows, refused[0] if refused else "", said, labels, verified, flags)
+    refused = [result.reason for result in results.values() if isinstance(result, NotApplicable)]
+    labels = [result.labels.tolist() for result in answers.values() if result.labels is not None]
+    verified = _all(result.verified for result in answers.values())
+    said = _said(rows, refused, "" if rows or not answers else _unscored([*answers.values()]))
+    first = next(iter(subjects.values()))
+    view = first.view
+    flags = _flags(rows, view.threat, defended=view.defense.name != "none", tolerance=first.tolerance)
+    notes = proof.notes(rows) or list(dict.fromkeys(result.note for result in answers.values() if result.note))
+    return Finding(label, rows, refused[0] if refused else "", said, labels, verified, flags, notes)
 
 
 def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bool) -> Audit:
@@ -207,50 +237,9 @@ def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bo
         reason = refused[0] if refused else ""
         flags = _flags(scored, threat, defended=defended)
         said = _said(scored, refused, tests=tests)
-        found.append(Finding(attack, scored, reason, said, verified=verified, flags=flags))
+        notes = proof.notes(scored)
+        found.append(Finding(attack, scored, reason, said, verified=verified, flags=flags, notes=notes))
     return Audit(name, found)
-
-
-def verdict(rows: Sequence[Row], tests: int = 1) -> str:
-    """What leaked, in a sentence: images beside the best guess without the update, and private tensors.
-
-    Args:
-        rows: of one attack.
-        tests: so many attacks are judged by the images that they name.
-    """
-    images = content(rows, tests)
-    said = [images] if images else []
-    private = secrets(rows)
-    if not images and not private:
-        said.append(_bare(rows))
-    labels = [_label(row) for row in rows]
-    if any(
-        label is not None for label in labels
-    ):  # an image for which none came back counts as one whose label did not
-        said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered")
-    for what, secret in private.items():
-        word = "leaked: " if secret.hits else ""
-        closest = "" if secret.best is None else f", at best {secret.best:.0e}"
-        said.append(
-            f"private {what} {word}recovered for {secret.hits} of {len(secret.errors)} update(s) "
-            f"(relative error below {RECOVERED:g}{closest})"
-        )
-    return "; ".join(said)
-
-
-def _label(row: Row) -> float | None:
-    """Whether an image's label was recovered, or the share of its batch's that were; None if none came back."""
-    found = [row[column] for column in ("label_correct", "label_overlap") if row.get(column) is not None]
-    return float(found[0]) if found else None
-
-
-def _bare(rows: Sequence[Row]) -> str:
-    """What an attack came to that recovered neither images nor private tensors."""
-    names = list(dict.fromkeys(name for row in rows for name in row.get("unscored", ())))
-    if not names:
-        return "the attack recovered no images, nor any private tensor"
-    meant = " (the input of a layer behind the first)" if names == ["features"] else ""
-    return f"the attack recovered no images, only {join(names)}{meant}, of which there is no true value to compare with"
 
 
 def _image(row: Row) -> tuple[Any, ...]:
@@ -276,13 +265,11 @@ def _mismatch(subject: Subject) -> str:
     )
 
 
-def _about(subject: Subject, result: Reconstruction) -> Row:
-    """What the rows of an update repeat, as in `images.jsonl`."""
-    history = [value if math.isfinite(value) else None for value in map(float, result.history)]
-    about: Row = {"history": history, "verified": result.verified}
-    if subject.error is not None:
-        about["forward_error"] = subject.error if math.isfinite(subject.error) else None
-    return about
+def _error(subject: Subject) -> Row:
+    """What the rows of an update repeat of the subject, as in `images.jsonl`."""
+    if subject.error is None:
+        return {}
+    return {"forward_error": subject.error if math.isfinite(subject.error) else None}
 
 
 def _flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tolerance: float = 1e-4) -> list[str]:
@@ -316,19 +303,28 @@ def _all(checked: Iterable[bool | None]) -> bool | None:
     return None if not found or None in found else all(found)
 
 
-def _unscored(verified: bool | None) -> str:
+def _unscored(answers: Sequence[Reconstruction]) -> str:
+    """What an attack says of its own results where the truth is not known."""
+    pictures = any(result.inputs is not None for result in answers)
     words = {
         True: "the attack confirms that what it recovered is right",
         False: "the attack found nothing that explains the update",
         None: "the attack can't tell how close it came",
-    }
-    return f"{words[verified]}; give the true images (--images) to have the pictures scored"
+    }[_all(result.verified for result in answers)]
+    known = [float(result.fixed.double().mean()) for result in answers if result.fixed is not None]
+    if known and "confirms" not in words:
+        words = proof.confirmed(False, min(known))
+    if not pictures:
+        return f"{bare([{'unscored': sorted(result.private)} for result in answers])}; {words}"
+    return f"{words}; give the true images (--images) to have the pictures scored"
 
 
-def _keep(path: Path, pairs: Sequence[tuple[int, Subject, Reconstruction]]) -> None:
+def _keep(path: Path, subjects: Mapping[int, Subject], results: Mapping[int, Result]) -> None:
     """Pictures of all updates: reconstructions, below the originals where they are known."""
-    found = [result.inputs.detach().cpu() for _, _, result in pairs if result.inputs is not None]
-    originals = [subject.truth.inputs.cpu() for _, subject, _ in pairs if subject.truth is not None]
+    answers = {number: result for number, result in results.items() if isinstance(result, Reconstruction)}
+    found = [result.inputs.detach().cpu() for result in answers.values() if result.inputs is not None]
+    truths = [subjects[number].truth for number in answers]
+    originals = [truth.inputs.cpu() for truth in truths if truth is not None]
     if not found:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,6 +35,18 @@ def silent(stage: str, done: int, total: int) -> None:
     """A `Progress` that tells no one."""
 
 
+class Needed(Protocol):
+    """Asked before an attack is run."""
+
+    def __call__(self, one: Training, watch: Watch) -> bool:
+        """Whether it is still of use, after those before it."""
+
+
+def always(one: Training, watch: Watch) -> bool:
+    """A `Needed` that leaves nothing out."""
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How a run is done; none of it changes a number.
@@ -45,6 +57,7 @@ class Options:
         keep_checkpoints: whether they stay when no unfinished cell needs them.
         name: what the run is called.
         command: what it was started by.
+        needed: which attacks are of use; others are left out, and no part of the run.
     """
 
     workers: int = 1
@@ -52,6 +65,7 @@ class Options:
     keep_checkpoints: bool = False
     name: str = ""
     command: str = ""
+    needed: Needed = always
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class _Job:
     progress: Progress
     spread: Spread
     failures: dict[str, Failure] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
 
     def whole(self) -> list[Failure]:
         """All cells."""
@@ -137,6 +152,9 @@ class _Job:
                 sights: dict[Scene, watching.Seen] = {}
                 for watch in (watch for watch in open_to if watch.round == number):
                     if self.folder.finished(watch.cell):  # by now: another label may stand for the same cell
+                        continue
+                    if not self.options.needed(one, watch):
+                        self.left_out.add(watch.cell.id)
                         continue
                     stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
                     with self._cell(watch.cell, stage):
@@ -193,7 +211,7 @@ class _Job:
             "version": version(),
             "code": code(),
             "status": status,
-            "cells": [self._about(name, cell) for name, cell in self.plan.cells()],
+            "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
         }
         store.write_text(self.folder.path / RUN, json.dumps(about, indent=2) + "\n")
 

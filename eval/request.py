@@ -12,7 +12,7 @@ from typing import Any
 import attacks
 from attacks.base import Attack
 from defenses import defenses
-from eval import auditing, captured, harness, plain, results, subjects, yamlfile
+from eval import auditing, captured, harness, plain, results, subjects, tried, yamlfile
 from eval.auditing import Audit, Finding
 from eval.plan import Plan
 from eval.rundir import RunDir
@@ -22,8 +22,6 @@ from fl.dp import Private
 from fl.method import methods
 from fl.types import Batch
 
-OWN, METHODS = ("ig",), ("ig", "peel+ig")
-"""Attacks tried by default: on a model of the user's, on a method of the registry."""
 COUNT = 4
 """Images taken of a data set or a file where no number is given, or as many of these as batches divide."""
 UNTOLD = "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
@@ -55,7 +53,7 @@ class Request:
         model: likewise, or `module:function`.
         update: file of a captured update.
         images: file or data set of the true images.
-        attack: names or settings.
+        attack: names or settings; none tries `eval.tried.defaults`, each where it can still add something.
         defense: likewise.
         count: how many images; None takes `COUNT`, or all that the function gives.
         batch_size: images in one update.
@@ -99,9 +97,9 @@ class Request:
     @property
     def attacks(self) -> dict[str, Attack]:
         """The attacks to try, by label: the name, with a number where one comes again."""
-        own = self.target is not None or self.update is not None
+        method = methods.build(yamlfile.named(self.method or "fedavg"))
         found: dict[str, Attack] = {}
-        for text in self.attack or (OWN if own else METHODS):
+        for text in self.attack or tried.defaults(method, self.batch_size):
             attack = attacks.build(yamlfile.named(text))
             name = label = attacks.label(attack)
             number = 1
@@ -247,7 +245,15 @@ def check_folder(folder: RunDir, plan: Plan) -> None:
         raise ValueError(f"{folder.path} holds another run ({name}), not this audit; choose another --out")
 
 
-def carry_out(plan: Plan, folder: RunDir, options: harness.Options, told: harness.Progress, *, kept: bool) -> Audit:
+def carry_out(
+    plan: Plan,
+    folder: RunDir,
+    options: harness.Options,
+    told: harness.Progress,
+    *,
+    kept: bool,
+    thrifty: bool = False,
+) -> Audit:
     """The audit of a method: run its plan and read what came out; a part that fails is among the findings.
 
     Args:
@@ -256,22 +262,32 @@ def carry_out(plan: Plan, folder: RunDir, options: harness.Options, told: harnes
         options: how; with the name of the audit.
         told: how far it is.
         kept: whether the folder stays, so that table, report and tracebacks are of use.
+        thrifty: whether attacks are left out that could add nothing to those before them; the run is then without them.
     """
+    thrift = tried.Thrift(folder)
+    if thrifty:
+        options = replace(options, needed=thrift)
+    watches = [watch for one in plan.trainings for watch in one.watches]
     with folder.locked(), folder.logged():
         failures = harness.run(plan, folder, options, told)
+        plan = thrift.rest(plan)
         rows = results.assemble(plan, folder)
         if kept and rows:
             results.publish(rows, failures, plan, folder)
         defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
         audit = auditing.of_rows(options.name, rows, threat=plan.experiment.threat, defended=defended)
-    names = {watch.cell.id: watch.attack.label for one in plan.trainings for watch in one.watches}
+    names = {watch.cell.id: watch.attack.label for watch in watches}
     failed = [
         Finding.of_failure(
             names.get(failure.id, failure.name), failure.reason, folder.path / failure.traceback if kept else None
         )
         for failure in failures
     ]
-    return replace(audit, findings=[*audit.findings, *failed])
+    left_out = [Finding.of_spared(label, reason) for label, reason in thrift.spared.items()]
+    order = [watch.attack.label for watch in watches]
+    found = [*audit.findings, *failed, *left_out]
+    found.sort(key=lambda one: order.index(one.attack) if one.attack in order else -1)  # a training that failed: first
+    return replace(audit, findings=found)
 
 
 def limits(**given: float | None) -> dict[str, float]:

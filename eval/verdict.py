@@ -6,11 +6,58 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from eval.report.summary import CLEAR, FEWEST, IMAGE, RECOGNISED, Group, shown
+from eval.proof import confirmed
+from eval.report.summary import CLEAR, FEWEST, IMAGE, RECOGNISED, RECOVERED, Group, secrets, shown
+from eval.report.words import join
 from eval.score import Row
 
 MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
+MEASURED = {"residual", "rank", "condition"}
+"""Prefixes of what exact attacks hand out to say how their equations were solved: nothing of the client's."""
+
+
+def verdict(rows: Sequence[Row], tests: int = 1) -> str:
+    """What leaked, in a sentence: images beside the best guess without the update, and private tensors.
+
+    Args:
+        rows: of one attack.
+        tests: so many attacks are judged by the images that they name.
+    """
+    images = content(rows, tests)
+    said = [images] if images else []
+    private = secrets(rows)
+    if not images and not private:
+        said.append(bare(rows))
+    labels = [_label(row) for row in rows]
+    if any(
+        label is not None for label in labels
+    ):  # an image for which none came back counts as one whose label did not
+        said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered")
+    for what, secret in private.items():
+        word = "leaked: " if secret.hits else ""
+        closest = "" if secret.best is None else f", at best {secret.best:.0e}"
+        said.append(
+            f"private {what} {word}recovered for {secret.hits} of {len(secret.errors)} update(s) "
+            f"(relative error below {RECOVERED:g}{closest})"
+        )
+    return "; ".join(said)
+
+
+def _label(row: Row) -> float | None:
+    """Whether an image's label was recovered, or the share of its batch's that were; None if none came back."""
+    found = [row[column] for column in ("label_correct", "label_overlap") if row.get(column) is not None]
+    return float(found[0]) if found else None
+
+
+def bare(rows: Sequence[Row]) -> str:
+    """What an attack came to that recovered neither images nor private tensors."""
+    unscored = dict.fromkeys(name for row in rows for name in row.get("unscored", ()))
+    names = [name for name in unscored if name.partition("/")[0] not in MEASURED]
+    if not names:
+        return "the attack recovered no images, nor any private tensor"
+    meant = " (the input of a layer behind the first)" if names[0].partition("/")[0] == "features" else ""
+    return f"the attack recovered no images, only {join(names)}{meant}, of which there is no true value to compare with"
 
 
 def content(rows: Sequence[Row], tests: int = 1) -> str:
@@ -36,6 +83,15 @@ def content(rows: Sequence[Row], tests: int = 1) -> str:
         f"without the update, the furthest at {row['psnr']:.1f} dB against {row['psnr'] - furthest:.1f} dB, on average "
         f"{fmean(gains):+.1f} dB"
     )
+
+
+def line(row: Row, number: int) -> str:
+    """One image with a picture, in a line: how close it came, and what the attack says of that itself."""
+    label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
+    exact = ", exact to 8 bits" if row.get("exact8") else ""
+    own = confirmed(row.get("verified"), row.get("fixed"))
+    words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}{exact}"
+    return f"{words}, {own}" if own else words
 
 
 def floor(row: Row, figure: str = "psnr") -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.spread import Spread
-from eval import store
+from eval import proof, store
 from eval.audit import forward_error, prediction_error
 from eval.floors import ceiling, nearest
 from eval.found import Found
@@ -212,12 +212,8 @@ def _scored(
     result: Reconstruction, truth: Truth, perceptual: Perceptual | None, reference: Tensor | None, seed: int
 ) -> list[Row]:
     """The rows of one attacked update."""
-    history = [value if math.isfinite(value) else None for value in map(float, result.history)]
-    common: Row = {"knowledge": list(result.knowledge), "verified": result.verified, "history": history}
-    if result.note:
-        common["note"] = result.note
     rows = score(result, truth, perceptual=perceptual, reference=reference, seed=seed)
-    return [{**row, **common} for row in rows]
+    return proof.columns(result, [{**row, "knowledge": list(result.knowledge)} for row in rows])
 
 
 def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:

@@ -53,7 +53,13 @@ Images = Annotated[
         "uint8 [N, H, W, 1 or 3] or [N, H, W] for grey, and labels, integers [N] that count the model's outputs from 0."
     ),
 ]
-Attacks = Annotated[list[str] | None, typer.Option(help="An attack, by name or as settings; may be repeated.")]
+Attacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="An attack, by name or as settings; may be repeated. Without it: analytic, rconv (batches: spear) and "
+        "cascade, behind a hypernetwork peel+cascade; then ig or peel+ig for what none of these confirmed."
+    ),
+]
 Defense = Annotated[str, typer.Option(help="The client's defence, likewise.")]
 Count = Annotated[
     int | None,
@@ -178,7 +184,9 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
             raise ValueError("expected the true images (--images) beside a limit: nothing can be scored without them")
         make_folder(out)
     with errors(FAILURE), progress(console(as_json=True)) as seen:  # on stderr: stdout is for what was found
-        found = auditing.examine(request.name, subjects, tried, seed=request.seed, out=out, told=seen)
+        found = auditing.examine(
+            request.name, subjects, tried, seed=request.seed, out=out, told=seen, thrifty=not request.attack
+        )
     return replace(found, notes=(*notes, *found.notes))
 
 
@@ -199,12 +207,13 @@ def _of_method(
             make_folder(folder.path)
         with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
             options = Options(workers=settle(workers, plan.device), name=request.name, command=told(sys.argv[1:]))
-            return carry_out(plan, folder, options, seen, kept=out is not None)
+            return carry_out(plan, folder, options, seen, kept=out is not None, thrifty=not request.attack)
 
 
 def _print(screen: Console, found: Audit) -> None:
+    from eval import verdict
     from eval.checks import FLAGS
-    from eval.verdict import floor
+    from eval.proof import confirmed
 
     def line(words: str) -> None:
         screen.print(words, highlight=False, markup=False, soft_wrap=True)
@@ -214,10 +223,13 @@ def _print(screen: Console, found: Audit) -> None:
         line(f"note: {note}")
     for finding in found.findings:
         line(f"{finding.attack}: {finding.verdict}")
-        for number, row in enumerate(finding.rows):
-            if row.get("psnr") is not None:
-                label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
-                line(f"  image {number}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}")
+        pictured = [(number, row) for number, row in enumerate(finding.rows) if row.get("psnr") is not None]
+        for number, row in pictured:
+            line(f"  {verdict.line(row, number)}")
+        if finding.rows and not pictured and (own := confirmed(finding.verified)):
+            line(f"  {own}")
+        for note in finding.notes:
+            line(f"  note: {note}")
         if not finding.rows and finding.labels:
             doubt = " (doubtful, see the warning)" if found.mismatch else ""
             line(f"  recovered labels{doubt}: {', '.join(str(label) for labels in finding.labels for label in labels)}")

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from attacks.base import Reconstruction
 from eval import cli, terminal
-from eval.auditing import Audit, Finding, verdict
+from eval.auditing import Audit, Finding
 from eval.report.summary import IMAGE, Group, Named, share
 from eval.request import Request
 from eval.score import score
 from eval.subjects import images
+from eval.verdict import verdict
 
 WORDS = {"dataset": "{name: faces, size: 8}", "model": "tiny", "attack": ("guess",), "device": "cpu"}
 FOR = ("--dataset", WORDS["dataset"], "--model", "tiny", "--attack", "guess", "--count", "2", "--device", "cpu")

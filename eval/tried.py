@@ -1,0 +1,92 @@
+"""Which attacks an audit tries where none is named, in which order, and when one of them could add nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from eval import store
+from eval.plan import Plan, Training, Watch
+from eval.proof import rows_settled
+from eval.report.words import join
+from eval.rundir import RunDir
+from eval.score import Row
+from eval.watching import IMAGES
+from fl.method import Method
+from fl.models.hypernetwork import Hypernetwork
+
+PEELED, SEARCH = "peel+ig", "ig"
+"""The search behind a peeled hypernetwork, and the one where nothing can be peeled."""
+
+
+def defaults(method: Method, size: int) -> tuple[str, ...]:
+    """The attacks for updates of `size` images: those that solve, and can tell that they are right, before a search.
+
+    What attacks one image at a time (`rconv`) is left out for batches, and what tells images apart (`spear`) for one.
+    """
+    if isinstance(method.parametrisation, Hypernetwork):
+        return ("peel+cascade", PEELED, SEARCH)
+    return ("analytic", "rconv" if size == 1 else "spear", "cascade", SEARCH)
+
+
+def needless(label: str, before: Mapping[str, Sequence[Row]]) -> str:
+    """Why an attack of the default ones could add nothing to those before it, or nothing.
+
+    It never asks the truth: only what attacks have shown of their results themselves.
+
+    Args:
+        label: of the attack.
+        before: the rows of the others that are done, by label.
+    """
+    if all_settled := _settling(before):
+        return spared(all_settled)
+    peeled = before.get(PEELED, ())
+    if label == SEARCH and peeled and not any("not_applicable" in row for row in peeled):
+        return f"not needed: {PEELED} searched for the same with more known"
+    return ""
+
+
+def spared(names: Sequence[str]) -> str:
+    """In words, that these attacks leave nothing to find."""
+    return f"not needed: {join(list(dict.fromkeys(names)))} recovered and confirmed every image"
+
+
+def _settling(before: Mapping[str, Sequence[Row]]) -> list[str]:
+    """The attacks that settle every update between them; nothing where one is open."""
+    updates = dict.fromkeys(row["update"] for rows in before.values() for row in rows)
+    first = [
+        next((name for name, rows in before.items() if rows_settled([row for row in rows if row["update"] == key])), "")
+        for key in updates
+    ]
+    return first if all(first) else []
+
+
+@dataclass
+class Thrift:
+    """Says in a run which attacks are still needed (`eval.harness.Needed`), and keeps which were not.
+
+    Attributes:
+        folder: of the run.
+        spared: why an attack was left out, by label.
+    """
+
+    folder: RunDir
+    spared: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, one: Training, watch: Watch) -> bool:
+        """Whether the attack may add something to those that stand before it."""
+        done = [other for other in one.watches[: one.watches.index(watch)] if self.folder.finished(other.cell)]
+        before = {other.attack.label: store.read_rows(self.folder.file(other.cell, IMAGES)) for other in done}
+        reason = needless(watch.attack.label, before)
+        if reason:
+            self.spared[watch.attack.label] = reason
+        return not reason
+
+    def rest(self, plan: Plan) -> Plan:
+        """The plan without what was left out."""
+        trainings = [
+            replace(one, watches=tuple(watch for watch in one.watches if watch.attack.label not in self.spared))
+            for one in plan.trainings
+        ]
+        attacks = tuple(entry for entry in plan.experiment.attack if entry.label not in self.spared)
+        return replace(plan, trainings=tuple(trainings), experiment=replace(plan.experiment, attack=attacks))
