@@ -17,8 +17,14 @@ class InvertingGradients(Matching):
     The published weights of the total variation run from 1e-6 (HyperFL's protocol, with 10,000 iterations) to 1e-1
     (`presets`). The default was better than 1e-4 on every set that it was tried on, grey and colour, if not always the
     best: 1e-2 was in colour, 1e-1 on a sigmoid LeNet, but 1e-2 is far worse for characters and on a trained network
-    (benchmarks/results/settings.md). Private tensors, where a method has any, are searched for together with the
-    images.
+    (benchmarks/results/settings.md). A preset that is called after a network has what was best for it while it was
+    untrained, and is worse after training (benchmarks/results/presets.md). Private tensors, where a method has any, are
+    searched for together with the images.
+
+    Of the authors' code are left out: the costs "l1", "max" and "simlocal" (a cosine for each tensor), weights by layer
+    (`weights`), a choice of tensors (`indices`), the median filter every 500 iterations, SGD, and restarts chosen by
+    total variation or Inception score or averaged. Their scripts have none of these by default, and so none of the
+    presets needs one.
 
     Threat model: an honest-but-curious server that sees one client's update and knows its local training and the
     number of its images. Labels are read off a shared classifier where they are not known, else searched for.
@@ -47,6 +53,8 @@ class InvertingGradients(Matching):
             "breaching 0.1.2, `invertinggradients`; its total variation also counts the image's border",
             {"iterations": 24_000, "tv": 0.2},
         ),
+        "hyperfl-colour-untrained": Preset("our sweep on that network (settings.md)", {"tv": 1e-2, "lr": 0.3}),
+        "lenet-zhu-untrained": Preset("our sweep on that network (settings.md)", {"tv": 1e-1}),
     }
 
     iterations: int = 3000

@@ -30,7 +30,8 @@ class ROG(Matching):
 
     The published code of a quarter a side in 100 iterations is for photographs of 128 x 128 pixels (`presets`). On
     small images half a side, a weak total variation, directions instead of squared distances and more iterations find
-    more (benchmarks/results/settings.md).
+    more (benchmarks/results/settings.md). The preset called after a network has what was best for it while it was
+    untrained, and is far worse after training (benchmarks/results/presets.md).
 
     The files of `decoder` and `enhancer` are trained on public images by `python -m attacks.autoencoder`; the authors'
     enhancers are for 128 x 128 photographs only.
@@ -58,6 +59,7 @@ class ROG(Matching):
                 "last_lr": 0.1,
             },
         ),
+        "hyperfl-grey-untrained": Preset("our sweep on that network (settings.md)", {"objective": "l2", "factor": 1}),
     }
 
     iterations: int = 500

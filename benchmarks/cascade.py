@@ -2,7 +2,8 @@
 
 Untrained networks of HyperFL, one step on one image in float32, no label and no classifier. Image i meets the network
 of seed i. FedAvg's update is the difference of two models in float32, HyperFL's what `peel` makes of it. Colour images
-take a quarter of a minute each. Sets that are left out keep what was measured last.
+take a quarter of a minute each. `ig` with its default settings meets the same views; `--attacks` measures it or
+`cascade` alone. Sets and attacks that are left out keep what was measured last.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 import fl.data
 import fl.models
 from attacks import Reconstruction
-from attacks.base import build
+from attacks.base import Result, build
 from benchmarks.common import RESULTS, machine, publish, table
 from eval import metrics
 from fl.client import Client
@@ -28,7 +30,7 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
-from fl.types import Batch
+from fl.types import Batch, ServerView
 
 SETS = {"fashion_mnist": "hyperfl-grey", "handwritten62": "hyperfl-grey", "cifar10": "hyperfl-colour"}
 SUBJECTS: dict[str, tuple[Method, str]] = {
@@ -38,26 +40,69 @@ SUBJECTS: dict[str, tuple[Method, str]] = {
         "peel+cascade",
     ),
 }
+EXACT, SEARCH = "cascade", "ig"
+STACK = 8
+"""Views of the search at once: each of HyperFL's has a network of 14 million weights of its own."""
+
+
+def seen(data: Batch, classes: int, network: str, method: Method, number: int) -> tuple[ServerView, Batch]:
+    """What the server sees of image `number`, and the image."""
+    image = data.take(torch.tensor([number]))
+    client = Client(fl.models.build(network, num_classes=classes, seed=number), method)
+    return Federation(client, [ClientData(image, image)], seed=number).observe(0)[0], image
 
 
 def one(data: Batch, classes: int, network: str, method: Method, attack: str, number: int) -> dict[str, Any]:
     """What the attack makes of image `number`."""
-    image = data.take(torch.tensor([number]))
-    client = Client(fl.models.build(network, num_classes=classes, seed=number), method)
-    view, _ = Federation(client, [ClientData(image, image)], seed=number).observe(0)
+    view, image = seen(data, classes, network, method, number)
     began = time.process_time()
     result = build(attack)(view)
     seconds = time.process_time() - began
+    row = {"image": number, **scored(result, image), "seconds": seconds}
     if not isinstance(result, Reconstruction) or result.inputs is None:
-        return {"image": number, "reason": getattr(result, "reason", "no image"), "seconds": seconds}
+        return row
+    return {**row, "verified": bool(result.verified), **_proven(result, image.inputs)}
+
+
+def scored(result: Result, image: Batch) -> dict[str, Any]:
+    """What a result has of a single image, or why it has none."""
+    if not isinstance(result, Reconstruction) or result.inputs is None:
+        return {"reason": getattr(result, "reason", "no image")}
     return {
-        "image": number,
         "psnr": float(metrics.psnr(result.inputs, image.inputs)[0]),
         "exact": bool(metrics.exact8(result.inputs, image.inputs)[0] == 1),
-        "verified": bool(result.verified),
-        **_proven(result, image.inputs),
-        "seconds": seconds,
+        "label": label_found(result, image),
     }
+
+
+def searched(
+    data: Batch, classes: int, network: str, method: Method, attack: str, numbers: Sequence[int]
+) -> list[dict[str, Any]]:
+    """What a search makes of the images, several at once."""
+    search, rows = build(attack), list[dict[str, Any]]()
+    for begin in range(0, len(numbers), STACK):
+        some = numbers[begin : begin + STACK]
+        views, images = zip(*(seen(data, classes, network, method, number) for number in some), strict=True)
+        began = time.process_time()
+        results = search.run(views, some)
+        seconds = (time.process_time() - began) / len(some)
+        for number, image, result in zip(some, images, results, strict=True):
+            rows.append({"image": number, **scored(result, image), "seconds": seconds})
+    return rows
+
+
+def label_found(result: Reconstruction, image: Batch) -> bool | None:
+    """Whether the label of a single image is right; None where none is told."""
+    if result.labels is None:
+        return None
+    found = result.labels.argmax(-1) if result.labels.ndim == 2 else result.labels
+    return bool(found[0] == image.labels[0])
+
+
+def labels_right(rows: Sequence[dict[str, Any]]) -> str:
+    """How many of the labels told are right."""
+    told = [row["label"] for row in rows if row.get("label") is not None]
+    return f"{sum(told)} of {len(told)}" if told else "-"
 
 
 def _proven(result: Reconstruction, truth: Tensor) -> dict[str, Any]:
@@ -82,6 +127,8 @@ def line(rows: list[dict[str, Any]]) -> list[str]:
     count = len(rows)
     wrong = sum(row["verified"] and not row["exact"] for row in solved)
     fixed = sorted(row["fixed"] for row in solved)
+    if not rows:
+        return ["0", *["-"] * (7 + len(SPENT))]
     shares = (
         sum(row["verified"] for row in solved),
         sum(row["psnr"] > 40 for row in solved),
@@ -99,23 +146,32 @@ def line(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def document(rows: list[dict[str, Any]], first: int) -> list[str]:
+def beside(rows: list[dict[str, Any]]) -> list[str]:
+    """The search's part of the same row."""
+    psnr = [row["psnr"] for row in rows if "psnr" in row]
+    return [f"{statistics.median(psnr):.1f} ({len(psnr)})", labels_right(rows)] if psnr else ["-", "-"]
+
+
+def document(rows: list[dict[str, Any]], first: int, timed_on: str) -> list[str]:
     """The results in words."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
-        groups.setdefault((row["set"], row["method"]), []).append(row)
-    body = [[*group, *line(own)] for group, own in groups.items()]
+        own = groups.setdefault((row["set"], row["method"]), {EXACT: [], SEARCH: []})
+        own[row.get("attack", EXACT)].append(row)
+    body = [[*group, *line(own[EXACT]), *beside(own[SEARCH])] for group, own in groups.items()]
     head = ["images of", "method", "images", "verified", "> 40 dB", "8-bit exact", "verified, not exact"]
-    head += ["pixels said to be fixed, median (least)", "of these wrong"]
+    head += ["pixels said to be fixed, median (least)", "of these wrong", "median dB (least)", *SPENT]
     return [
         "# Exact inversion, layer by layer",
         "",
         "`cascade` on FedAvg and `peel+cascade` on HyperFL (scaled heads): untrained networks, one step of size 0.02 "
         f"on one image in float32, no label, no classifier. Test images from number {first} on, image i with "
         "the network of seed i. An image is verified, and a pixel fixed, where the attack proves it without the truth; "
-        "of an image whose equations are not satisfied no pixel is. CPU seconds, one thread.",
+        "of an image whose equations are not satisfied no pixel is. CPU seconds are `cascade`'s, one thread "
+        f"({timed_on}). Beside it `ig` and `peel+ig` by their default settings on the same views, which read the label "
+        "off where the classifier is shared: median (number of images) and labels that are right.",
         "",
-        *table([*head, "median dB (least)", *SPENT], body),
+        *table([*head, "ig: median dB", "ig: labels right"], body),
     ]
 
 
@@ -125,26 +181,43 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50)
     parser.add_argument("--first", type=int, default=500, help="number of the first test image")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--attacks", nargs="+", choices=(EXACT, SEARCH), default=[EXACT, SEARCH])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    found = _before(chosen.sets, chosen.first)
+    found, timed_on = _before(chosen.sets, chosen.attacks, chosen.first)
     for name in chosen.sets:
         data = fl.data.load(name)
-        for subject, (method, attack) in SUBJECTS.items():
-            numbers = range(chosen.first, chosen.first + chosen.images)
-            rows = [one(data.test, data.num_classes, SETS[name], method, attack, number) for number in numbers]
-            found += [{"set": name, "method": subject, **row} for row in rows]
+        for subject, (method, exact) in SUBJECTS.items():
+            numbers, victims = range(chosen.first, chosen.first + chosen.images), (data.test, data.num_classes)
+            rows = dict[str, list[dict[str, Any]]]()
+            if EXACT in chosen.attacks:
+                rows[EXACT] = [one(*victims, SETS[name], method, exact, number) for number in numbers]
+            if SEARCH in chosen.attacks:
+                rows[SEARCH] = searched(*victims, SETS[name], method, exact.replace(EXACT, SEARCH), numbers)
+            for attack, own in rows.items():
+                found += [{"set": name, "method": subject, "attack": attack, **row} for row in own]
+            found.sort(key=lambda row: list(SETS).index(row["set"]))
             # at once, so that what is measured stays if this is stopped
-            publish("cascade", {"first": chosen.first, "rows": found}, document(found, chosen.first))
+            text = document(found, chosen.first, timed_on["processor"])
+            publish("cascade", {"first": chosen.first, "timed_on": timed_on, "rows": found}, text)
 
 
-def _before(sets: list[str], first: int) -> list[dict[str, Any]]:
-    """What was measured last of other sets, on such a machine and from the same image on."""
+def _before(sets: Sequence[str], measured: Sequence[str], first: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What was measured last of other sets or attacks, from the same image on, and where `cascade` was timed.
+
+    Seconds are of one machine: to measure `cascade` on another drops what was measured of it before. A search has none
+    on the page, so it can be added anywhere.
+    """
     path = RESULTS / "cascade.json"
     last = json.loads(path.read_text()) if path.exists() else {}
-    if last.get("machine") != machine() or last.get("first") != first:
-        return []
-    return [row for row in last["rows"] if row["set"] not in sets]
+    if last.get("first") != first:
+        return [], machine()
+    timed_on = last.get("timed_on", last["machine"])
+    again = EXACT in measured
+    keep = {SEARCH} | ({EXACT} if not again or timed_on == machine() else set())
+    rows = [row for row in last["rows"] if row.get("attack", EXACT) in keep]
+    rows = [row for row in rows if not (row["set"] in sets and row.get("attack", EXACT) in measured)]
+    return rows, machine() if again else timed_on
 
 
 if __name__ == "__main__":

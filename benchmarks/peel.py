@@ -6,6 +6,8 @@ real images, before any round and after one.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -123,7 +125,9 @@ def shown(value: float | None) -> str:
 
 
 def main() -> None:
-    """Measure and write the tables."""
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     torch.set_num_threads(1)
     rows = [
         row
@@ -132,6 +136,11 @@ def main() -> None:
         for bias in (True, False)
         for row in rows_of(dataset, network, lr, init, bias)
     ]
+    publish("peel", {"rows": [asdict(row) for row in rows]}, document(rows))
+
+
+def document(rows: Sequence[Row]) -> list[str]:
+    """The results in words."""
     lines = [
         "# Relative error of the peel",
         "",
@@ -165,7 +174,7 @@ def main() -> None:
         )
     head = ["images", "init", "head biases", "rounds before", "active", "local work", "route taken"]
     head += ["extractor", "by trunk", "by heads", "embedding", "verified"]
-    publish("peel", {"rows": [asdict(row) for row in rows]}, lines + table(head, cells))
+    return lines + table(head, cells)
 
 
 if __name__ == "__main__":
