@@ -59,7 +59,7 @@ Result = Reconstruction | NotApplicable
 
 @dataclass(frozen=True)
 class Preset:
-    """Published settings of an attack.
+    """Settings of an attack that have a name: published ones, or such as a sweep of ours found best for a network.
 
     Attributes:
         source: where they stand.

@@ -16,9 +16,9 @@ class DLG(Matching):
 
     The search is the authors', with two changes that the preset `published` takes back. Directions are compared and
     not differences: `idlg` on their network found every image that way in 96 runs (32 images, 3 seeds), by the authors'
-    distance in 80 % (benchmarks/results/idlg.md); with the label searched for it was not run at that length. And steps
-    are shortened to `max_step`: of 20 images looked at, those that diverged then went on towards the image. The
-    distance either finds the image (41-55 dB) or diverges, so restarts pay.
+    distance in 80 % (benchmarks/results/idlg.md); with the label searched for as well, 32 of 32 images from one start
+    (benchmarks/results/dlg.md). And steps are shortened to `max_step`: of 20 images looked at, those that diverged then
+    went on towards the image. The distance either finds the image (41-55 dB) or diverges, so restarts pay.
 
     Threat model: an honest-but-curious server that sees one client's update and knows its local training and the
     number of its images.
