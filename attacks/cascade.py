@@ -19,6 +19,7 @@ from attacks.headless import exact_gradient
 from attacks.layer_equations import slope_below
 from attacks.rounding import ROUNDED, rounding
 from attacks.training import training
+from attacks.units import in_unit
 from attacks.unroll import Stage, unroll
 from attacks.whose import single, whose
 from fl.tensors import dense
@@ -73,7 +74,9 @@ class Cascade(Attack):
         stages = unroll(view, max_pooling=True)
         if isinstance(stages, NotApplicable):
             return stages
-        gradients = {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()}
+        # the ratio of all is what counts: in a unit of their own no square overflows or runs under
+        even, _ = in_unit({n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()})
+        gradients = {n: dense(g) for n, g in even.items()}
         top = _top(stages, gradients)
         if top is None:
             there = any(isinstance(s.layer, nn.Linear) and f"{s.name}.bias" in gradients for s in stages)

@@ -47,7 +47,7 @@ def test_a_search_for_a_direction_goes_the_same_way(attack: str, dtype: torch.dt
     assert other.objective == pytest.approx(usual.objective, rel=1e-3)
 
 
-@pytest.mark.parametrize("attack", ["rgap", "rconv"])
+@pytest.mark.parametrize("attack", ["rgap", "rconv", "cascade"])
 @pytest.mark.parametrize("size", [1e-310, 1e-200, 1e200, 1e300])
 def test_a_layerwise_inversion_is_as_exact(attack: str, size: float) -> None:
     found = build(attack)(view(torch.float64, size))
