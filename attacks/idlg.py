@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from attacks.base import NotApplicable, attacks
 from attacks.dlg import DLG
-from attacks.problem import fixed_labels
+from attacks.matching import SUSPECT
+from attacks.problem import Problem, fixed_labels
 from fl.types import ServerView
 
 
@@ -30,5 +31,6 @@ class IDLG(DLG):
         """Needs a shared classifier and a known number of images, or known labels."""
         reason = super().refuse(view)
         if reason is None and fixed_labels(view, "auto") is None:
-            reason = NotApplicable("labels can't be read off: it takes a shared classifier and a known batch size")
+            missing = "labels can't be read off: it takes a shared classifier and a known batch size"
+            reason = NotApplicable(SUSPECT if Problem(view, None, self.objective).turned else missing)
         return reason

@@ -78,6 +78,16 @@ def turned(signal: Tensor, images: int = 1, rounding: float = 0.0) -> bool:
     return 1 <= positive <= images < negative and float(signal.sum().abs()) <= small
 
 
+def seems_turned(view: ServerView, update: Tensors, images: int = 1) -> bool:
+    """Whether the classifier's bias in an update without decay is `turned`; a difference of weights is rounded."""
+    bias, sent = classifier(view, update)[1], classifier(view, view.shared)[1]
+    if bias is None:
+        return False
+    grid = 4 * torch.finfo(view.dtype).eps if view.rounded else 0.0
+    rounding = 0.0 if sent is None else grid * float(sent.abs().max())
+    return turned(bias, images, rounding)
+
+
 TURNED = "the sign of the update seems turned (after - before), so that no label is read off it"
 """What a result notes then."""
 
@@ -126,10 +136,8 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
             return None  # other features than the images' are in the classifier's gradient
     if view.batch_size == 1:
         moved = any(name.startswith("memory/") for name in view.private) and astray(view) is not None
-        bias = classifier(view, update)[1]
-        if moved or (bias is not None and turned(bias)):  # what is remembered may outweigh the loss in the bias
-            return None
-        return idlg(view, update)
+        # what is remembered may outweigh the loss in the bias
+        return None if moved or seems_turned(view, update) else idlg(view, update)
     head = _Head.of(view, update)
     if head is None or view.batch_size is None:
         return None

@@ -29,6 +29,13 @@ SURE = 5.0
 """Logit of a class that was read off, where the search for labels begins there; the others' are 0."""
 
 
+SUSPECT = (
+    "the sign of the update seems turned (after - before), or it is of more images or of another loss than is supposed "
+    "(smoothed labels): where it is turned, give weights before - after"
+)
+"""What a result notes then: a search along a turned update looks for something else."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Matching(Attack):
     """Gradient matching over images, labels and whatever is private, on stacks of trials (images x restarts).
@@ -215,11 +222,6 @@ class Matching(Attack):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
         if view.batch_size == 0:
             return NotApplicable("no client of the group fed an image")
-        if problem.turned:
-            return NotApplicable(
-                "the sign of the update seems turned (after - before), so that a search would look for something else: "
-                "give weights before - after"
-            )
         return None
 
     # ---- what a subclass may change ----------------------------------------------------------------------------------
@@ -289,6 +291,7 @@ class Matching(Attack):
         labels = problem.labels
         if LABELS in row:
             labels = row[LABELS].argmax(-1)
+        odd = problem.turned
         private: Tensors = {name: row[private_key(name)] for name in view.private}
         known = {
             "labels": view.labels is not None,
@@ -299,11 +302,12 @@ class Matching(Attack):
         }
         return Reconstruction(
             inputs=problem.pixels(row[INPUTS]).clamp(0, 1),
-            labels=labels if view.method.uses_labels else None,
+            labels=labels if view.method.uses_labels and (view.labels is not None or not odd) else None,
             objective=objective,
             history=history,
             private=private,
             knowledge=tuple(name for name, used in known.items() if used),
+            note=SUSPECT if odd else "",
         )
 
     # ---- the search --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from attacks.headless import astray
 from attacks.inverter import digest
-from attacks.labels import classifier, recovered, turned
+from attacks.labels import recovered, seems_turned
 from attacks.latent import IMAGES, Space
 from attacks.objectives import OBJECTIVES, direction, squared
 from attacks.priors import Term, total_variation
@@ -133,18 +133,13 @@ class Problem:
         plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
         if not plain or type(view.client.defense) is not Defense or view.private or view.parts or size is None:
             return False
-        seen, sent = classifier(view, self.observed)[1], classifier(view, view.shared)[1]
-        if seen is None or sent is None:
-            return False
-        rounding = 4 * torch.finfo(view.dtype).eps * float(sent.abs().max()) if view.rounded else 0.0
-        if not turned(seen, size, rounding):
+        if not seems_turned(view, self.observed, size):
             return False
         grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
         labels = torch.zeros(size, dtype=torch.int64, device=view.device)
         with torch.no_grad():
             made = self.without_decay(predict(view, Candidate(grey, labels)), view.shared, view.update)
-        usual = classifier(view, made)[1]
-        return usual is not None and not turned(usual, size, rounding)
+        return not seems_turned(view, made, size)
 
     @cached_property
     def turn(self) -> Tensor | None:

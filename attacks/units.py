@@ -10,9 +10,10 @@ from fl.tensors import LowRank, Tensors, Value, scaled
 def in_unit(values: Tensors) -> tuple[Tensors, float]:
     """`values` by their largest entry (of outer products, about that), and the power of two that was divided by.
 
-    A power of two changes no digit of them; where all are zero it is 1.
+    A power of two changes no digit of them; where all are zero, or one is not finite, it is 1.
     """
-    power = math.frexp(max(map(_largest, values.values()), default=0.0) or 1.0)[1] - 1
+    largest = max(map(_largest, values.values()), default=0.0)
+    power = math.frexp(largest if 0 < largest < math.inf else 1.0)[1] - 1
     half = power // 2  # by two factors: the inverse of the smallest numbers is more than their type holds
     return scaled(scaled(values, 2.0**-half), 2.0 ** (half - power)), math.ldexp(1.0, power)
 

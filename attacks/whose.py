@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.labels import TURNED, classifier, names, turned
-from attacks.problem import fixed_labels
+from attacks.labels import TURNED, names, seems_turned
+from attacks.problem import Problem, fixed_labels
 from fl.tensors import dense
 from fl.types import ServerView, frozen
 
@@ -21,8 +21,7 @@ FITS = 0.1
 
 def single(view: ServerView) -> tuple[Tensor | None, str]:
     """The label (1,) of a view of one image, known or read off its update, and what is to be noted of it."""
-    bias = classifier(view, view.update)[1]
-    odd = view.labels is None and bias is not None and turned(bias)
+    odd = view.labels is None and seems_turned(view, Problem(view, None, "l2").observed)
     return fixed_labels(view, "auto") if view.method.uses_labels and not odd else None, TURNED if odd else ""
 
 
@@ -43,7 +42,7 @@ def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tens
     if weight is None or weight not in gradient or not view.method.uses_labels:
         return None
     seen = _features(view, weight.rpartition(".")[0], images)
-    if seen is None:
+    if seen is None or not all(bool(part.isfinite().all()) for part in seen):
         return None
     features, outputs = seen
     columns = dense(gradient[weight]).to(features) @ torch.linalg.pinv(features)  # (K, N)

@@ -45,14 +45,16 @@ def settled(result: Result, size: int | None) -> bool:
     """
     if isinstance(result, NotApplicable) or result.inputs is None or len(result.inputs) != size:
         return False
-    return bool(result.verified) or (result.fixed is not None and float(result.fixed.double().mean()) >= FIXED)
+    if result.verified or result.fixed is None:
+        return bool(result.verified)
+    return float(result.fixed.flatten(1).double().mean(1).min()) >= FIXED
 
 
 def rows_settled(rows: Sequence[Row]) -> bool:
     """The same of the rows of one update."""
     if not rows or any(not row.get("candidates") or row["candidates"] != row["images"] for row in rows):
         return False
-    return all(row.get("verified") for row in rows) or sum(row.get("fixed", 0.0) for row in rows) >= FIXED * len(rows)
+    return all(row.get("verified") or row.get("fixed", 0.0) >= FIXED for row in rows)
 
 
 def confirmed(verified: bool | None, fixed: float | None = None) -> str:

@@ -15,6 +15,11 @@ from eval.watching import IMAGES
 from fl.method import Method
 from fl.models.hypernetwork import Hypernetwork
 
+FOUND = (
+    "recovered every image and confirmed it, or nearly all of its pixels; labels and private tensors that are not "
+    "named were not searched for"
+)
+"""What an attack that settles every update leaves."""
 PEELED, SEARCH = "peel+ig", "ig"
 """The search behind a peeled hypernetwork, and the one where nothing can be peeled."""
 
@@ -41,14 +46,15 @@ def needless(label: str, before: Mapping[str, Sequence[Row]]) -> str:
     if all_settled := _settling(before):
         return spared(all_settled)
     peeled = before.get(PEELED, ())
-    if label == SEARCH and peeled and not any("not_applicable" in row for row in peeled):
+    # of a peel that did not confirm itself the plain search may know better
+    if label == SEARCH and peeled and all(row.get("verified") for row in peeled):
         return f"not needed: {PEELED} searched for the same with more known"
     return ""
 
 
 def spared(names: Sequence[str]) -> str:
     """In words, that these attacks leave nothing to find."""
-    return f"not needed: {join(list(dict.fromkeys(names)))} recovered and confirmed every image"
+    return f"not needed: {join(list(dict.fromkeys(names)))} {FOUND}"
 
 
 def _settling(before: Mapping[str, Sequence[Row]]) -> list[str]:

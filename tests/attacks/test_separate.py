@@ -107,12 +107,13 @@ def test_a_batch_comes_back_to_rounding_in_no_order() -> None:
         assert isinstance(found, Reconstruction)
         assert found.inputs is not None
         assert found.verified
-        assert found.labels is None
         assert found.fixed is not None
         assert found.fixed.shape == TWO.shape
         which = torch.cdist(found.inputs.flatten(1), TWO.flatten(1)).argmin(1)
         assert sorted(which.tolist()) == [0, 1]
         assert torch.allclose(found.inputs, TWO[which], atol=1e-5)
+        assert found.labels is not None
+        assert torch.equal(found.labels, which)  # image i is of class i
 
 
 def test_pooling_may_come_behind_the_activation() -> None:

@@ -75,5 +75,7 @@ def test_a_unit_changes_no_digit(size: float) -> None:
 
 
 def test_the_direction_of_zeros_is_zero() -> None:
+    for odd in (float("nan"), float("inf")):
+        assert not bool(dense(direction({"a": torch.tensor([odd, 1.0])})[0]["a"]).isfinite().all())
     found, _ = direction({"a": torch.zeros(3)})
     assert torch.equal(dense(found["a"]), torch.zeros(3))

@@ -54,6 +54,7 @@ def test_images_that_left_something_else_get_none() -> None:
     gradient = exact_gradient(view, batches=True)
     assert isinstance(gradient, dict)
     assert whose(view, gradient, torch.rand(truth.inputs.shape, generator=stream(0, "others"))) is None
+    assert whose(view, gradient, truth.inputs * float("nan")) is None
     twins = truth.inputs[:1].expand(2, -1, -1, -1)
     assert whose(view, gradient, twins) is None
 
