@@ -182,9 +182,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=500, help="number of the first test image")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--attacks", nargs="+", choices=(EXACT, SEARCH), default=[EXACT, SEARCH])
+    parser.add_argument("--page", default="cascade", help="of the results; other images than its own need another")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    found, timed_on = _before(chosen.sets, chosen.attacks, chosen.first)
+    found, timed_on = _before(chosen.page, chosen.sets, chosen.attacks, chosen.first)
     for name in chosen.sets:
         data = fl.data.load(name)
         for subject, (method, exact) in SUBJECTS.items():
@@ -199,16 +200,18 @@ def main() -> None:
             found.sort(key=lambda row: list(SETS).index(row["set"]))
             # at once, so that what is measured stays if this is stopped
             text = document(found, chosen.first, timed_on["processor"])
-            publish("cascade", {"first": chosen.first, "timed_on": timed_on, "rows": found}, text)
+            publish(chosen.page, {"first": chosen.first, "timed_on": timed_on, "rows": found}, text)
 
 
-def _before(sets: Sequence[str], measured: Sequence[str], first: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What was measured last of other sets or attacks, from the same image on, and where `cascade` was timed.
+def _before(
+    page: str, sets: Sequence[str], measured: Sequence[str], first: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What a page has of other sets or attacks, from the same image on, and where `cascade` was timed.
 
     Seconds are of one machine: to measure `cascade` on another drops what was measured of it before. A search has none
     on the page, so it can be added anywhere.
     """
-    path = RESULTS / "cascade.json"
+    path = RESULTS / f"{page}.json"
     last = json.loads(path.read_text()) if path.exists() else {}
     if last.get("first") != first:
         return [], machine()

@@ -32,11 +32,11 @@ def keep(folder: Path, **more: Any) -> None:
 
 def test_a_search_is_added_to_rows_of_another_machine(results: Path) -> None:
     keep(results)
-    assert cascade._before(["cifar10"], ["ig"], 500) == (OLD, ELSEWHERE)
-    assert cascade._before(["cifar10"], ["cascade"], 500)[0] == []  # its seconds would be of two machines
-    assert cascade._before(["cifar10"], ["ig"], 600)[0] == []
+    assert cascade._before("cascade", ["cifar10"], ["ig"], 500) == (OLD, ELSEWHERE)
+    assert cascade._before("cascade", ["cifar10"], ["cascade"], 500)[0] == []  # its seconds would be of two machines
+    assert cascade._before("cascade", ["cifar10"], ["ig"], 600)[0] == []
     keep(results, timed_on=cascade.machine())
-    kept, timed_on = cascade._before(["cifar10"], ["cascade", "ig"], 500)
+    kept, timed_on = cascade._before("cascade", ["cifar10"], ["cascade", "ig"], 500)
     assert (kept, timed_on) == (OLD[:2], cascade.machine())
 
 
