@@ -187,13 +187,12 @@ def _pixels(known: Equations, mean: Tensor, std: Tensor) -> Solved:
 
 
 def _doubted(now: Solved, expected: Prior, levels: Levels) -> Solved:
-    """The likeliest around `now`: what it finds of unsatisfied equations counts only where it satisfies them."""
+    """The likeliest around `now`; what came to satisfy its equations last is doubted like what did before."""
     now = together(now, expected, levels)
     found = revised(now, expected, levels)
-    if now.satisfied:
+    if now.satisfied or not found.satisfied:
         return found
-    # then it is doubted as what was satisfied before has been
-    return revised(together(found, expected, levels), expected, levels) if found.satisfied else now
+    return revised(together(found, expected, levels), expected, levels)
 
 
 def _propagated(known: Equations, prior: Prior, schedule: Schedule, levels: Levels | None = None) -> Solved:

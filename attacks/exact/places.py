@@ -44,9 +44,9 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
         levels: of its pixels.
 
     Returns:
-        `now` itself where nothing is searched for, or it is on no levels. Of others, a pixel that is on another level
-        where about as much is explained is not fixed, and nothing is that was not; of what is unlikely beforehand not
-        all is looked at.
+        `now` itself where nothing is searched for, it is on no levels, or its equations stay unsatisfied. Of others, a
+        pixel that is on another level where about as much is explained is not fixed, and nothing is that was not; of
+        what is unlikely beforehand not all is looked at.
     """
     known, x = now.known, now.found.x
     if not known.layer.searched or not levels.hold(x) or x.numel() > LARGEST:
@@ -64,8 +64,8 @@ def revised(now: Solved, prior: Prior, levels: Levels) -> Solved:
             doubt |= more
         if best is before:
             break
-    if not now.satisfied and not best.found.error < now.found.error:  # likelier, but led astray
-        return now.doubted(doubt)
+    if not best.satisfied:
+        return now
     if best is not now or now.fixed is None:
         best = judged(best, levels)
     return best.doubted(doubt, now)  # what was open stays so
