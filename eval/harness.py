@@ -123,7 +123,7 @@ class _Job:
 
     def go(self, one: Training) -> None:
         """One training with its attacks."""
-        open_to = [watch for watch in one.watches if not self.folder.finished(watch.cell)]
+        open_to = [watch for watch in one.watches if self.wanted(one, watch)]
         checkpoints = self.folder.checkpoints(one.cell)
         if not self.folder.finished(one.cell):
             stage = f"{one.name}: training"
@@ -143,7 +143,15 @@ class _Job:
         if open_to:
             self._attacks(one, open_to)
         if not self.options.keep_checkpoints:
-            checkpoints.keep(one.looked_at(watch for watch in one.watches if not self.folder.finished(watch.cell)))
+            checkpoints.keep(one.looked_at(watch for watch in one.watches if self.wanted(one, watch)))
+
+    def wanted(self, one: Training, watch: Watch) -> bool:
+        """Whether the attack is still to be run: not finished, nor of no more use."""
+        if self.folder.finished(watch.cell):
+            return False
+        if watch.cell.id not in self.left_out and not self.options.needed(one, watch):
+            self.left_out.add(watch.cell.id)
+        return watch.cell.id not in self.left_out
 
     def _attacks(self, one: Training, open_to: list[Watch]) -> None:
         several = len({watch.round for watch in one.watches}) > 1
@@ -151,10 +159,7 @@ class _Job:
             for number in sorted({watch.round for watch in open_to}):
                 sights: dict[Scene, watching.Seen] = {}
                 for watch in (watch for watch in open_to if watch.round == number):
-                    if self.folder.finished(watch.cell):  # by now: another label may stand for the same cell
-                        continue
-                    if not self.options.needed(one, watch):
-                        self.left_out.add(watch.cell.id)
+                    if not self.wanted(one, watch):  # by now: another label may stand for the same cell
                         continue
                     stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
                     with self._cell(watch.cell, stage):

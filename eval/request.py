@@ -270,7 +270,7 @@ def carry_out(
     watches = [watch for one in plan.trainings for watch in one.watches]
     with folder.locked(), folder.logged():
         failures = harness.run(plan, folder, options, told)
-        plan = thrift.rest(plan)
+        without, plan = thrift.without(plan), thrift.rest(plan)
         rows = results.assemble(plan, folder)
         if kept and rows:
             results.publish(rows, failures, plan, folder)
@@ -283,7 +283,7 @@ def carry_out(
         )
         for failure in failures
     ]
-    left_out = [Finding.of_spared(label, reason) for label, reason in thrift.spared.items()]
+    left_out = [Finding.of_spared(label, reason) for label, reason in without.items()]
     order = [watch.attack.label for watch in watches]
     found = [*audit.findings, *failed, *left_out]
     found.sort(key=lambda one: order.index(one.attack) if one.attack in order else -1)  # a training that failed: first

@@ -73,7 +73,7 @@ class Thrift:
 
     Attributes:
         folder: of the run.
-        spared: why an attack was left out, by label.
+        spared: why an attack was left out, by the cell that it would have filled.
     """
 
     folder: RunDir
@@ -85,14 +85,22 @@ class Thrift:
         before = {other.attack.label: store.read_rows(self.folder.file(other.cell, IMAGES)) for other in done}
         reason = needless(watch.attack.label, before)
         if reason:
-            self.spared[watch.attack.label] = reason
+            self.spared[watch.cell.id] = reason
         return not reason
+
+    def without(self, plan: Plan) -> dict[str, str]:
+        """Why attacks were left out of the whole plan, by label."""
+        watches = [watch for one in plan.trainings for watch in one.watches]
+        kept = {watch.attack.label for watch in watches if watch.cell.id not in self.spared}
+        gone = [watch for watch in watches if watch.attack.label not in kept]
+        return {watch.attack.label: self.spared[watch.cell.id] for watch in gone}
 
     def rest(self, plan: Plan) -> Plan:
         """The plan without what was left out."""
         trainings = [
-            replace(one, watches=tuple(watch for watch in one.watches if watch.attack.label not in self.spared))
+            replace(one, watches=tuple(watch for watch in one.watches if watch.cell.id not in self.spared))
             for one in plan.trainings
         ]
-        attacks = tuple(entry for entry in plan.experiment.attack if entry.label not in self.spared)
+        without = self.without(plan)
+        attacks = tuple(entry for entry in plan.experiment.attack if entry.label not in without)
         return replace(plan, trainings=tuple(trainings), experiment=replace(plan.experiment, attack=attacks))

@@ -6,13 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.runs import tiny
 from support.tiny import Registered
 from typer.testing import CliRunner
 
 import attacks
 from attacks.base import NotApplicable, Reconstruction
-from eval import auditing, cli, proof, terminal, tried
+from eval import auditing, cli, harness, proof, terminal, training, tried
 from eval.request import Request
+from eval.rundir import RunDir
 from eval.subjects import Subject, images
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
@@ -92,6 +94,17 @@ def test_the_first_attack_that_confirms_its_pictures_is_the_last(mine, tmp_path)
     assert "Not finished" not in (folder / "report.md").read_text()
 
 
+def test_what_was_left_out_keeps_no_checkpoint_and_is_not_prepared_for_again(mine, tmp_path, monkeypatch):
+    folder = tmp_path / "kept"
+    words = (*LINEAR, "--rounds", 1, "--out", folder, "--json")
+    first = audit(*words)
+    assert first.exit_code == 0, first.output
+    assert all(finding["spared"] for finding in json.loads(first.stdout)["findings"][1:])
+    assert not [*folder.rglob("*checkpoint*")]
+    monkeypatch.setattr(training, "federation_of", lambda one: pytest.fail("nothing is left to attack"))
+    assert json.loads(audit(*words).stdout) == json.loads(first.stdout)
+
+
 def test_a_hypernetwork_is_peeled_first():
     words = {"dataset": "{name: faces, size: 8}", "model": "tiny", "device": "cpu"}
     for method in ("hyperfl", "dp-hyperfl"):
@@ -100,6 +113,19 @@ def test_a_hypernetwork_is_peeled_first():
         assert [*Request(method=method, **words).attacks] == ["analytic", "rconv", "cascade", "ig"]
     (training,) = Request(method="hyperfl", **words).plan().trainings
     assert [watch.attack.label for watch in training.watches] == ["peel+cascade", "peel+ig", "ig"]
+
+
+def test_what_one_training_spares_is_still_part_of_another(tmp_path):
+    with Registered():
+        plan = harness.prepare(tiny("attack=guess"), device="cpu")
+    one, two = (trained.watches[0].cell.id for trained in plan.trainings)
+    thrift = tried.Thrift(RunDir(tmp_path), {one: "settled"})
+    assert thrift.without(plan) == {}
+    assert [len(trained.watches) for trained in thrift.rest(plan).trainings] == [0, 1]
+    assert [entry.label for entry in thrift.rest(plan).experiment.attack] == ["guess"]
+    thrift.spared[two] = "settled"
+    assert thrift.without(plan) == {"guess": "settled"}
+    assert thrift.rest(plan).experiment.attack == ()
 
 
 def test_batches_are_told_apart_by_what_can():
