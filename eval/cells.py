@@ -86,6 +86,8 @@ def attack_cell(
 ) -> Cell:
     """The cell of one attack after `number` rounds of a training; `public` are digests of the data that it names."""
     watched = {key: value for key, value in section_spec(observe).items() if key not in {"rounds", "method"}}
+    if observe.part == "train":  # as in cells from before there was a choice
+        del watched["part"]
     return Cell(
         {
             "kind": "attack",

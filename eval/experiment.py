@@ -100,7 +100,9 @@ class Observe:
         clients: numbers of the watched clients.
         rounds: after how many rounds of training they are watched; `()` is after the last, or before the last update
             that a method of bounded participation sends.
-        images: how many of each client's training images; None is all.
+        part: whose images an update is computed from: those that the client trains on ("train"), or its test images,
+            which no client has trained on ("test"): what it would send of a picture that is new to the network.
+        images: how many of them of each client; None is all.
         batch_size: how many of these an update is computed from; None is all of them at once.
         classes: only images of these classes, by name or label; `()` is any.
         seed: of the choice of images.
@@ -110,6 +112,7 @@ class Observe:
 
     clients: tuple[int, ...] = (0,)
     rounds: tuple[int, ...] = ()
+    part: Literal["train", "test"] = "train"
     images: int | None = 8
     batch_size: int | None = 1
     classes: tuple[int | str, ...] = ()

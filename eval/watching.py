@@ -231,7 +231,7 @@ def _pictures(victim: Victim, truth: Truth) -> list[str]:
     names = []
     for index in truth.trace.indices.tolist():
         copy = f"#{met[index]}" if met[index] else ""
-        names.append(f"{victim.client}:{int(victim.samples[index])}{copy}")
+        names.append(victim.named(f"{int(victim.samples[index])}{copy}"))
         met[index] += 1
     return names
 

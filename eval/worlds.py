@@ -28,21 +28,27 @@ class Victim:
 
     Attributes:
         client: number of the client; of a group the first.
-        samples: which images of the data set's training part it is computed from (n,) int64.
+        samples: which images of the data set it is computed from (n,) int64.
         data: these images.
+        part: of the data set, that they are numbered in: "train" or "test".
         others: what is aggregated with it before the server sees anything (secure aggregation).
     """
 
     client: int
     samples: Tensor
     data: Batch
+    part: str = "train"
     others: tuple[Victim, ...] = ()
 
     @property
     def key(self) -> str:
         """A name for it, the same in every run."""
-        own = f"{self.client}:{','.join(map(str, self.samples.tolist()))}"
+        own = self.named(",".join(map(str, self.samples.tolist())))
         return "+".join([own, *(other.key for other in self.others)])
+
+    def named(self, images: str) -> str:
+        """Images by client and number; a test image has a number that a training image may have, too."""
+        return f"{self.client}:{images}" if self.part == "train" else f"{self.client}:{self.part}/{images}"
 
     @property
     def group(self) -> tuple[Victim, ...]:
@@ -127,15 +133,16 @@ class World:
     def _watched(self, observe: Observe, client: int) -> list[Victim]:
         """The updates of one client."""
         classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
-        own = self.partition.train[client]
+        whole: Batch = getattr(self.dataset, observe.part)
+        own: Tensor = getattr(self.partition, observe.part)[client]
         if len(classes):
-            own = own[torch.isin(self.dataset.train.labels.cpu()[own], classes)]
+            own = own[torch.isin(whole.labels.cpu()[own], classes)]
         own = own[torch.randperm(len(own), generator=stream(observe.seed, "observe", client))]
         count = observe.images or len(own)
         if not len(own) or count > len(own):
             raise ValueError(f"observe.images: expected at most the {len(own)} of client {client}, got {count}")
         samples = own[:count].split(observe.batch_size or count)
-        return [Victim(client, chosen, self.dataset.train.take(chosen)) for chosen in samples]
+        return [Victim(client, chosen, whole.take(chosen), observe.part) for chosen in samples]
 
 
 def device_of(name: str) -> torch.device:

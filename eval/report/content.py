@@ -64,7 +64,7 @@ def _pictures(numbered: Numbered, show: bool) -> Section:
     if (left := len(numbered.shown) - MOST) > 0:
         words += f" The first {MOST} attacks are shown; {left} more are in images/."
     private = (
-        "These are training images of the watched clients: private data, unless the data set is public. Whoever "
+        "These are images of the watched clients: private data, unless the data set is public. Whoever "
         "gets this report gets them."
     )
     return Section("pictures", title, [Text(words), Text(private), *blocks])
