@@ -46,9 +46,9 @@ def named(sweep: Sweep) -> dict[str, dict[str, Any]]:
 
 
 def chosen(sweep: Sweep, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The best of those measured, the default and those it is set beside; each once."""
+    """The best of those measured, the default and those that the page has beside; each once."""
     best = max(points, key=lambda point: sum(point["psnr"]))
-    return once([best["setting"], *named(sweep).values()])
+    return once([best["setting"], *named(sweep).values(), *map(dict, sweep.beside)])
 
 
 def once(settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def lines(sweep: Sweep, found: Found) -> list[list[str]]:
     for setting in settings:
         point, again = of(found["choosing"], setting), data(of(found["others"], setting))
         names = [name for name, one in named(sweep).items() if one == setting]
-        what = (sweep.attack, f"{sweep.network}, {sweep.method.name}{sweep.where}", sweep.dataset)
+        what = (sweep.attack, f"{sweep.called}, {sweep.method.name}{sweep.where}", sweep.dataset)
         called = words(setting) + "".join(f", `{name}`" for name in names if name != DEFAULT)
         means = written(mean_interval(data(point))), written(mean_interval(again))
         gain = DEFAULT if DEFAULT in names else written(paired_difference(again, base))

@@ -43,6 +43,8 @@ class Sweep:
         rounds: of training by plain FedAvg before the attacks; 0 leaves the network untrained.
         defense: of the victims, known to the attacker.
         published: whether the preset of that name, where there is one, is tried beside the grid.
+        options: of the network, beside its defaults.
+        beside: settings of the grid that the page has whether they are the best or not.
     """
 
     attack: str
@@ -56,14 +58,21 @@ class Sweep:
     rounds: int = 0
     defense: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
     published: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
         """All of it in words: what tells it from the others."""
         grid = ", ".join(f"{key} of {', '.join(number(value) for value in row)}" for key, row in self.grid.items())
         fixed = "".join(f", {key} {number(value)}" for key, value in self.fixed.items())
-        what = f"`{self.attack}` on `{self.network}` ({self.method.name}, {self.dataset}{self.where})"
+        what = f"`{self.attack}` on `{self.called}` ({self.method.name}, {self.dataset}{self.where})"
         return f"{what}, {self.images} images, {self.iterations} iterations{fixed}: {grid}"
+
+    @property
+    def called(self) -> str:
+        """The network in words."""
+        return self.network + "".join(f", {key} {number(value)}" for key, value in self.options.items())
 
     @property
     def where(self) -> str:
@@ -80,7 +89,7 @@ class Sweep:
         """Views of one step on each of the test images from number `first` on."""
         data = fl.data.load(self.dataset)
         chosen = data.test.take(torch.arange(first, first + self.images))
-        world = trained(self.network, self.dataset, self.rounds)
+        world = trained(self.network, self.dataset, self.rounds, **self.options)
         seen = Federation(Client(world.client.task, self.method, defenses.build(dict(self.defense))), world.data)
         if self.rounds:
             seen.server = world.server
@@ -88,15 +97,15 @@ class Sweep:
 
     def accuracy(self) -> float:
         """Of the network that is attacked, on test images, in [0, 1]."""
-        return trained(self.network, self.dataset, self.rounds).score(0)
+        return trained(self.network, self.dataset, self.rounds, **self.options).score(0)
 
 
 @cache
-def trained(network: str, dataset: str, rounds: int) -> Federation:
+def trained(network: str, dataset: str, rounds: int, **options: Any) -> Federation:
     """A small federation on training images, its network after so many rounds of FedAvg."""
     data = fl.data.load(dataset)
     shape = {"input_shape": tuple(data.test.inputs.shape[1:])} if network == "lenet-zhu" else {}
-    task = fl.models.build(network, num_classes=len(data.class_names), seed=0, **shape)
+    task = fl.models.build(network, num_classes=len(data.class_names), seed=0, **shape, **options)
     test = data.test.take(torch.arange(len(data.test))[:TESTED])
     parts = torch.arange(len(data.train))[: CLIENTS * IMAGES].chunk(CLIENTS)
     clients = [ClientData(data.train.take(part), test) for part in parts]
@@ -120,6 +129,11 @@ LBFGS = {"objective": ("l2", "cosine"), "max_step": (0.03, 0.1, 0.3)}
 BILEVEL = {"tv": (1e-6, 1e-2), "head_lr": (1e-3, 1e-2)}
 LTI = {"width": (256, 512), "lr": (1e-3, 3e-3)}
 GROUP = {"tv": (1e-4, 1e-2), "group": (0.0, 0.01)}
+STATISTICS: dict[str, Any] = {
+    "grid": {"statistics": (0.0, 1e-3, 1e-2, 1e-1)},
+    "beside": ({"statistics": 0.0},),
+    "published": False,  # it weighs the statistics as the default does
+}
 JOINT = {"tv": (1e-6, 1e-3, 1e-2)}
 HYPERFL = HyperFL(lr=0.01, head_epochs=0, parametrisation=Hypernetwork(init="scaled"), **STEP)
 GREY, COLOUR = ("hyperfl-grey", "fashion_mnist"), ("hyperfl-colour", "cifar10")
@@ -150,4 +164,5 @@ SWEEPS = (
     Sweep("lti", "lenet-zhu", "fashion_mnist", LTI, 300, fixed=AUXILIARY, published=False),
     Sweep("gradinversion", *GREY, GROUP, 300, images=4),
     Sweep("gradinversion", *SIGMOID, GROUP, 300, images=4),
+    Sweep("gradinversion", "resnet20", "cifar10", iterations=300, images=8, options={"blocks": 1}, **STATISTICS),
 )
