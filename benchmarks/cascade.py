@@ -25,6 +25,7 @@ from attacks.base import Result, build
 from benchmarks.common import RESULTS, machine, publish, table
 from eval import metrics
 from fl.client import Client
+from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -45,10 +46,12 @@ STACK = 8
 """Views of the search at once: each of HyperFL's has a network of 14 million weights of its own."""
 
 
-def seen(data: Batch, classes: int, network: str, method: Method, number: int) -> tuple[ServerView, Batch]:
+def seen(
+    data: Batch, classes: int, network: str, method: Method, number: int, defense: Defense | None = None
+) -> tuple[ServerView, Batch]:
     """What the server sees of image `number`, and the image."""
     image = data.take(torch.tensor([number]))
-    client = Client(fl.models.build(network, num_classes=classes, seed=number), method)
+    client = Client(fl.models.build(network, num_classes=classes, seed=number), method, defense or Defense())
     return Federation(client, [ClientData(image, image)], seed=number).observe(0)[0], image
 
 
@@ -179,7 +182,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=50)
-    parser.add_argument("--first", type=int, default=500, help="number of the first test image")
+    parser.add_argument("--first", type=int, default=800, help="number of the first test image")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--attacks", nargs="+", choices=(EXACT, SEARCH), default=[EXACT, SEARCH])
     parser.add_argument("--page", default="cascade", help="of the results; other images than its own need another")

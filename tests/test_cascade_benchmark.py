@@ -60,16 +60,22 @@ def test_a_label_is_right_or_not_or_not_told(labels: torch.Tensor | None, right:
     assert cascade.scored(result, IMAGE) == {"psnr": 100.0, "exact": True, "label": right}
 
 
-def test_rows_of_a_page_of_one_set_are_of_that_set(results: Path) -> None:
-    row = {"update": "float32", "method": "FedAvg", "rounds": 1, "attack": "cascade", **EXACT, "off": 0.0}
-    told = {"first": 700, "images": 1, "iterations": 1000, "rows": [row]}
-    (results / "cascade_limits.json").write_text(json.dumps(told))
-    ((key, rows),) = cascade_limits._measured().items()
-    assert key == ("fashion_mnist", "float32", "FedAvg", 1)
-    other = [{**rows[0], "set": "cifar10", "first": 800, "iterations": 20}]
-    lines = [line for line in cascade_limits.document([rows, other]) if line.startswith("| ")]
-    assert [line.split(" | ")[:6] for line in lines[1:]] == [
-        ["| fashion_mnist", "700", "float32", "FedAvg", "1", "1"],
-        ["| cifar10", "800", "float32", "FedAvg", "1", "1"],
+def test_limits_are_one_line_a_set_update_and_method(results: Path) -> None:
+    row = {"set": "fashion_mnist", "update": "float32", "method": "FedAvg", "attack": "cascade", **EXACT, "off": 0.0}
+    row |= {"first": 700, "iterations": 1000}
+    other = {**row, "set": "cifar10", "first": 800}
+    (results / "cascade_limits.json").write_text(json.dumps({"rows": [row, other, row]}))
+    found = cascade_limits._measured()
+    assert found == {
+        ("fashion_mnist", "float32", "FedAvg"): [row, row],
+        ("cifar10", "float32", "FedAvg"): [other],
+    }
+    lines = [line for line in cascade_limits.document([*found.values()]) if line.startswith("| ")]
+    assert [line.split(" | ")[:5] for line in lines[1:]] == [
+        ["| fashion_mnist", "700", "float32", "FedAvg", "2"],
+        ["| cifar10", "800", "float32", "FedAvg", "1"],
     ]
-    assert cascade_limits._place(key) < cascade_limits._place(("cifar10", *key[1:]))
+    first, second = found
+    assert cascade_limits._place(first) < cascade_limits._place(second)
+    assert cascade_limits._place(first) < cascade_limits._place(("fashion_mnist", "float16", "FedAvg"))
+    assert cascade_limits._place(first) < cascade_limits._place(("fashion_mnist", "float32", "HyperFL"))
