@@ -194,29 +194,6 @@ def test_victims_hold_the_classes_asked_for():
         assert torch.isin(victim.samples, world.partition.train[victim.client]).all()
 
 
-def test_clients_may_be_watched_on_images_that_none_has_trained_on(tmp_path):
-    rows = run(tiny("observe.part=test", "observe.images=2", "observe.batch_size=1", "attack=guess"), tmp_path / "a")
-    world, found = victims("observe.part=test", "observe.images=2", "observe.batch_size=1")
-    for victim in found:
-        assert torch.isin(victim.samples, world.partition.test[0]).all()
-        assert torch.equal(victim.data.inputs, world.dataset.test.take(victim.samples).inputs)
-    named = [f"0:test/{int(victim.samples)}" for victim in found]
-    assert [row["picture"] for row in rows if row["method"] == "fedavg"] == named
-    assert [victim.key for victim in found] == named
-    with pytest.raises(ValueError, match=r"observe.images: expected at most the \d+ of client 0, got 9000"):
-        victims("observe.part=test", "observe.images=9000", "observe.batch_size=1")
-    with pytest.raises(ValueError, match=r"observe\.part"):
-        tiny("observe.part=both")
-
-
-def test_the_choice_of_part_renames_no_cell_from_before_there_was_one():
-    def settings(*words):
-        return harness.prepare(tiny(*words), device="cpu").trainings[0].watches[0].cell.settings["observe"]
-
-    assert "part" not in settings()
-    assert settings("observe.part=test", "observe.images=2")["part"] == "test"
-
-
 def test_a_guess_from_other_images_has_none_of_the_watched_clients():
     world, found = victims("observe.clients=[0, 2]")
     known = world.reference(found)

@@ -1,0 +1,42 @@
+"""Clients watched on images that none has trained on (`observe.part`)."""
+
+import pytest
+import torch
+from support.runs import run, tiny
+from support.tiny import Registered
+
+from eval import harness
+
+
+@pytest.fixture(autouse=True)
+def _guesses():
+    with Registered():
+        yield
+
+
+def victims(*overrides):
+    plan = harness.prepare(tiny("observe.part=test", *overrides), device="cpu")
+    return plan.trainings[0].world, plan.trainings[0].watches[0].scene.victims
+
+
+def test_clients_may_be_watched_on_images_that_none_has_trained_on(tmp_path):
+    rows = run(tiny("observe.part=test", "observe.images=2", "observe.batch_size=1", "attack=guess"), tmp_path / "a")
+    world, found = victims("observe.images=2", "observe.batch_size=1")
+    for victim in found:
+        assert torch.isin(victim.samples, world.partition.test[0]).all()
+        assert torch.equal(victim.data.inputs, world.dataset.test.take(victim.samples).inputs)
+    named = [f"0:test/{int(victim.samples)}" for victim in found]
+    assert [row["picture"] for row in rows if row["method"] == "fedavg"] == named
+    assert [victim.key for victim in found] == named
+    with pytest.raises(ValueError, match=r"observe.images: expected at most the \d+ of client 0, got 9000"):
+        victims("observe.images=9000", "observe.batch_size=1")
+    with pytest.raises(ValueError, match=r"observe\.part"):
+        tiny("observe.part=both")
+
+
+def test_the_choice_of_part_renames_no_cell_from_before_there_was_one():
+    def settings(*words):
+        return harness.prepare(tiny(*words), device="cpu").trainings[0].watches[0].cell.settings["observe"]
+
+    assert "part" not in settings()
+    assert settings("observe.part=test", "observe.images=2")["part"] == "test"
