@@ -12,7 +12,7 @@ from fl.finite import finite, unfit
 from fl.group import as_one
 from fl.registry import Registry, UnknownNameError
 from fl.tensors import Tensors
-from fl.types import ServerView
+from fl.types import Batch, ServerView
 
 attacks = Registry["Attack"]("attack", "attacks")
 
@@ -109,6 +109,10 @@ class Attack:
     def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """The views that are best attacked together, by their indices: what may be spread over processes."""
         return [[i] for i in range(len(views))]
+
+    def beforehand(self) -> Batch | None:
+        """Images that the attacker has before it sees any update, and which are none of those attacked."""
+        return None
 
     def single(self, view: ServerView) -> ServerView | NotApplicable:
         """The view as one of a single client, for an attack that knows no groups; else as it is, if it is finite."""
@@ -210,6 +214,10 @@ class Chain(Attack):
     def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Those of the attack on the rewritten views."""
         return self.then.portions(views)
+
+    def beforehand(self) -> Batch | None:
+        """Those of the attack on the rewritten views."""
+        return self.then.beforehand()
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Rewrite every view, attack those that could be, in one stack."""

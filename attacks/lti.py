@@ -35,8 +35,8 @@ class LearningToInvert(Attack):
     it. One network serves all clients that were sent the same weights under the same settings; it does not depend on
     the seed of the call.
 
-    Threat model: an honest server that also has images like the client's. These must not contain the client's own,
-    which only the user can see to: name another data set, or the `part` of it that no client trains on.
+    Threat model: an honest server that also has images like the client's. These must not contain those that are
+    attacked: name another data set, or the `part` of it that these are not of. A run refuses what holds one of them.
 
     It differs from the authors' code in what the network is given: an update is brought to length 1, each of its
     numbers standardised over imitated updates, so that no unit matters, and in the hash signs keep apart what is added
@@ -48,7 +48,8 @@ class LearningToInvert(Attack):
 
     Attributes:
         auxiliary: public images, by the name or the settings of a data set; the attack needs them.
-        part: "test" or "train", which images of it; clients train on the images of "train".
+        part: "test" or "train", which images of it; clients train on the images of "train", and are watched on one of
+            the two (`observe.part`).
         iterations: of Adam; the step size falls to a tenth after three quarters of them.
         batch: imitated updates in each.
         width: units of the two hidden layers.
@@ -96,7 +97,7 @@ class LearningToInvert(Attack):
             missing = NotApplicable("it needs images like the client's: name a data set as its setting auxiliary")
             return [missing] * len(views)
         data = self.auxiliary.load()
-        public = data.train if self.part == "train" else data.test
+        public = self._part(data)
         mark = digest(public.inputs, public.labels)
         if not len(public):
             return [NotApplicable(f"{data.name} has no images in its part {self.part!r}")] * len(views)
@@ -104,6 +105,13 @@ class LearningToInvert(Attack):
             view if isinstance(view, NotApplicable) else self.refuse(view, data) or self._read(view, data, public, mark)
             for view in map(self.single, views)
         ]
+
+    def beforehand(self) -> Batch | None:
+        """The public images."""
+        return None if self.auxiliary is None else self._part(self.auxiliary.load())
+
+    def _part(self, data: Dataset) -> Batch:
+        return data.train if self.part == "train" else data.test
 
     def refuse(self, view: ServerView, data: Dataset) -> NotApplicable | None:
         """Why this attack says nothing about `view`, or None."""

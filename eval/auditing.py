@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.spread import Spread
-from eval import checks, proof, store, tried
+from eval import beforehand, checks, proof, store, tried
 from eval.harness import FAULTS, Counter, Progress, silent
 from eval.report.summary import secrets
 from eval.results import draw
@@ -162,6 +162,8 @@ def examine(
             found.append(Finding.of_spared(label, tried.spared([*settled.values()])))
             continue
         try:
+            truths = (subject.truth.inputs for subject in open_to.values() if subject.truth is not None)
+            beforehand.refuse(attack, label, truths)
             results = _results(label, attack, open_to, seed, told)
             finding = _finding(label, open_to, results, seed)
             if out is not None:

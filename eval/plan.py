@@ -10,7 +10,7 @@ import torch
 
 from attacks.base import Attack
 from defenses import Defense
-from eval import grid
+from eval import beforehand, grid
 from eval.cells import Cell, attack_cell, sources, training_cell
 from eval.experiment import Entry, Experiment, FederationSpec, Observe
 from eval.perceptual import Perceptual, load_lpips
@@ -200,6 +200,7 @@ class _Maker:
             part = grid.part(self.experiment, method, attack)
             scene = self._scene(part, world, method.label, defense.item.group)
             self._check(task, scene.method, defense, f"observe.method {method.label!r}")
+            self._refuse(attack, scene)
             for number in _watched(part, method):
                 settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
                 made = attack_cell(cell, number, *settings, public=self._public(attack.item))
@@ -207,6 +208,14 @@ class _Maker:
         watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
         name = self._name(seed, method.label, defense.label)
         return Training(method, defense, seed, world, own.federation, cell, tuple(watches), name)
+
+    def _refuse(self, attack: Entry[Attack], scene: Scene) -> None:
+        """Once for all seeds and defences: images are read for it."""
+        key = f"{attack.item!r} {id(scene.victims)}"
+        if key not in self.checked:
+            watched = (member.data.inputs for victim in scene.victims for member in victim.group)
+            beforehand.refuse(attack.item, attack.label, watched)
+            self.checked.add(key)
 
     def _name(self, seed: int, method: str, defense: str) -> str:
         defended = "" if defense == "none" else f" + {defense}"

@@ -155,3 +155,17 @@ def test_an_update_is_scored_against_the_first_images_and_that_is_said(mine, tmp
     assert "recovered labels: 0\n" in right.stdout
     other = audit(*words, "--model", f"{mine}:whole")
     assert "it is what the model makes of images[2] of those given, counted from 0: give these first" in other.stderr
+
+
+def test_an_attack_that_has_the_images_beforehand_is_not_believed(mine):
+    faces = "{name: faces, size: 8}"
+    lti = f"{{name: lti, auxiliary: {faces}, iterations: 2, batch: 2, width: 4, hashed: 16, part: %s}}"
+    words = (f"{mine}:grey", "--images", faces, "--count", 2, "--json", "--attack")
+    findings = {}
+    for part in ("train", "test"):
+        result = audit(*words, lti % part)
+        findings[part] = json.loads(result.stdout)["findings"][0]["failed"], result.exit_code
+    assert findings["test"] == (None, 0)
+    reason, code = findings["train"]  # whose images an audit takes
+    assert reason.startswith("ValueError: attack 'lti': expected images that are not attacked, got 2 of the 2")
+    assert code == terminal.FAILURE

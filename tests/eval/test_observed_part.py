@@ -40,3 +40,16 @@ def test_the_choice_of_part_renames_no_cell_from_before_there_was_one():
 
     assert "part" not in settings()
     assert settings("observe.part=test", "observe.images=2")["part"] == "test"
+
+
+SAME = "{name: lti, iterations: 2, batch: 2, width: 4, hashed: 16, auxiliary: {name: faces, size: 8}, part: %s}"
+
+
+@pytest.mark.parametrize("attack", [SAME, SAME.replace("lti", "first-step+lti")])
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_an_attacker_has_none_of_the_watched_images_beforehand(part, attack):
+    other = {"train": "test", "test": "train"}[part]
+    common = (f"observe.part={part}", "observe.images=2", "observe.batch_size=1")
+    harness.prepare(tiny(*common, f"attack={attack % other}"), device="cpu")
+    with pytest.raises(ValueError, match=r"lti': expected images that are not attacked, got 2 of the 2 watched ones"):
+        harness.prepare(tiny(*common, f"attack={attack % part}"), device="cpu")

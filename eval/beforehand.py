@@ -1,0 +1,39 @@
+"""Images that an attacker has before it attacks: those that it is to reconstruct may not be among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from attacks.base import Attack
+
+
+def refuse(attack: Attack, label: str, watched: Iterable[Tensor]) -> None:
+    """Say so where the attacker would train on what it is scored on, to 8 bits.
+
+    Args:
+        attack: which.
+        label: its name in a run.
+        watched: images (N, C, H, W) in [0, 1] that it is to reconstruct, batch by batch.
+
+    Raises:
+        ValueError: how many of the watched images the attack has beforehand, and what to do about it.
+    """
+    images = attack.beforehand()
+    if images is None:
+        return
+    held = set(_marks(images.inputs))
+    sought = [mark for batch in watched for mark in _marks(batch)]
+    if found := sum(mark in held for mark in sought):
+        raise ValueError(
+            f"attack {label!r}: expected images that are not attacked, got {found} of the {len(sought)} watched ones "
+            "among those it has beforehand; name another data set or its other part (auxiliary, part), or watch other "
+            "images (observe.part, observe.seed)"
+        )
+
+
+def _marks(images: Tensor) -> list[bytes]:
+    """Every image (N, C, H, W) as 8 bits have it."""
+    levels = (images.detach().clamp(0, 1) * 255).round().byte().cpu().numpy()
+    return [bytes(str(image.shape), "ascii") + image.tobytes() for image in levels]
