@@ -10,6 +10,9 @@ from torch import Tensor
 
 from attacks.exact.equations import SMALLEST, Equations, Prior, System
 
+STILL = 1e-3
+"""Change of the probabilities over a stretch in which X did not move, below which colder ones would change little."""
+
 
 def temperatures(first: float, factor: float) -> list[float]:
     """A falling sequence from `first` to 1, which is held for a while."""
@@ -70,15 +73,16 @@ def anneal(
     x, shares, noise, forward = start.x, start.shares, start.noise, start.forward
     exceeded = None
     for temperature in temperatures:
+        before = x, shares
         for _ in range(steps):
-            x = System.of(known, shares, noise, forward, exceeded, prior).solve(x)
+            x = System.of(known, shares, noise, forward, exceeded, prior).solve(x, preconditioner="mean")
             excess = known.excess(x)
             shares, left = _expected(known, x, excess, shares, noise, forward, temperature)
             exceeded = (excess > 0).to(shares)
             noise = known.deviation(x, shares, left).maximum(known.floor)
             missed = known.average((shares * excess.square()).sum(-1)).sqrt()
             forward = missed.clamp_min(SMALLEST * known.forward_scale)
-        if done(x):
+        if done(x) or (torch.equal(x, before[0]) and bool((shares - before[1]).abs().max() < STILL)):
             break
     return x, shares
 
@@ -91,14 +95,15 @@ def _expected(
     above = excess.clamp_min(0).square()
     missed = excess.square() * known.seen[..., None] + above * ~known.seen[..., None]
     energy = (missed + above.sum(-1, keepdim=True) - above) / (2 * (forward**2 + known.loose**2)[..., None])
-    sizes = cells.square().sum(-1)
-    left = known.residual(x, shares)
-    shares = shares.clone()
+    within = cells @ cells.mT  # (K, P, P)
+    precision = 1 / noise.square()[:, None]
+    against = energy + 0.5 * (known.signal.square() * precision)[..., None] * within.diagonal(dim1=1, dim2=2)
+    left, shares = known.residual(x, shares), shares.clone()
     for _ in range(2):
         for k in range(cells.shape[0]):
-            signal = known.signal[:, k, None]
-            left = left + signal * (shares[:, k] @ cells[k])
-            fit = (signal**2 * sizes[k] - 2 * signal * (left @ cells[k].mT)) / (2 * noise[:, None] ** 2)
-            shares[:, k] = torch.softmax(-(fit + energy[:, k]) / temperature, -1)
-            left = left - signal * (shares[:, k] @ cells[k])
+            signal, before = known.signal[:, k, None], shares[:, k]
+            along = left @ cells[k].mT + signal * (before @ within[k])  # of what is left without this cell
+            now = torch.softmax((signal * precision * along - against[:, k]) / temperature, -1)
+            left.addmm_(signal * (before - now), cells[k])
+            shares[:, k] = now
     return shares, left

@@ -189,17 +189,19 @@ class Without:
 
     def decided(self, shares: Tensor) -> Tensor:
         """New probabilities (O, K, P), cell after cell, each given the others'."""
-        known, cells = self.known, self.cells.unflatten(3, (self.left.shape[2], -1)).mT  # (O, K, P, kh kw, I)
+        known, cells, (count, equations, _) = self.known, self.cells, self.left.shape
         variance = (FORWARD * known.forward_scale.square() + known.loose**2)[..., None]
         outside = conditioned(known, *self.outputs, variance)[0].clamp_min(1e-300).log()
-        eye = torch.eye(cells.shape[3]).to(cells)
-        whitened = torch.linalg.inv(self.noise(shares)[:, None, None] * eye + self.spread)[:, None, None] @ cells
-        square = 0.5 * known.signal[..., None].square() * (whitened * cells).sum((-1, -2))
-        left, shares = self.left + self.within @ (self.inner @ self.left), shares.clone()
+        inverse = torch.linalg.inv(self.noise(shares)[:, None, None] * torch.eye(equations).to(cells) + self.spread)
+        whitened = (cells.view(count, -1, equations) @ inverse.mT).view_as(cells)
+        within = known.signal[..., None, None].square() * (whitened @ cells.mT)  # (O, K, P, P)
+        square = 0.5 * within.diagonal(dim1=2, dim2=3)
+        left = (self.left + self.within @ (self.inner @ self.left)).mT.flatten(1)[..., None]  # (O, M, 1)
+        shares = shares.clone()
         for k in range(cells.shape[1]):
-            signal = known.signal[:, k, None]
-            left = left + signal[..., None] * torch.einsum("op,opai->oai", shares[:, k], cells[:, k])
-            along = signal * torch.einsum("opai,oai->op", whitened[:, k], left)
-            shares[:, k] = torch.softmax((along - square[:, k]) / TEMPERATURE + outside[:, k], -1)
-            left = left - signal[..., None] * torch.einsum("op,opai->oai", shares[:, k], cells[:, k])
+            signal, before = known.signal[:, k, None], shares[:, k, :, None]
+            along = signal * (whitened[:, k] @ left)[..., 0] + (within[:, k] @ before)[..., 0]  # without this cell
+            now = torch.softmax((along - square[:, k]) / TEMPERATURE + outside[:, k], -1)[..., None]
+            left.baddbmm_(cells[:, k].mT, signal[..., None] * (before - now))
+            shares[:, k] = now[..., 0]
         return shares

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ SMALLEST = 1e-7
 OTHERS = 1e-6
 """What else a float32 gradient is off by beside the update's rounding, relative to its root mean square: sums made by
 autograd, and rounding of what flows back. Of numbers whose own rounding is less this was left."""
+Preconditioner = Literal["channels", "mean", "whole"]
+"""What `System.solve` inverts."""
 LARGEST = 4096
 """Unknowns up to which a dense matrix of all of them is factorised."""
 
@@ -285,19 +288,29 @@ class System:
             matrix[i * count : (i + 1) * count, i * count : (i + 1) * count] += own
         return matrix if self.prior is None else matrix.add_(self.prior.dense)
 
-    def solve(self, start: Tensor, tolerance: float = 1e-3, iterations: int = 200, *, whole: bool = False) -> Tensor:
+    def solve(self, start: Tensor, tolerance: float = 1e-3, *, preconditioner: Preconditioner = "channels") -> Tensor:
         """X (I, H, W) from `start` on, until the preconditioned residual is `tolerance` of the right-hand side's.
 
-        `whole` inverts the matrix of all channels for a preconditioner: dear, but one or two iterations do.
+        `preconditioner` says what is inverted: "channels", each channel's own part; their "mean", cheap and enough for
+        a wide tolerance; or the "whole" matrix, dear, but one or two iterations do (up to `LARGEST` unknowns).
         """
-        if whole and start.numel() <= LARGEST:
+        if preconditioner == "whole" and start.numel() <= LARGEST:
             matrix = self.dense()[None]
+        elif preconditioner == "mean":
+            matrix = self._mean[None]
         else:
             matrix = self.layer.blocks(self.weights) + self.plane
             matrix = matrix if self.prior is None else matrix + self.prior.blocks
-        return self._descend(start.flatten(1), _cholesky(matrix), tolerance, iterations).view(self.layer.shape)
+        return self._descend(start.flatten(1), _cholesky(matrix), tolerance).view(self.layer.shape)
 
-    def _descend(self, x: Tensor, factor: Tensor, tolerance: float, iterations: int) -> Tensor:
+    @property
+    def _mean(self) -> Tensor:
+        """The mean of the channels' own parts (H W, H W)."""
+        plane = self.plane.mean(0) if self.plane.ndim == 3 else self.plane
+        matrix = self.layer.mean_block(self.weights) + plane
+        return matrix if self.prior is None else matrix + self.prior.blocks.mean(0)
+
+    def _descend(self, x: Tensor, factor: Tensor, tolerance: float, iterations: int = 200) -> Tensor:
         left = self.right - self(x)
         whole = (self.right * _apart(self.right, factor)).sum()
         step = moved = _apart(left, factor)
@@ -338,5 +351,7 @@ def _cholesky(blocks: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor, factor: Tensor) -> Tensor:
-    """The inverse times X (I, H W), of blocks channel by channel or of one matrix."""
-    return torch.cholesky_solve(x.view(len(factor), -1, 1), factor).view_as(x)
+    """The inverse times X (I, H W), of blocks channel by channel, of one for all channels or of one matrix."""
+    if len(factor) == 1:
+        return torch.cholesky_solve(x.view(-1, factor.shape[-1]).mT, factor[0]).mT.reshape_as(x)
+    return torch.cholesky_solve(x[..., None], factor)[..., 0]

@@ -13,7 +13,7 @@ from attacks.exact.annealing import Start, anneal, temperatures
 from attacks.exact.cavity import Guess, affordable, guesses
 from attacks.exact.confirmed import tight
 from attacks.exact.decode import decode
-from attacks.exact.equations import LARGEST, Equations, Prior
+from attacks.exact.equations import LARGEST, Equations, Preconditioner, Prior
 from attacks.exact.flat import flatten
 from attacks.exact.levels import Levels
 from attacks.exact.likely import astray
@@ -109,10 +109,10 @@ def _sharper(now: Solved) -> Solved:
     return now
 
 
-def _anew(now: Solved, *, whole: bool = False) -> Solved:
-    """What the linear system leads to of the positions that `now` decides for; `whole` as in `System.solve`."""
+def _anew(now: Solved, preconditioner: Preconditioner = "channels") -> Solved:
+    """What the linear system leads to of the positions that `now` decides for."""
     found = replace(now.found, shares=decided(now.known, now.found))
-    moved = system_of(now.known, found).solve(found.x, 1e-12, whole=whole)
+    moved = system_of(now.known, found).solve(found.x, 1e-12, preconditioner=preconditioner)
     return Solved.of(now.known, explained(now.known, moved))
 
 
@@ -156,7 +156,7 @@ def _again(now: Solved, rounds: int = 6) -> Solved:
         return now
     best = now
     for _ in range(rounds):
-        now = _anew(now, whole=True)
+        now = _anew(now, "whole")
         done = not now.found.error < 0.9 * best.found.error
         best = now.better(best)
         if done and best.satisfied:

@@ -179,6 +179,12 @@ class Layer:
         squares = torch.einsum("iom,ion->imno", filters, filters)
         return self._summed(squares @ weights)
 
+    def mean_block(self, weights: Tensor) -> Tensor:
+        """The mean of `blocks` over the channels (H W, H W)."""
+        filters = self.weight.flatten(2)  # (O, I, kh * kw)
+        squares = (filters.mT @ filters / filters.shape[1]).permute(1, 2, 0)
+        return self._summed((squares @ weights)[None])[0]
+
     def form(self, kernels: Tensor) -> Tensor:
         """The matrix (N, N), N = I * H * W, of sum_l patch_l^T kernels_l patch_l as a form in X.
 

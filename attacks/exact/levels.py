@@ -58,12 +58,13 @@ class Levels:
         number = self.number(x).flatten()
         slope = matrix @ x.flatten() - right.flatten()
         curvature = 0.5 * matrix.diagonal() * step.square()
+        least = 1e-9 * curvature.mean()
         for _ in range(moves):
             up = (slope * step + curvature).masked_fill(number == self.count - 1, math.inf)
             down = (curvature - slope * step).masked_fill(number == 0, math.inf)
             gain = torch.minimum(up, down)
             at = int(gain.argmin())
-            if not gain[at] < -1e-9 * curvature.mean():
+            if not gain[at] < -least:
                 break
             sign = 1 if up[at] < down[at] else -1
             number[at] += sign

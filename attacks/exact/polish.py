@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from attacks.exact.equations import SMALLEST, Equations, Prior, System
+from attacks.exact.equations import SMALLEST, Equations, Preconditioner, Prior, System
 from attacks.exact.flips import Flips
 
 TIE = 1e-5
@@ -87,8 +87,8 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
             break
         tried.append(shares)
         system = system_of(known, replace(now, shares=shares), prior)
-        whole = prior is not None or not known.layer.searched
-        now = explained(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, whole=whole))
+        by: Preconditioner = "whole" if prior is not None or not known.layer.searched else "channels"
+        now = explained(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, preconditioner=by))
         if not now.error < 0.9 * best.error:
             return now if now.error < best.error else best
         best = now
@@ -103,7 +103,7 @@ def solvable(known: Equations, prior: Prior | None = None) -> Fit:
     """
     noise = known.floor.expand(len(known.gradient))
     system = System.of(known, known.start, noise, SMALLEST * known.forward_scale, prior=prior, fine=True)
-    return fit(known, system.solve(known.layer.weight.new_zeros(known.layer.shape), 1e-12, whole=True))
+    return fit(known, system.solve(known.layer.weight.new_zeros(known.layer.shape), 1e-12, preconditioner="whole"))
 
 
 def system_of(known: Equations, now: Fit, prior: Prior | None = None) -> System:

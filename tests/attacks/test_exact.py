@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attacks.exact.bounds import spans
-from attacks.exact.equations import Equations, Prior, System, _cholesky
+from attacks.exact.equations import Equations, Preconditioner, Prior, System, _cholesky
 from attacks.exact.invert import Solved, _sharper, solve
 from attacks.exact.layer import Layer
 from attacks.exact.levels import SHARP, Levels
@@ -94,9 +94,9 @@ def test_what_a_cell_sees_is_one_patch_of_its_window() -> None:
     assert torch.allclose(outputs + made.bias[:, None, None], made.outputs(x))
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("preconditioner", ["channels", "mean", "whole"])
 @pytest.mark.parametrize("name", ["plain", "average"])
-def test_conjugate_gradients_solve_the_dense_system(name: str, whole: bool) -> None:
+def test_conjugate_gradients_solve_the_dense_system(name: str, preconditioner: Preconditioner) -> None:
     made = layer(name, 6)
     known = problem(made, randn(*SHAPES[name]["shape"]))  # type: ignore[misc]
     shares = torch.softmax(randn(*known.start.shape, key="shares"), -1) if made.searched else known.start
@@ -107,7 +107,7 @@ def test_conjugate_gradients_solve_the_dense_system(name: str, whole: bool) -> N
     system = System.of(known, shares, noise, forward, prior=prior)
     bare = System.of(known, shares, noise, forward).dense()
     matrix = bare + torch.kron(prior.channels, prior.pixels) + torch.diag(sites[0].flatten())
-    found = system.solve(torch.zeros(made.shape).double(), 1e-12, whole=whole)
+    found = system.solve(torch.zeros(made.shape).double(), 1e-12, preconditioner=preconditioner)
     assert torch.allclose(system.dense(), matrix)
     assert torch.allclose(found.flatten(), torch.linalg.solve(matrix, system.right.flatten()), atol=1e-9)
 
