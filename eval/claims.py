@@ -186,6 +186,10 @@ class Ceilings:
                 return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
         if watch.scene.threat.knows_draws and isinstance(watch.scene.method, Private):
             return "the attacker knows the noise (threat.knows_draws), which no guarantee survives"
+        if watch.scene.observe.part == "test" and watch.round:
+            return (
+                "candidates were trained on and the watched images were not (observe.part), which may tell them apart"
+            )
         return ""
 
     def _charges(self, watch: Watch, member: Victim, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:

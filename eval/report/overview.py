@@ -104,7 +104,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "Defences": ", ".join(dict.fromkeys(g.defense for g in run.groups if setting.kind(g.defense) != "none")),
         "Attacks": ", ".join(dict.fromkeys(group.attack for group in run.groups if group.attack != NOT_ATTACKED)),
         "Watched": f"client {join([str(c) for c in watched])}" if run.attacked and isinstance(watched, list) else "",
-        "Images": f"{len(attacked)}, "
+        "Images": _counted(attacked)
         + (f"{batch} per update" if batch else "all of a client at once")
         + (f", only of {join(chosen)}" if chosen else "")
         if attacked
@@ -112,6 +112,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "Seeds": join([str(seed) for seed in dict.fromkeys(row["seed"] for row in run.rows)]),
     }
     return [(term, words) for term, words in entries.items() if words]
+
+
+def _counted(pictures: set[str]) -> str:
+    """How many images were attacked, and how many of them are new to the clients."""
+    new = sum(":test/" in picture for picture in pictures)
+    if not new:
+        return f"{len(pictures)}, "
+    return f"{len(pictures)}, {'all' if new == len(pictures) else new} of them test images that no client trained on, "
 
 
 def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:

@@ -183,6 +183,17 @@ def test_no_bound_against_who_knows_the_noise() -> None:
     assert "knows the noise" in found["missing"][BOUND]
 
 
+@pytest.mark.parametrize(("number", "bounded"), [(0, True), (1, False)])
+def test_no_bound_on_new_images_once_their_candidates_were_trained_on(number: int, bounded: bool) -> None:
+    words = (f"observe={{images: 2, part: test, rounds: [{number}]}}", "federation.rounds=1")
+    (training,) = harness.prepare(private(*words), device="cpu").trainings
+    (watch,) = training.watches
+    row = {"update": watch.scene.victims[0].key, "identified_among": 5}
+    (found,) = claims.Ceilings(training, []).of(watch, [row])
+    assert (found[BOUND] is not None) is bounded
+    assert bounded or "may tell them apart" in found["missing"][BOUND]
+
+
 def test_rounds_seen_before_are_charged_too(tmp_path):
     rows = run(private("threat.rounds=1"), tmp_path / "a")
     for row in rows:
