@@ -26,7 +26,7 @@ COUNT = 4
 """Images taken of a data set or a file where no number is given, or as many of these as batches divide."""
 UNTOLD = "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
 OPTIONS = {
-    r"observe\.images: expected at most the (\d+) of client \d+": (
+    r"observe\.images: expected at most the (\d+) training images of client \d+": (
         r"expected --count of at most \1, the training images of the watched client"
     ),
     r"observe\.images: expected a multiple of batch_size": "expected --count as a multiple of --batch-size",

@@ -140,7 +140,8 @@ class World:
         own = own[torch.randperm(len(own), generator=stream(observe.seed, "observe", client))]
         count = observe.images or len(own)
         if not len(own) or count > len(own):
-            raise ValueError(f"observe.images: expected at most the {len(own)} of client {client}, got {count}")
+            held = f"{len(own)} {'training' if observe.part == 'train' else 'test'} images of client {client}"
+            raise ValueError(f"observe.images: expected at most the {held}, got {count}")
         samples = own[:count].split(observe.batch_size or count)
         return [Victim(client, chosen, whole.take(chosen), observe.part) for chosen in samples]
 

@@ -275,7 +275,7 @@ def test_a_grid_is_run_entry_by_entry(tmp_path):
     ("override", "said"),
     [
         ("task.model.input_shape=[1, 28, 28]", r"expected input_shape \[1, 8, 8\]"),
-        ("observe.images=14", "expected at most the 12 of client 0, got 14"),
+        ("observe.images=14", "expected at most the 12 training images of client 0, got 14"),
         ("observe.clients=3", "expected numbers below 3, got 3"),
         ("observe.classes=fase", "did you mean 'face'"),
         ("observe.classes=2", r"labels in \[0, 2\), got 2"),

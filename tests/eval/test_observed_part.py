@@ -28,7 +28,7 @@ def test_clients_may_be_watched_on_images_that_none_has_trained_on(tmp_path):
     named = [f"0:test/{int(victim.samples)}" for victim in found]
     assert [row["picture"] for row in rows if row["method"] == "fedavg"] == named
     assert [victim.key for victim in found] == named
-    with pytest.raises(ValueError, match=r"observe.images: expected at most the \d+ of client 0, got 9000"):
+    with pytest.raises(ValueError, match=r"observe.images: expected at most the \d+ test images of client 0, got 9000"):
         victims("observe.images=9000", "observe.batch_size=1")
     with pytest.raises(ValueError, match=r"observe\.part"):
         tiny("observe.part=both")
