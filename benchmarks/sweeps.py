@@ -122,6 +122,7 @@ def number(value: float | str) -> str:
 
 TV = {"tv": (0.0, 1e-6, 1e-4, 1e-3, 3e-3, 1e-2, 1e-1), "lr": (0.1,)}
 STEPS = {"tv": (3e-3, 1e-2), "lr": (0.03, 0.1, 0.3)}
+LONG = {"tv": (3e-3, 1e-2, 1e-1), "lr": (0.1,)}
 BOTH = {"tv": (3e-3, 1e-2), "lr": (0.1, 0.3)}
 ROG = {"objective": ("l2", "cosine"), "factor": (1, 2, 4), "tv": (1e-2,)}
 CODE = {"objective": ("l2", "cosine"), "factor": (2,), "tv": (1e-2,)}
@@ -150,6 +151,7 @@ SWEEPS = (
     Sweep("ig", *GREY, STEPS, 500),
     Sweep("ig", *SIGMOID, STEPS, 500),
     Sweep("ig", *GREY, BOTH, 1000, rounds=5),
+    *(Sweep("ig", *network, LONG, 3000) for network in (GREY, SIGMOID)),
     *(Sweep("rog", *network, ROG, 500) for network in (GREY, COLOUR)),
     Sweep("rog", *SIGMOID, CODE, 500),
     *(Sweep("rog", *network, CODE, 500, rounds=5) for network in NETWORKS),
@@ -159,8 +161,7 @@ SWEEPS = (
     Sweep("joint", *GREY, {"tv": (1e-6, 1e-2)}, 3000, HYPERFL, images=4),
     Sweep("bilevel", *GREY, BILEVEL, 300, HYPERFL, fixed=LOWER, images=4),
     Sweep("bilevel", *COLOUR, {"tv": (1e-2,), "head_lr": (1e-2,)}, 300, HYPERFL, fixed=LOWER, images=4),
-    Sweep("dlg", *SIGMOID, LBFGS, 500),
-    Sweep("idlg", *SIGMOID, LBFGS, 500),
+    *(Sweep(name, *network, LBFGS, 500) for network in (SIGMOID, GREY) for name in ("dlg", "idlg")),
     Sweep("lti", "lenet-zhu", "fashion_mnist", LTI, 300, fixed=AUXILIARY, published=False),
     Sweep("gradinversion", *GREY, GROUP, 300, images=4),
     Sweep("gradinversion", *SIGMOID, GROUP, 300, images=4),
