@@ -187,7 +187,8 @@ class _Job:
         if federation.server.round != number:
             count = Counter(self.progress, f"{one.name}: training again to round {number}", number)
             checkpoints = self.folder.checkpoints(one.cell)
-            training.load(federation, one, checkpoints, number, workers=self.options.workers, tick=count.to)
+            rows = store.read_rows(self.folder.file(one.cell, training.ROUNDS))
+            training.load(federation, one, checkpoints, number, rows, workers=self.options.workers, tick=count.to)
 
     @contextmanager
     def _cell(self, cell: Cell, name: str) -> Iterator[None]:

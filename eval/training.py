@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
@@ -95,13 +95,16 @@ def load(
     training: Training,
     checkpoints: Checkpoints,
     number: int,
+    rows: Sequence[Row],
     *,
     workers: int = 1,
     tick: Callable[[int], None] = lambda _done: None,
 ) -> None:
     """Bring the federation to its state after `number` rounds, from a checkpoint.
 
-    One that is gone or damaged is made again, by training from the last one before it.
+    One that is gone or damaged is made again, by training from the last one before it. That need not be the network
+    of `rows`, the training's rounds: other source code or another processor round otherwise. If it is not, the log says
+    so.
     """
     if _restore(federation, checkpoints, number) == number:
         return
@@ -113,6 +116,13 @@ def load(
             _step(training, again, evaluate=False)
             tick(again.server.round)
         checkpoint.save(checkpoints.path(number), again)
+        said = rows[number].get("accuracies") if number < len(rows) else None
+        if said is not None and (found := again.accuracy()) != said:
+            log.warning(
+                "%s: trained again, the network after %d rounds is not the one whose accuracy the table has (%.1f %%, "
+                "not %.1f): attacks are on this one; remove cells/%s to have both of one",
+                *(training.name, number, 100 * fmean(found), 100 * fmean(said), training.cell.id),
+            )
     checkpoint.load(checkpoints.path(number), federation)
 
 
