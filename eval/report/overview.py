@@ -91,7 +91,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     setting = run.setting
     federation, observe = setting.section("federation"), setting.section("observe")
     clients = setting.section("federation", "partition").get("clients")
-    attacked = {row.get("picture") for row in run.rows} - {None}
+    attacked = {str(row["picture"]) for row in run.rows if row.get("picture") is not None}
     watched = observe.get("clients")
     batch = observe.get("batch_size")
     chosen = [str(name) for name in observe.get("classes") or ()]
