@@ -8,6 +8,9 @@ from torch import Tensor
 
 from attacks.base import Attack
 
+AT_ONCE = 1024
+"""Images of the attacker's that are compared together."""
+
 
 def refuse(attack: Attack, label: str, watched: Iterable[Tensor]) -> None:
     """Say so where the attacker would train on what it is scored on, to 8 bits.
@@ -23,17 +26,19 @@ def refuse(attack: Attack, label: str, watched: Iterable[Tensor]) -> None:
     images = attack.beforehand()
     if images is None:
         return
-    held = set(_marks(images.inputs))
     sought = [mark for batch in watched for mark in _marks(batch)]
+    wanted, held = set(sought), set[bytes]()
+    for some in images.inputs.split(AT_ONCE):
+        held |= wanted.intersection(_marks(some))
     if found := sum(mark in held for mark in sought):
         raise ValueError(
             f"attack {label!r}: expected images that are not attacked, got {found} of the {len(sought)} watched ones "
-            "among those it has beforehand; name another data set or its other part (auxiliary, part), or watch other "
-            "images (observe.part, observe.seed)"
+            "among those it has beforehand; name another data set or its other part (auxiliary, part), or have other "
+            "images watched"
         )
 
 
 def _marks(images: Tensor) -> list[bytes]:
-    """Every image (N, C, H, W) as 8 bits have it."""
-    levels = (images.detach().clamp(0, 1) * 255).round().byte().cpu().numpy()
+    """Every image (N, C, H, W) in steps of 8 bits."""
+    levels = (images.detach() * 255).round().int().cpu().numpy()
     return [bytes(str(image.shape), "ascii") + image.tobytes() for image in levels]

@@ -200,7 +200,7 @@ class _Maker:
             part = grid.part(self.experiment, method, attack)
             scene = self._scene(part, world, method.label, defense.item.group)
             self._check(task, scene.method, defense, f"observe.method {method.label!r}")
-            self._refuse(attack, scene)
+            self._refuse(attack, scene, world)
             for number in _watched(part, method):
                 settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
                 made = attack_cell(cell, number, *settings, public=self._public(attack.item))
@@ -209,9 +209,9 @@ class _Maker:
         name = self._name(seed, method.label, defense.label)
         return Training(method, defense, seed, world, own.federation, cell, tuple(watches), name)
 
-    def _refuse(self, attack: Entry[Attack], scene: Scene) -> None:
-        """Once for all seeds and defences: images are read for it."""
-        key = f"{attack.item!r} {id(scene.victims)}"
+    def _refuse(self, attack: Entry[Attack], scene: Scene, world: World) -> None:
+        """Once for all seeds, methods and defences that are watched on the same images: others are read for it."""
+        key = f"{attack.item!r} {id(world)} {[victim.key for victim in scene.victims]}"
         if key not in self.checked:
             watched = (member.data.inputs for victim in scene.victims for member in victim.group)
             beforehand.refuse(attack.item, attack.label, watched)

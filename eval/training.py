@@ -103,8 +103,8 @@ def load(
     """Bring the federation to its state after `number` rounds, from a checkpoint.
 
     One that is gone or damaged is made again, by training from the last one before it. That need not be the network
-    of `rows`, the training's rounds: other source code or another processor round otherwise. If it is not, the log says
-    so.
+    of `rows`, the training's rounds: other source code or another processor round otherwise. Where `rows` have clients'
+    accuracies after that round, the log says how many of them differ.
     """
     if _restore(federation, checkpoints, number) == number:
         return
@@ -118,10 +118,12 @@ def load(
         checkpoint.save(checkpoints.path(number), again)
         said = rows[number].get("accuracies") if number < len(rows) else None
         if said is not None and (found := again.accuracy()) != said:
+            differ = sum(now != then for now, then in zip(found, said, strict=True))
             log.warning(
-                "%s: trained again, the network after %d rounds is not the one whose accuracy the table has (%.1f %%, "
-                "not %.1f): attacks are on this one; remove cells/%s to have both of one",
-                *(training.name, number, 100 * fmean(found), 100 * fmean(said), training.cell.id),
+                "%s: trained again, the network after %d rounds is not the one of the table: the accuracy of %d of %d "
+                "clients is another (%.2f %% in the mean, not %.2f); attacks are on this one; remove cells/%s to have "
+                "both of one",
+                *(training.name, number, differ, len(said), 100 * fmean(found), 100 * fmean(said), training.cell.id),
             )
     checkpoint.load(checkpoints.path(number), federation)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.exact.equations import SMALLEST, Equations, Prior, System
+from attacks.exact.equations import SMALLEST, Equations, Preconditioner, Prior, System
 
 STILL = 1e-3
-"""Change of the probabilities over a stretch in which X did not move, below which colder ones would change little."""
+"""Change of the probabilities over a stretch in which X did not move, times its temperature: about the evidence,
+below which colder ones would change little."""
 
 
 def temperatures(first: float, factor: float) -> list[float]:
@@ -71,18 +72,19 @@ def anneal(
     """
     start = Start.blank(known) if start is None else start
     x, shares, noise, forward = start.x, start.shares, start.noise, start.forward
+    preconditioner: Preconditioner = "mean" if prior is None else "channels"
     exceeded = None
     for temperature in temperatures:
         before = x, shares
         for _ in range(steps):
-            x = System.of(known, shares, noise, forward, exceeded, prior).solve(x, preconditioner="mean")
+            x = System.of(known, shares, noise, forward, exceeded, prior).solve(x, preconditioner=preconditioner)
             excess = known.excess(x)
             shares, left = _expected(known, x, excess, shares, noise, forward, temperature)
             exceeded = (excess > 0).to(shares)
             noise = known.deviation(x, shares, left).maximum(known.floor)
             missed = known.average((shares * excess.square()).sum(-1)).sqrt()
             forward = missed.clamp_min(SMALLEST * known.forward_scale)
-        if done(x) or (torch.equal(x, before[0]) and bool((shares - before[1]).abs().max() < STILL)):
+        if done(x) or (torch.equal(x, before[0]) and bool(temperature * (shares - before[1]).abs().max() < STILL)):
             break
     return x, shares
 

@@ -291,24 +291,18 @@ class System:
     def solve(self, start: Tensor, tolerance: float = 1e-3, *, preconditioner: Preconditioner = "channels") -> Tensor:
         """X (I, H, W) from `start` on, until the preconditioned residual is `tolerance` of the right-hand side's.
 
-        `preconditioner` says what is inverted: "channels", each channel's own part; their "mean", cheap and enough for
-        a wide tolerance; or the "whole" matrix, dear, but one or two iterations do (up to `LARGEST` unknowns).
+        `preconditioner` says what is inverted: "channels", each channel's own part; the same with the "mean" of what
+        outputs say of the channels, cheap and enough for a wide tolerance; or the "whole" matrix, dear, but one or two
+        iterations do (up to `LARGEST` unknowns).
         """
         if preconditioner == "whole" and start.numel() <= LARGEST:
             matrix = self.dense()[None]
-        elif preconditioner == "mean":
-            matrix = self._mean[None]
         else:
-            matrix = self.layer.blocks(self.weights) + self.plane
+            mean = preconditioner == "mean"
+            own = self.layer.mean_block(self.weights)[None] if mean else self.layer.blocks(self.weights)
+            matrix = own + self.plane
             matrix = matrix if self.prior is None else matrix + self.prior.blocks
         return self._descend(start.flatten(1), _cholesky(matrix), tolerance).view(self.layer.shape)
-
-    @property
-    def _mean(self) -> Tensor:
-        """The mean of the channels' own parts (H W, H W)."""
-        plane = self.plane.mean(0) if self.plane.ndim == 3 else self.plane
-        matrix = self.layer.mean_block(self.weights) + plane
-        return matrix if self.prior is None else matrix + self.prior.blocks.mean(0)
 
     def _descend(self, x: Tensor, factor: Tensor, tolerance: float, iterations: int = 200) -> Tensor:
         left = self.right - self(x)

@@ -116,10 +116,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 def _counted(pictures: set[str]) -> str:
     """How many images were attacked, and how many of them are new to the clients."""
-    new = sum(":test/" in picture for picture in pictures)
-    if not new:
-        return f"{len(pictures)}, "
-    return f"{len(pictures)}, {'all' if new == len(pictures) else new} of them test images that no client trained on, "
+    new, count = sum(":test/" in picture for picture in pictures), len(pictures)
+    said = f"test image{'' if new == 1 else 's'} that no client trained on"
+    return f"{count}, " if not new else f"{count} {said}, " if new == count else f"{count}, {new} of them {said}, "
 
 
 def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:

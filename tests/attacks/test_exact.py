@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attacks.exact import annealing
 from attacks.exact.bounds import spans
 from attacks.exact.equations import Equations, Preconditioner, Prior, System, _cholesky
 from attacks.exact.invert import Solved, _sharper, solve
@@ -83,6 +84,7 @@ def test_the_matrices_of_a_layer_are_the_forms_they_stand_for(name: str) -> None
     only[0] = x[0]
     expected = (weights * made.convolved(only).square()).sum()
     assert torch.allclose(channel @ made.blocks(weights)[0] @ channel, expected)
+    assert torch.allclose(made.mean_block(weights), made.blocks(weights).mean(0))
     cells = made.patches(only)[made.cells]
     between = randn(len(cells), cells.shape[1], cells.shape[1], key="pairs")
     assert torch.allclose(channel @ made.pairs(between) @ channel, torch.einsum("kpm,kpr,krm->", cells, between, cells))
@@ -120,6 +122,30 @@ def test_enough_filters_give_the_input_in_closed_form() -> None:
     assert torch.allclose(found, x, atol=1e-8)
     few = Layer(made.weight[:30], made.bias[:30], made.shape, (1, 1), window=(2, 2))
     assert from_rows(problem(few, x)) is None
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 2.0])
+def test_an_annealing_that_ends_early_finds_what_it_would_have_found(
+    noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Layer(randn(6, 4, 3, 3, key="w"), randn(6, key="b"), (4, 8, 8), (1, 1), window=(2, 2))
+    known = problem(made, randn(4, 8, 8))
+    off = noise * known.gradient_scale[:, None] * randn(*known.gradient.shape, key="noise")
+    loose = known.loose + noise * known.forward_scale
+    known = replace(known, gradient=known.gradient + off, loose=loose, noise=max(noise, 1e-7))
+    stretches = list[int]()
+
+    def never(_x: Tensor) -> bool:
+        stretches.append(0)
+        return False
+
+    _, shares = annealing.anneal(known, annealing.temperatures(100.0, 0.75), never)
+    early = len(stretches)
+    monkeypatch.setattr(annealing, "STILL", -1.0)
+    _, whole = annealing.anneal(known, annealing.temperatures(100.0, 0.75), never)
+    assert len(stretches) - early == 23
+    assert early < 23 or noise == 2.0  # of which nothing is told, and positions stay open to the end
+    assert float((shares - whole).abs().max()) < 1e-2
 
 
 def test_positions_are_found_where_filters_are_fewer() -> None:
