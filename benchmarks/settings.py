@@ -163,8 +163,8 @@ def report(found: Mapping[str, Found]) -> None:
         *table(HEAD, [line for sweep in done for line in lines(sweep, found[sweep.name])]),
         "",
         *([] if len(done) == len(SWEEPS) else ["**Incomplete: not all sweeps were run.**", ""]),
-        "CPU seconds are those of an image, where they were kept. Sweeps were run one by one, on two kinds of "
-        "processor: the line at the end names the last.",
+        "CPU seconds are those of an image, where they were kept. Sweeps are run one by one: the line at the "
+        "end names the machine of the last.",
     ]
     publish("settings", {"sweeps": {name: one for name, one in found.items() if one}}, text)
 

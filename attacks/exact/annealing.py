@@ -98,14 +98,14 @@ def _expected(
     missed = excess.square() * known.seen[..., None] + above * ~known.seen[..., None]
     energy = (missed + above.sum(-1, keepdim=True) - above) / (2 * (forward**2 + known.loose**2)[..., None])
     within = cells @ cells.mT  # (K, P, P)
-    precision = 1 / noise.square()[:, None]
-    against = energy + 0.5 * (known.signal.square() * precision)[..., None] * within.diagonal(dim1=1, dim2=2)
+    weight = known.signal / noise.square()[:, None]
+    against = energy + 0.5 * (known.signal * weight)[..., None] * within.diagonal(dim1=1, dim2=2)
     left, shares = known.residual(x, shares), shares.clone()
     for _ in range(2):
         for k in range(cells.shape[0]):
             signal, before = known.signal[:, k, None], shares[:, k]
             along = left @ cells[k].mT + signal * (before @ within[k])  # of what is left without this cell
-            now = torch.softmax((signal * precision * along - against[:, k]) / temperature, -1)
+            now = torch.softmax((weight[:, k, None] * along - against[:, k]) / temperature, -1)
             left.addmm_(signal * (before - now), cells[k])
             shares[:, k] = now
     return shares, left

@@ -18,6 +18,8 @@ OTHERS = 1e-6
 autograd, and rounding of what flows back. Of numbers whose own rounding is less this was left."""
 Preconditioner = Literal["channels", "mean", "whole"]
 """What `System.solve` inverts."""
+ITERATIONS = 200
+"""Of conjugate gradients at most."""
 LARGEST = 4096
 """Unknowns up to which a dense matrix of all of them is factorised."""
 
@@ -304,12 +306,12 @@ class System:
             matrix = matrix if self.prior is None else matrix + self.prior.blocks
         return self._descend(start.flatten(1), _cholesky(matrix), tolerance).view(self.layer.shape)
 
-    def _descend(self, x: Tensor, factor: Tensor, tolerance: float, iterations: int = 200) -> Tensor:
+    def _descend(self, x: Tensor, factor: Tensor, tolerance: float) -> Tensor:
         left = self.right - self(x)
         whole = (self.right * _apart(self.right, factor)).sum()
         step = moved = _apart(left, factor)
         size = (left * moved).sum()
-        for _ in range(iterations):
+        for _ in range(ITERATIONS):
             if not size > tolerance**2 * whole:
                 break
             image = self(step)
