@@ -12,6 +12,7 @@ from torch import Tensor
 from attacks.exact.equations import Prior
 from attacks.exact.lattice import Lattice
 from attacks.exact.levels import Levels
+from attacks.exact.positive import Factor
 from attacks.exact.solved import Solved
 
 LOOSE = 1 / 6
@@ -84,10 +85,10 @@ def _told(matrix: Tensor, step: Tensor, levels: Levels) -> tuple[Tensor, float, 
     weaker = float((SHARPEST / told.diagonal().max()).clamp_max(1.0))
     told *= weaker
     told.diagonal().add_((2 / levels.count) ** 2)  # a pixel is on one of so many levels
-    inverted = _inverse(told)
-    if inverted is None:
+    factor = Factor.of(told)
+    if factor is None:
         return told, weaker, None, None
-    spread = inverted.diagonal().sqrt()
+    spread = factor.variances().sqrt()
     loose = (spread > LOOSE).nonzero().flatten()
     off = torch.where(spread < levels.count / 16, spread * weaker**0.5, spread) * step  # beyond that nothing tells them
     return told, weaker, off, loose if len(loose) <= MANY else None
@@ -110,7 +111,10 @@ def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
     expected = told + own, right + prior.right.flatten() * step - own @ origin
     as_it_is = told, right + spread * now.found.x.flatten() / step
     for whole, side in (expected, as_it_is):
-        mean = torch.cholesky_solve(side[:, None], torch.linalg.cholesky(whole))[:, 0]
+        factor = Factor.of(whole)
+        if factor is None:
+            return
+        mean = factor.solve(side)
         numbers = mean.round().clamp(0, levels.count - 1)
         same = torch.ones_like(numbers, dtype=torch.bool)
         if len(loose):
@@ -130,8 +134,3 @@ def _together(told: Tensor, whole: Tensor, mean: Tensor, numbers: Tensor, loose:
     lattice = Lattice(told[loose][:, loose].cpu().numpy())
     nearest = lattice.nearest(centre.cpu().numpy(), inner.cpu().numpy())
     return torch.from_numpy(nearest).to(mean), torch.from_numpy(lattice.fixed).to(mean.device)
-
-
-def _inverse(matrix: Tensor) -> Tensor | None:
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    return None if bool(failed) else torch.cholesky_inverse(factor)

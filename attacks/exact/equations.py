@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.exact.layer import Layer
+from attacks.exact.positive import gram, inverted
 
 SMALLEST = 1e-7
 """Noise relative to the equations' own size, below which nothing is told apart in float32."""
@@ -201,6 +202,12 @@ class Prior:
         sites = None if self.sites is None else self.sites.flatten(2)[..., pixels]
         return Prior(self.channels, self.pixels[pixels[:, None], pixels], self.mean, sites)
 
+    @property
+    def alone(self) -> tuple[Tensor, Tensor]:
+        """Mean (I, H W) and covariance (N, N) of X if nothing else is known, of single pixels neither."""
+        covariance = torch.kron(inverted(self.channels), inverted(self.pixels))
+        return self.mean[:, None].expand(-1, len(self.pixels)), covariance
+
     def weakened(self, factor: float) -> Prior:
         """The same with its smoothness times `factor`."""
         return replace(self, channels=self.channels * factor)
@@ -264,10 +271,10 @@ class System:
         scaled = (known.gradient / noise[:, None]).view(layer.weight.shape).transpose(0, 1).flatten(1)
         sharp = known.sharpness(noise) if fine else None
         if sharp is None:
-            plane = maps.mT @ maps
+            plane = gram(maps)
         else:
             sharp = sharp.view(layer.weight.shape).transpose(0, 1).flatten(1)
-            plane = torch.stack([maps.mT @ (own[:, None] * maps) for own in sharp])
+            plane = torch.stack([gram(own.sqrt()[:, None] * maps) for own in sharp])
             scaled = scaled * sharp
         if layer.searched:
             plane += layer.pairs(_spread(shares, signal))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -47,8 +48,9 @@ SHARPER, FALLING, WORSE = 5, 0.9, 1.5
 """Times that features are solved for anew at most; the share of what was left above which that was the last time, and
 above which it is not believed."""
 
-COOLING = (temperatures(30.0, 0.65), temperatures(100.0, 0.75))
-"""Of one annealing after the other, for layers further up."""
+FAST, SLOW = temperatures(30.0, 0.65), temperatures(100.0, 0.75)
+"""Of an annealing for layers further up, and of the last that is tried: of nine colour images that the first missed it
+found one, and `guesses` all."""
 
 OPEN = 32
 """Pixels not confirmed yet below which it is worth while to try what follows from a propagation."""
@@ -84,12 +86,16 @@ def solve(known: Equations, statistics: tuple[Tensor, Tensor] | None = None) -> 
 def _hidden(known: Equations) -> Solved:
     closed = from_rows(known)
     best = None if closed is None else Solved.of(known, settle(known, closed))
-    ways = (_annealed, _without) if known.layer.images == 1 else (_without, _annealed)
-    for way in ways:
+    one = known.layer.images == 1
+    # what else finds it takes less than to settle what annealing missed
+    within = NEAR if one and affordable(known) else math.inf
+    fast = partial(_annealed, stretches=FAST, within=within)
+    slow = partial(_annealed, stretches=SLOW)
+    for way in (fast, _without, slow) if one else (_without, fast, slow):
         if best is None or not best.satisfied:
             best = way(known).better(best)
     assert best is not None
-    if not best.satisfied and known.layer.images == 1:  # of a batch it would take hours
+    if not best.satisfied and one:  # of a batch it would take hours
         best = _again(_propagated(known, feature_prior(known), Schedule(factor=0.4))).better(best)
     return _sharper(best)
 
@@ -116,14 +122,9 @@ def _anew(now: Solved, preconditioner: Preconditioner = "channels") -> Solved:
     return Solved.of(now.known, explained(now.known, moved))
 
 
-def _annealed(known: Equations) -> Solved:
-    best: Solved | None = None
-    for stretches in COOLING:
-        if best is None or not best.satisfied:
-            x, _ = anneal(known, stretches, partial(_close, known))
-            best = _again(Solved.of(known, settle(known, x))).better(best)
-    assert best is not None
-    return best
+def _annealed(known: Equations, stretches: Sequence[float], within: float = math.inf) -> Solved:
+    x, _ = anneal(known, stretches, partial(_close, known))
+    return _again(Solved.of(known, settle(known, x, within=within)))
 
 
 def _without(known: Equations) -> Solved:
@@ -249,13 +250,15 @@ def _finished(known: Equations, state: State, prior: Prior, levels: Levels | Non
 
 
 def _on(levels: Levels, now: Solved, rounds: int = 3) -> Solved:
-    """The same with every pixel on a level: the nearest, then those beside it that explain more."""
+    """The same with every pixel on a level: the nearest, then, near a solution, those beside it that explain more."""
     known, x = now.known, levels.nearest(now.found.x)
     best: Solved | None = None
-    for _ in range(rounds):
+    for left in reversed(range(rounds)):
         found = fit(known, x)
         found = fit(known, x, decided(known, found))
         best = Solved.of(known, found).better(best)
+        if not (left and found.error < ROUGH):
+            break
         system = system_of(known, found)
         x, before = levels.descend(x, system.dense(), system.right), x
         if torch.equal(x, before):

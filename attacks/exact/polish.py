@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,7 +67,7 @@ def passed(known: Equations, x: Tensor) -> Tensor:
     return one_hot(largest.long().argmax(-1), outputs.shape[-1]).to(x)
 
 
-def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = None) -> Fit:
+def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = None, within: float = math.inf) -> Fit:
     """The best of: `x`, and the solutions of the linear systems of the positions found so far.
 
     Filters that the gradient confirms are trusted up to rounding, the others by what they leave; where two positions
@@ -78,6 +79,7 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
         x: where to begin.
         rounds: linear systems at most.
         prior: what is expected of X beside them.
+        within: what the solution of a system may leave unexplained for another one to follow.
     """
     best = now = fit(known, x)
     tried: list[Tensor] = []
@@ -89,7 +91,7 @@ def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = N
         system = system_of(known, replace(now, shares=shares), prior)
         by: Preconditioner = "whole" if prior is not None or not known.layer.searched else "channels"
         now = explained(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, preconditioner=by))
-        if not now.error < 0.9 * best.error:
+        if not now.error < min(0.9 * best.error, within):
             return now if now.error < best.error else best
         best = now
     return best

@@ -14,6 +14,7 @@ from attacks.exact.equations import Equations, Prior
 from attacks.exact.layer import Layer, joined
 from attacks.exact.levels import Levels
 from attacks.exact.part import Part
+from attacks.exact.positive import Factor, inverted
 
 SINGLE = 1e-6
 """Relative noise down to which single precision tells outputs apart, at half the cost."""
@@ -143,7 +144,7 @@ def _with_own(smooth: Tensor, own: float) -> Tensor:
 
 def _prior(between: Tensor, layer: Layer, pixels: Tensor, mean: Tensor) -> Prior:
     """From the covariance between channels and the correlation of pixels."""
-    apart = torch.block_diag(*[torch.linalg.inv(pixels)] * layer.images)  # images know nothing of each other
+    apart = torch.block_diag(*[inverted(pixels)] * layer.images)  # images know nothing of each other
     return Prior(torch.linalg.inv(between).contiguous(), apart.contiguous(), mean)
 
 
@@ -165,7 +166,7 @@ def propagate(known: Equations, prior: Prior, schedule: Schedule, levels: Levels
             noise = max(noise * schedule.factor, least, behind)
         told = gradient(known, state, schedule.gradient * noise**0.5) if iteration else None
         precision = Precision(known, replace(prior, sites=state.levels), state, told, part)
-        solved = precision.solved(single=noise >= SINGLE)
+        solved = precision.solved(single=noise >= SINGLE) if iteration else prior.alone
         if solved is None:
             return
         mean, covariance = solved[0].view(known.layer.shape), solved[1]
@@ -267,17 +268,19 @@ class Precision:
         """Mean (I, H W), and covariance (n, n) of what is not certain, in single precision where that will do."""
         right, part = self.right, self.part
         start = part.filled(self.state.mean, torch.zeros(part.count).to(right)).flatten(1)
+        if not part.count:
+            return start, right.new_zeros(0, 0)
         for dtype in (torch.float32, torch.float64) if single and part.count > FEW else (torch.float64,):
-            factor, failed = torch.linalg.cholesky_ex(self.dense(dtype))
-            if bool(failed):
+            factor = Factor.of(self.dense(dtype))
+            if factor is None:
                 continue
             x, left = start, part.taken(right - self @ start)
             for _ in range(4):
-                moved = torch.cholesky_solve(left.to(dtype)[:, None], factor)[:, 0].to(x)
+                moved = factor.solve(left.to(dtype)).to(x)
                 x = part.filled(x, part.taken(x) + moved)
                 left = part.taken(right - self @ x)
             if left.norm() <= 1e-9 * right.norm():
-                return x, torch.cholesky_inverse(factor)
+                return x, factor.inverse()
         return None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attacks.exact.equations import LARGEST, SMALLEST, Equations, System
 from attacks.exact.polish import Fit, decided, fit, unbent
+from attacks.exact.positive import Factor
 
 ASTRAY = 1e-3
 """Of the outputs' root mean square: a cell that misses its target by more has not found its position."""
@@ -123,10 +124,10 @@ class Solved:
             return self.spread
         found, matrix = self.found, self.system().dense()
         matrix.diagonal().add_(1e-15 * matrix.diagonal().mean())
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        if bool(failed):
+        factor = Factor.of(matrix)
+        if factor is None:
             return torch.full_like(found.x, float("inf"))
-        return torch.cholesky_inverse(factor).diagonal().sqrt().view_as(found.x)
+        return factor.variances().sqrt().view_as(found.x)
 
     def off(self, most: float = 30.0) -> Tensor:
         """How far each number of the input may be off (I, H, W), relative to their root mean square.

@@ -18,6 +18,7 @@ from attacks.exact.flat import FAR
 from attacks.exact.lattice import Array, Lattice
 from attacks.exact.levels import Levels
 from attacks.exact.likely import deviation, likeliest, missed, usual
+from attacks.exact.positive import Factor
 from attacks.exact.solved import Doubt, Solved
 
 LOOSE, OPEN = 0.01, 30.0
@@ -251,7 +252,5 @@ def _even(matrix: Tensor, least: float) -> Tensor:
 
 
 def _deviations(matrix: Tensor, least: float) -> Tensor:
-    factor, failed = torch.linalg.cholesky_ex(_even(matrix, least))
-    if bool(failed):
-        return torch.full_like(matrix.diagonal(), OPEN)
-    return torch.cholesky_inverse(factor).diagonal().sqrt()
+    factor = Factor.of(_even(matrix, least))
+    return torch.full_like(matrix.diagonal(), OPEN) if factor is None else factor.variances().sqrt()

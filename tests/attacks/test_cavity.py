@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +17,7 @@ from attacks.exact import cavity, invert
 from attacks.exact.annealing import anneal
 from attacks.exact.cavity import Guess, Windows, Without, affordable, guesses
 from attacks.exact.equations import Equations
-from attacks.exact.invert import COOLING, _without, solve
+from attacks.exact.invert import FAST, SLOW, _without, solve
 from attacks.exact.layer import Layer
 from attacks.exact.part import Part
 from attacks.exact.polish import fit, passed, settle
@@ -77,7 +79,7 @@ def test_what_the_other_filters_say_is_the_least_squares_without_one() -> None:
 
 def test_positions_are_found_where_annealing_stays_stuck() -> None:
     known, x = problem(20, 3, channels=8, size=6)
-    for stretches in COOLING:
+    for stretches in (FAST, SLOW):
         stuck, _ = anneal(known, stretches, lambda _: False)
         assert settle(known, stuck).error > 0.1
     last = list(guesses(known))[-1]
@@ -182,3 +184,36 @@ def test_an_end_that_was_reached_has_no_note(changed: bool) -> None:
     assert ("body.0" in result.note) == changed
     (row,) = _scored(result, truth, None, None, 0)
     assert row.get("note", "") == result.note
+
+
+def test_of_one_image_a_second_annealing_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, _ = problem(20, 1, channels=8, size=6)
+    nothing = Solved.of(known, fit(known, known.layer.weight.new_zeros(known.layer.shape)))
+    ways: list[object] = []
+
+    def annealing(known: Equations, stretches: Sequence[float], within: float = math.inf) -> Solved:
+        ways.append((stretches, within))
+        return nothing
+
+    def without(known: Equations) -> Solved:
+        ways.append("without")
+        return _without(known)
+
+    monkeypatch.setattr(invert, "_annealed", annealing)
+    monkeypatch.setattr(invert, "_without", without)
+    monkeypatch.setattr(invert, "_propagated", lambda *_: nothing)
+    assert solve(known).satisfied
+    assert ways == [(FAST, invert.NEAR), "without"]
+    ways.clear()
+    monkeypatch.setattr(cavity, "MANY", 0)  # more than it may hold
+    assert not solve(known).satisfied
+    assert ways == [(FAST, math.inf), "without", (SLOW, math.inf)]
+
+
+def test_what_leaves_too_much_is_not_settled_further() -> None:
+    known, x = problem(20, 1, channels=8, size=6)
+    off = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    first, settled = settle(known, off, rounds=1), settle(known, off)
+    assert settled.error < 0.5 * first.error  # it takes several systems
+    assert torch.equal(settle(known, off, within=0.5 * first.error).x, first.x)
+    assert torch.equal(settle(known, off, within=2 * first.error).x, settled.x)

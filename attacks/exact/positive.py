@@ -1,0 +1,114 @@
+"""Symmetric matrices that are positive definite: products, factors and inverses of single ones.
+
+By the LAPACK that scipy ships: of 3,072 rows an inverse takes half the time of torch's on an AMD processor, whose own
+is made for another maker's.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.linalg import get_blas_funcs, get_lapack_funcs
+from threadpoolctl import ThreadpoolController
+from torch import Tensor
+
+Array = npt.NDArray[np.floating]
+BLOCK = 256
+"""Rows copied to the other side of the diagonal at once."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Cholesky's, of one matrix.
+
+    Attributes:
+        lower: the factor, column by column, with anything above the diagonal (n, n).
+        device: where the matrix was.
+    """
+
+    lower: Array
+    device: torch.device
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Factor | None:
+        """Of a symmetric matrix (n, n), n > 0, in either precision; None where it is not positive definite."""
+        columns = _numpy(matrix).T
+        (potrf,) = get_lapack_funcs(("potrf",), (columns,))
+        with _limited():
+            lower, failed = potrf(columns, lower=True, clean=False)
+        return None if failed or not np.isfinite(lower.diagonal()).all() else cls(lower, matrix.device)
+
+    def solve(self, right: Tensor) -> Tensor:
+        """The inverse times `right` (n,) or (n, k)."""
+        columns = _numpy(right)
+        (potrs,) = get_lapack_funcs(("potrs",), (self.lower,))
+        with _limited():
+            solved, _ = potrs(self.lower, columns, lower=True)
+        return torch.from_numpy(solved).to(self.device).view_as(right)
+
+    def variances(self) -> Tensor:
+        """The diagonal of the inverse (n,), at half its cost: the squares of the factor's own inverse, summed."""
+        (trtri,) = get_lapack_funcs(("trtri",), (self.lower,))
+        with _limited():
+            lower, _ = trtri(self.lower, lower=True)
+        columns = (column[i:] for i, column in enumerate(lower.T))
+        return torch.from_numpy(np.array([column @ column for column in columns])).to(self.device)
+
+    def inverse(self) -> Tensor:
+        """The inverse (n, n)."""
+        (potri,) = get_lapack_funcs(("potri",), (self.lower,))
+        with _limited():
+            half, _ = potri(self.lower, lower=True)
+        return _mirrored(half).to(self.device)
+
+
+def inverted(matrix: Tensor) -> Tensor:
+    """The inverse of a positive definite matrix (n, n).
+
+    Raises:
+        ValueError: if it is not positive definite.
+    """
+    factor = Factor.of(matrix)
+    if factor is None:
+        raise ValueError("the matrix is not positive definite")
+    return factor.inverse()
+
+
+def gram(rows: Tensor) -> Tensor:
+    """All products of the columns of `rows` (m, n) with each other (n, n), at half the cost of a product."""
+    columns = _numpy(rows).T
+    (syrk,) = get_blas_funcs(("syrk",), (columns,))
+    with _limited():
+        half = syrk(1.0, columns, lower=True)
+    return _mirrored(half).to(rows.device)
+
+
+def _mirrored(half: Array) -> Tensor:
+    """The symmetric matrix of which all on and below the diagonal is there, column by column."""
+    rows = half.T  # as torch has it: now what is there lies above the diagonal
+    for i in range(0, len(rows), BLOCK):
+        here = rows[i : i + BLOCK, i : i + BLOCK]
+        here[:] = np.triu(here) + np.triu(here, 1).T
+        for j in range(i + BLOCK, len(rows), BLOCK):
+            rows[j : j + BLOCK, i : i + BLOCK] = rows[i : i + BLOCK, j : j + BLOCK].T
+    return torch.from_numpy(rows)
+
+
+def _numpy(values: Tensor) -> Array:
+    return values.detach().cpu().contiguous().numpy()
+
+
+@cache
+def _controller() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def _limited() -> AbstractContextManager[object]:
+    """As many threads as torch has: it rounds by their number, and worker processes share the cores."""
+    limit: AbstractContextManager[object] = _controller().limit(limits=torch.get_num_threads(), user_api="blas")
+    return limit

@@ -1,0 +1,79 @@
+"""Positive definite matrices: factors, inverses and products are those of torch, in its precision and threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from threadpoolctl import threadpool_info
+from torch import Tensor
+
+from attacks.exact.positive import BLOCK, Factor, gram, inverted
+from fl.seeds import stream
+
+SIZES = (1, 7, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
+
+
+def rows(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(2 * size + 1, size, generator=stream(0, "positive", size), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_computed_is_what_torch_computes(size: int, dtype: torch.dtype) -> None:
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
+    made = rows(size, dtype)
+    matrix = gram(made)
+    assert torch.equal(matrix, matrix.mT)
+    assert torch.allclose(matrix, made.mT @ made, **close)
+    kept = matrix.clone()
+    factor = Factor.of(matrix)
+    assert factor is not None
+    expected = torch.linalg.inv(matrix.double()).to(dtype)
+    inverse = factor.inverse()
+    assert inverse.is_contiguous()
+    assert torch.equal(inverse, inverse.mT)
+    assert torch.allclose(inverse, expected, **close)
+    assert torch.allclose(factor.variances(), expected.diagonal(), **close)
+    assert torch.allclose(factor.solve(made[0]), expected @ made[0], **close)
+    assert torch.allclose(factor.solve(made[:3].mT), expected @ made[:3].mT, **close)
+    assert {x.dtype for x in (matrix, inverse, factor.variances(), factor.solve(made[0]))} == {dtype}
+    assert torch.equal(matrix, kept)  # nothing is written over it
+    assert torch.equal(factor.inverse(), inverse)  # nor over the factor
+
+
+def test_a_view_is_what_it_shows() -> None:
+    made = rows(6, torch.float64)
+    assert torch.allclose(gram(made.mT), made @ made.mT)
+    assert torch.allclose(inverted(gram(made)[:4, :4]), torch.linalg.inv(gram(made)[:4, :4]))
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [0, 3])
+def test_what_is_not_positive_definite_has_no_factor(value: float, at: int) -> None:
+    matrix = gram(rows(4, torch.float64))
+    matrix[at, at] = value
+    assert Factor.of(matrix) is None
+    with pytest.raises(ValueError, match="not positive definite"):
+        inverted(matrix)
+
+
+def test_as_many_threads_are_taken_as_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads() -> list[int]:
+        return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+    import scipy.linalg.lapack as lapack
+
+    seen: list[list[int]] = []
+    factorise = lapack.dpotrf
+
+    class Watched:
+        def __call__(self, *args: object, **kwargs: object) -> object:
+            seen.append(threads())
+            return factorise(*args, **kwargs)
+
+    monkeypatch.setattr("attacks.exact.positive.get_lapack_funcs", lambda *_: (Watched(),))
+    before = threads()
+    assert Factor.of(gram(rows(3, torch.float64))) is not None
+    assert seen
+    assert all(count == torch.get_num_threads() for count in seen[0])
+    assert threads() == before
