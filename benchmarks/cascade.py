@@ -182,7 +182,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=50)
-    parser.add_argument("--first", type=int, default=800, help="number of the first test image")
+    parser.add_argument("--first", type=int, default=1000, help="number of the first test image")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--attacks", nargs="+", choices=(EXACT, SEARCH), default=[EXACT, SEARCH])
     parser.add_argument("--page", default="cascade", help="of the results; other images than its own need another")
