@@ -1,7 +1,7 @@
 """Symmetric matrices that are positive definite: products, factors and inverses of single ones.
 
-By the LAPACK that scipy ships: of 3,072 rows an inverse takes half the time of torch's on an AMD processor, whose own
-is made for another maker's.
+By the LAPACK that scipy ships: of 3,072 rows factor and inverse take .6 of the time of torch's on an AMD processor, as
+that is made for another maker's.
 """
 
 from __future__ import annotations
