@@ -16,6 +16,7 @@ from fl.types import Batch
 IMAGE = Batch(torch.zeros(1, 1, 2, 2), torch.tensor([1]))
 EXACT: dict[str, Any] = {"psnr": 100.0, "exact": True, "verified": True, "fixed": 1.0, "fixed_wrong": 0, "seconds": 2.0}
 OLD: list[dict[str, Any]] = [{"set": name, "method": "FedAvg", "image": 500, **EXACT} for name in cascade.SETS]
+FIRST = dict.fromkeys(cascade.SETS, 500)
 ELSEWHERE = {"processor": "another"}
 
 
@@ -27,27 +28,28 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def keep(folder: Path, **more: Any) -> None:
-    (folder / "cascade.json").write_text(json.dumps({"machine": ELSEWHERE, "first": 500, "rows": OLD, **more}))
+    (folder / "cascade.json").write_text(json.dumps({"machine": ELSEWHERE, "first": FIRST, "rows": OLD, **more}))
 
 
 def test_a_search_is_added_to_rows_of_another_machine(results: Path) -> None:
     keep(results)
-    assert cascade._before("cascade", ["cifar10"], ["ig"], 500) == (OLD, ELSEWHERE)
-    assert cascade._before("cascade", ["cifar10"], ["cascade"], 500)[0] == []  # its seconds would be of two machines
-    assert cascade._before("cascade", ["cifar10"], ["ig"], 600)[0] == []
+    assert cascade._before("cascade", ["cifar10"], ["ig"], FIRST) == (OLD, ELSEWHERE)
+    assert cascade._before("cascade", ["cifar10"], ["cascade"], FIRST)[0] == []  # its seconds would be of two machines
+    assert cascade._before("cascade", ["cifar10"], ["ig"], {**FIRST, "cifar10": 600})[0] == []
     keep(results, timed_on=cascade.machine())
-    kept, timed_on = cascade._before("cascade", ["cifar10"], ["cascade", "ig"], 500)
+    kept, timed_on = cascade._before("cascade", ["cifar10"], ["cascade", "ig"], FIRST)
     assert (kept, timed_on) == (OLD[:2], cascade.machine())
 
 
 def test_the_search_stands_in_the_same_row() -> None:
     found = {"set": "cifar10", "method": "FedAvg", "attack": "ig", "image": 500, "psnr": 18.0, "seconds": 9.0}
-    text = cascade.document([*OLD, {**found, "label": True}, {**found, "psnr": 20.0, "label": False}], 500, "another")
+    text = cascade.document([*OLD, {**found, "label": True}, {**found, "psnr": 20.0, "label": False}], FIRST, "another")
     (row,) = (line for line in text if line.startswith("| cifar10"))
     assert row.startswith("| cifar10 | FedAvg | 1 | 100% | 100% | 100% | 0 |")
     assert row.endswith("| 2.0 | 2.0 | 2.0 | 19.0 (2) | 1 of 2 |")
-    (row,) = (line for line in cascade.document([found], 500, "another") if line.startswith("| cifar10"))
+    (row,) = (line for line in cascade.document([found], FIRST, "another") if line.startswith("| cifar10"))
     assert row.endswith("| - | 18.0 (1) | - |")
+    assert "from number 500 (fashion_mnist), 500 (handwritten62), 500 (cifar10) on" in "\n".join(text)
     assert len({line.count("|") for line in text if line.startswith("|")}) == 1
 
 
