@@ -113,7 +113,7 @@ def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
     for whole, side in (expected, as_it_is):
         factor = Factor.of(whole)
         if factor is None:
-            return
+            continue
         mean = factor.solve(side)
         numbers = mean.round().clamp(0, levels.count - 1)
         same = torch.ones_like(numbers, dtype=torch.bool)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.exact.layer import Layer
-from attacks.exact.positive import gram, inverted
+from attacks.exact.positive import Factor, gram
 
 SMALLEST = 1e-7
 """Noise relative to the equations' own size, below which nothing is told apart in float32."""
@@ -203,10 +203,15 @@ class Prior:
         return Prior(self.channels, self.pixels[pixels[:, None], pixels], self.mean, sites)
 
     @property
-    def alone(self) -> tuple[Tensor, Tensor]:
-        """Mean (I, H W) and covariance (N, N) of X if nothing else is known, of single pixels neither."""
-        covariance = torch.kron(inverted(self.channels), inverted(self.pixels))
-        return self.mean[:, None].expand(-1, len(self.pixels)), covariance
+    def alone(self) -> tuple[Tensor, Tensor] | None:
+        """Mean (I, H W) and covariance (N, N) of X if nothing else is known, of single pixels neither.
+
+        None where it is no Gaussian, as that of outputs which are zero or not finite.
+        """
+        channels, pixels = Factor.of(self.channels), Factor.of(self.pixels)
+        if channels is None or pixels is None:
+            return None
+        return self.mean[:, None].expand(-1, len(self.pixels)), torch.kron(channels.inverse(), pixels.inverse())
 
     def weakened(self, factor: float) -> Prior:
         """The same with its smoothness times `factor`."""

@@ -32,7 +32,8 @@ NOISY = 20.0
 """Nor did it, but for one made problem, where of one image no more was left than so many times what noise leaves."""
 
 ROUGH = 1e-2
-"""Equations left unexplained by less than this share may be so for a few pixels at the rim, off by several levels."""
+"""Equations left unexplained by less than this share may be so for a few pixels at the rim, off by several levels. In a
+picture of 8 x 8 a single one off by three leaves more: propagation goes on, then, in place of single steps."""
 
 ROUGHLY = 0.1
 """Equations of a batch left unexplained by less than this share may be settled by more rounds."""
@@ -49,8 +50,8 @@ SHARPER, FALLING, WORSE = 5, 0.9, 1.5
 above which it is not believed."""
 
 FAST, SLOW = temperatures(30.0, 0.65), temperatures(100.0, 0.75)
-"""Of an annealing for layers further up, and of the last that is tried: of nine colour images that the first missed it
-found one, and `guesses` all."""
+"""Of the first annealing for layers further up, and of one that comes after `guesses`: of nine colour images that the
+first missed, the slow one found one, and `guesses` all."""
 
 OPEN = 32
 """Pixels not confirmed yet below which it is worth while to try what follows from a propagation."""
@@ -87,7 +88,7 @@ def _hidden(known: Equations) -> Solved:
     closed = from_rows(known)
     best = None if closed is None else Solved.of(known, settle(known, closed))
     one = known.layer.images == 1
-    # what else finds it takes less than to settle what annealing missed
+    # what annealing misses by more is found otherwise, mostly at less cost than its settling to no avail
     within = NEAR if one and affordable(known) else math.inf
     fast = partial(_annealed, stretches=FAST, within=within)
     slow = partial(_annealed, stretches=SLOW)
@@ -253,11 +254,11 @@ def _on(levels: Levels, now: Solved, rounds: int = 3) -> Solved:
     """The same with every pixel on a level: the nearest, then, near a solution, those beside it that explain more."""
     known, x = now.known, levels.nearest(now.found.x)
     best: Solved | None = None
-    for left in reversed(range(rounds)):
+    for more in reversed(range(rounds)):
         found = fit(known, x)
         found = fit(known, x, decided(known, found))
         best = Solved.of(known, found).better(best)
-        if not (left and found.error < ROUGH):
+        if not (more and found.error < ROUGH):
             break
         system = system_of(known, found)
         x, before = levels.descend(x, system.dense(), system.right), x

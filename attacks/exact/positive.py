@@ -1,14 +1,16 @@
-"""Symmetric matrices that are positive definite: products, factors and inverses of single ones.
+"""Large symmetric matrices that are positive definite: products, factors and inverses.
 
-By the LAPACK that scipy ships: of 3,072 rows factor and inverse take .6 of the time of torch's on an AMD processor, as
-that is made for another maker's.
+By the LAPACK that scipy ships (OpenBLAS): of 3,072 rows factor and inverse take .6 of the time on an AMD processor that
+they take in torch, whose LAPACK is Intel's. All matrices have at least one row.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +19,10 @@ from scipy.linalg import get_blas_funcs, get_lapack_funcs
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
-Array = npt.NDArray[np.floating]
+Numbers = npt.NDArray[np.floating]
 BLOCK = 256
 """Rows copied to the other side of the diagonal at once."""
+LOCK = Lock()
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Factor:
         device: where the matrix was.
     """
 
-    lower: Array
+    lower: Numbers
     device: torch.device
 
     @classmethod
@@ -80,7 +83,7 @@ def inverted(matrix: Tensor) -> Tensor:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """All products of the columns of `rows` (m, n) with each other (n, n), at half the cost of a product."""
+    """All products of the columns of `rows` (m, n) with each other (n, n), each computed once."""
     columns = _numpy(rows).T
     (syrk,) = get_blas_funcs(("syrk",), (columns,))
     with _limited():
@@ -88,7 +91,7 @@ def gram(rows: Tensor) -> Tensor:
     return _mirrored(half).to(rows.device)
 
 
-def _mirrored(half: Array) -> Tensor:
+def _mirrored(half: Numbers) -> Tensor:
     """The symmetric matrix of which all on and below the diagonal is there, column by column."""
     rows = half.T  # as torch has it: now what is there lies above the diagonal
     for i in range(0, len(rows), BLOCK):
@@ -99,7 +102,7 @@ def _mirrored(half: Array) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def _numpy(values: Tensor) -> Array:
+def _numpy(values: Tensor) -> Numbers:
     return values.detach().cpu().contiguous().numpy()
 
 
@@ -108,7 +111,11 @@ def _controller() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _limited() -> AbstractContextManager[object]:
-    """As many threads as torch has: it rounds by their number, and worker processes share the cores."""
-    limit: AbstractContextManager[object] = _controller().limit(limits=torch.get_num_threads(), user_api="blas")
-    return limit
+@contextmanager
+def _limited() -> Iterator[None]:
+    """As many threads as torch has: their number changes the rounding, and worker processes share the cores.
+
+    The limit is the process's own, so that only one Python thread at a time sets it.
+    """
+    with LOCK, _controller().limit(limits=torch.get_num_threads(), user_api="blas"):
+        yield

@@ -165,8 +165,11 @@ def propagate(known: Equations, prior: Prior, schedule: Schedule, levels: Levels
             behind = (BEHIND * state.error) ** 2 if levels is not None and iteration > 1 else 0.0
             noise = max(noise * schedule.factor, least, behind)
         told = gradient(known, state, schedule.gradient * noise**0.5) if iteration else None
-        precision = Precision(known, replace(prior, sites=state.levels), state, told, part)
-        solved = precision.solved(single=noise >= SINGLE) if iteration else prior.alone
+        if iteration:
+            precision = Precision(known, replace(prior, sites=state.levels), state, told, part)
+            solved = precision.solved(single=noise >= SINGLE)
+        else:
+            solved = prior.alone
         if solved is None:
             return
         mean, covariance = solved[0].view(known.layer.shape), solved[1]

@@ -58,6 +58,15 @@ def test_levels_fix_what_real_numbers_leave_open() -> None:
     assert int(found.fixed.sum()) >= 100
 
 
+def test_where_rounding_makes_a_prior_none_pixels_are_read_as_they_are() -> None:
+    known, truth = problem(6, 8)
+    prior = image_prior(known.layer, MEAN, STD, 0.27)
+    prior = replace(prior, channels=-1e12 * prior.channels)
+    found = decode(near(known, truth), prior, LEVELS)
+    assert LEVELS.hold(found.found.x)
+    assert torch.equal(found.found.x, truth)
+
+
 def test_what_no_output_saw_is_not_said_to_be_fixed() -> None:
     known, truth = problem(7, 6)  # pooling leaves out the fifth row and column of outputs, so nothing sees the rim
     found = decode(near(known, truth), image_prior(known.layer, MEAN, STD, 0.27), LEVELS)

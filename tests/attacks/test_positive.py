@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
+from attacks.exact import positive
 from attacks.exact.positive import BLOCK, Factor, gram, inverted
 from fl.seeds import stream
 
@@ -57,23 +61,50 @@ def test_what_is_not_positive_definite_has_no_factor(value: float, at: int) -> N
         inverted(matrix)
 
 
-def test_as_many_threads_are_taken_as_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def threads() -> list[int]:
-        return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+def threads() -> set[int]:
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
 
-    import scipy.linalg.lapack as lapack
 
-    seen: list[list[int]] = []
-    factorise = lapack.dpotrf
+@pytest.mark.parametrize("call", ["of", "solve", "inverse", "variances", "gram"])
+def test_as_many_threads_are_taken_as_torch_has(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rows(3, torch.float64)
+    factor = Factor.of(gram(made))
+    assert factor is not None
+    seen: list[set[int]] = []
 
-    class Watched:
-        def __call__(self, *args: object, **kwargs: object) -> object:
-            seen.append(threads())
-            return factorise(*args, **kwargs)
+    def watched(find: Callable[..., tuple[Callable[..., object]]]) -> Callable[..., object]:
+        def found(*what: object) -> tuple[Callable[..., object]]:
+            (function,) = find(*what)
 
-    monkeypatch.setattr("attacks.exact.positive.get_lapack_funcs", lambda *_: (Watched(),))
-    before = threads()
-    assert Factor.of(gram(rows(3, torch.float64))) is not None
-    assert seen
-    assert all(count == torch.get_num_threads() for count in seen[0])
-    assert threads() == before
+            def called(*args: object, **kwargs: object) -> object:
+                seen.append(threads())
+                return function(*args, **kwargs)
+
+            return (called,)
+
+        return found
+
+    for name in ("get_lapack_funcs", "get_blas_funcs"):
+        monkeypatch.setattr(positive, name, watched(getattr(positive, name)))
+    calls = {
+        "of": lambda: Factor.of(torch.eye(3)),
+        "solve": lambda: factor.solve(made[0]),
+        "inverse": factor.inverse,
+        "variances": factor.variances,
+        "gram": lambda: gram(made),
+    }
+    assert torch.get_num_threads() == 1  # of all tests
+    with threadpool_limits(2, user_api="blas"):
+        assert threads() == {2}
+        calls[call]()
+        assert threads() == {2}
+    assert seen == [{1}]
+
+
+def test_python_s_threads_leave_the_limit_as_it_was() -> None:
+    made = rows(40, torch.float64)
+    with threadpool_limits(2, user_api="blas"):
+        with ThreadPoolExecutor(4) as pool:
+            for product in pool.map(gram, [made] * 200):
+                assert torch.equal(product, gram(made))
+        assert threads() == {2}

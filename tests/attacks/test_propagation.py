@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,11 @@ from support.pixels import LEVELS, MEAN, STD, problem
 from torch import Tensor
 
 from attacks.exact import invert, propagation
-from attacks.exact.equations import Equations
+from attacks.exact.equations import Equations, Prior
 from attacks.exact.levels import Levels
 from attacks.exact.part import Part
 from attacks.exact.polish import fit, passed
-from attacks.exact.propagation import Precision, Schedule, State, gradient, image_prior, propagate, sites
+from attacks.exact.propagation import Precision, Schedule, State, feature_prior, gradient, image_prior, propagate, sites
 from attacks.exact.solved import Solved
 
 
@@ -52,14 +53,30 @@ def test_the_precision_is_its_matrix(told: bool) -> None:
     assert torch.allclose(covariance, torch.linalg.inv(matrix))
 
 
-def test_before_anything_is_known_the_prior_is_all_there_is() -> None:
+@pytest.mark.parametrize("of", [lambda known: image_prior(known.layer, MEAN, STD, 0.3), feature_prior])
+@pytest.mark.parametrize("images", [1, 2])
+def test_before_anything_is_known_the_prior_is_all_there_is(of: Callable[[Equations], Prior], images: int) -> None:
     known, _ = problem(6, 4)
-    prior = image_prior(known.layer, MEAN, STD, 0.3)
-    blank = State.first(known)
+    layer = replace(known.layer, shape=(3, 6 * images, 6), images=images)
+    every_cell = [torch.cat([part] * images, 1) for part in (known.target, known.signal, known.seen, known.loose)]
+    target, signal, seen, loose = every_cell
+    known = replace(known, layer=layer, target=target, signal=signal, seen=seen, loose=loose, doubt=loose)
+    prior, blank = of(known), State.first(known)
     solved = Precision(known, replace(prior, sites=blank.levels), blank, None, every(known)).solved(single=False)
     assert solved is not None
+    assert prior.alone is not None
     for made, expected in zip(prior.alone, solved, strict=True):
         assert torch.allclose(made, expected)
+
+
+@pytest.mark.parametrize("size", [0.0, math.inf])
+def test_of_outputs_that_say_nothing_there_is_no_prior_to_begin_with(size: float) -> None:
+    known, _ = problem(6, 4)
+    layer = replace(known.layer, weight=known.layer.weight * 0) if size == 0 else known.layer
+    known = replace(known, layer=layer, target=known.target * size if size else known.target)
+    prior = feature_prior(known)
+    assert prior.alone is None
+    assert list(propagate(known, prior, Schedule())) == []
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
@@ -121,6 +138,7 @@ def test_single_precision_ends_only_where_the_outputs_are_near(monkeypatch: pyte
     errors = [state.error for state in propagate(known, prior, schedule, LEVELS)]
     for before, single in zip(errors, cheap, strict=False):  # what the first iteration gives is known beforehand
         assert single or before < 1e-2
+    assert len(cheap) == len(errors) - 1
     assert not all(cheap)
     assert sum(cheap) > 3  # noise alone would have been below it from the fourth iteration, the third of these, on
 
@@ -253,4 +271,7 @@ def test_levels_are_sought_further_only_near_a_solution(monkeypatch: pytest.Monk
     assert not descents
     near = invert._on(LEVELS, Solved.of(known, fit(known, truth + 0.2 * LEVELS.step * draw)))
     assert near.found.error < invert.ROUGH
-    assert 0 < len(descents) < 3  # not after the last of three rounds, where nothing would look at the result
+    assert descents
+    descents.clear()
+    invert._on(LEVELS, near, rounds=1)
+    assert not descents  # nothing would look at the result
