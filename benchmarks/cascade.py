@@ -35,7 +35,8 @@ from fl.types import Batch, ServerView
 
 SETS = {"fashion_mnist": "hyperfl-grey", "handwritten62": "hyperfl-grey", "cifar10": "hyperfl-colour"}
 FIRST = {"fashion_mnist": 1000, "handwritten62": 880, "cifar10": 1000}
-"""Number of the first test image: from there on no change of the attack has seen any. Handwriting has 930."""
+"""Number of the first test image: no change of the attack before the committed results had seen any of these fifty.
+Handwriting has 930."""
 SUBJECTS: dict[str, tuple[Method, str]] = {
     "FedAvg": (FedAvg(lr=0.02, steps=1), "cascade"),
     "HyperFL": (

@@ -50,8 +50,8 @@ SHARPER, FALLING, WORSE = 5, 0.9, 1.5
 above which it is not believed."""
 
 FAST, SLOW = temperatures(30.0, 0.65), temperatures(100.0, 0.75)
-"""Of the first annealing for layers further up, and of one that comes after `guesses`: of nine colour images that the
-first missed, the slow one found one, and `guesses` all."""
+"""Of the first annealing for layers further up, and of one that comes after `guesses`: of ten colour images that the
+first missed, the slow one found one, and `guesses` the other nine."""
 
 OPEN = 32
 """Pixels not confirmed yet below which it is worth while to try what follows from a propagation."""
