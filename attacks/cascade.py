@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from attacks.apart import first_told, told_apart
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.convolution import Returned, equations, normalisation, pooling, statistics
+from attacks.convolution import Returned, equations, pooling, statistics
 from attacks.exact.fixed import fixed_pixels
 from attacks.exact.invert import ROUGHLY, solve
-from attacks.exact.separate import Apart, Mixture, Sum, most, separate
+from attacks.exact.separate import Apart
 from attacks.headless import exact_gradient
-from attacks.layer_equations import slope_below
 from attacks.rounding import ROUNDED, rounding
 from attacks.training import training
 from attacks.units import in_unit
@@ -77,7 +77,7 @@ class Cascade(Attack):
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
         even, _ = in_unit({n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()})
         gradients = {n: dense(g) for n, g in even.items()}
-        top = _top(stages, gradients)
+        top = first_told(stages, gradients)
         if top is None:
             there = any(isinstance(s.layer, nn.Linear) and f"{s.name}.bias" in gradients for s in stages)
             still = (
@@ -90,7 +90,7 @@ class Cascade(Attack):
         if refused is not None:
             return NotApplicable(refused)
         count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
-        first = _single(stages, gradients, top) if count == 1 else _separated(stages, gradients, top, count)
+        first = _single(stages, gradients, top) if count == 1 else _several(stages, gradients, top, count)
         if isinstance(first, NotApplicable):
             return first
         found = _descend(view, stages, gradients, top, first)
@@ -98,15 +98,6 @@ class Cascade(Attack):
             labels, note = single(view)
             return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
         return found if found.inputs is None else replace(found, labels=whose(view, gradients, found.inputs))
-
-
-def _top(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> int | None:
-    """The first linear layer, counted from below, above which nothing is needed: its bias moved."""
-    for i, stage in enumerate(stages):
-        sent = gradients.get(f"{stage.name}.bias")
-        if isinstance(stage.layer, nn.Linear) and sent is not None and bool(sent.any()):
-            return i
-    return None
 
 
 def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:
@@ -141,54 +132,13 @@ def _single(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> 
     return Apart(signal[None], values[None], 0.0, 0.0)
 
 
-def _separated(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> Apart | NotApplicable:
+def _several(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> Apart | NotApplicable:
     """Signals and inputs of the top layer for the images of a batch, or why they can't be told apart."""
-    reason = _inseparable(stages, gradients, top, count)
-    if reason is not None:
-        return NotApplicable(reason)
-    above, stage = stages[top], stages[top - 1]
-    weight, moved = (gradients[f"{above.name}.{kind}"] for kind in ("weight", "bias"))
-    assert isinstance(above.layer, nn.Linear)
-    offset, slope = (part.flatten() for part in above.affine())
-    below = gradients[f"{stage.name}.bias"]
-    rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
-    known = Sum(
-        weight=above.layer.weight.detach(),
-        bias=above.layer.bias.detach(),
-        low=slope_below(above.activation) if rises else None,
-        gradient=weight,
-        moved=moved,
-        offset=offset,
-        slope=slope,
-        gentle=slope_below(stage.activation),
-        below=below,
-        share=normalisation(stage, below)[0],
-    )
-    if Mixture.of(known, count) is None:
-        return NotApplicable(
-            f"the gradient of {above.name} is not of rank {count}: of the {count} images of the batch some are alike "
-            "or leave nothing, or more than these were fed"
-        )
-    found = separate(known, count)
-    return NotApplicable(f"the {count} images of the batch could not be told apart") if found is None else found
-
-
-def _inseparable(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> str | None:
-    """Why the equations for telling `count` images apart are too few, or None."""
-    if top == 0:
-        return f"nothing below {stages[0].name} tells the {count} images of the batch apart"
-    above, stage = stages[top], stages[top - 1]
-    if not isinstance(stage.activation, nn.LeakyReLU | nn.ReLU):
-        return f"it tells images apart by the bend of a (leaky) ReLU right below {above.name}: there is none"
-    below = gradients.get(f"{stage.name}.bias")
-    if below is None or not bool(below.any()):
-        return f"the update says nothing of the bias of {stage.name}, by which images are told apart"
-    if most(len(below)) < count:
-        return f"the {len(below)} biases of {stage.name} tell at most {most(len(below))} images apart, not {count}"
     for lower in stages[:top]:
         if isinstance(lower.layer, nn.Conv2d) and count * lower.taken.numel() > MOST:
-            return f"{count} inputs of {lower.name} are {count * lower.taken.numel()} numbers, more than {MOST} at once"
-    return None
+            numbers = f"{count * lower.taken.numel()} numbers, more than {MOST} at once"
+            return NotApplicable(f"{count} inputs of {lower.name} are {numbers}")
+    return told_apart(stages, gradients, top, count)
 
 
 def _descend(

@@ -17,7 +17,7 @@ CERTAIN = 1e-12
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the activation of a stage was given (1, ...), where `known`."""
+    """What the activation of a stage was given (N, ...), where `known`."""
 
     values: Tensor
     known: Tensor
@@ -28,7 +28,7 @@ class Solved:
     """What came into a stage, and how far its equations determine it.
 
     Attributes:
-        values: (1, ...).
+        values: of all images (N, ...).
         unknowns: how many numbers that is.
         gradient: how many numbers of what the layer is given the gradient equations alone determine.
         rank: how many of the unknowns all equations used determine.
@@ -47,7 +47,7 @@ class Weak:
     """Gradient equations that say little: `sizes * (directions^T x_c) = turned[:, c]`, relative to the strongest.
 
     Attributes:
-        directions: (P, r), also those that no equation says anything of.
+        directions: (N P, r), also those that no equation says anything of.
         sizes: (q,), q <= r.
         turned: (q, C).
     """
@@ -96,28 +96,30 @@ def slope_below(activation: nn.Module) -> float:
 def solve(
     stage: Stage, signal: Tensor, gradient: Tensor, outputs: Outputs | None, *, trust: float | None, cutoff: float
 ) -> Solved:
-    """What came into a stage.
+    """What came into a stage, of all images of a batch at once.
 
-    Gradient equations say `K x_c = dL/dW[:, c]` for each channel c of the layer's input. Weight equations say that x
-    makes the known outputs. Padding equations (padded values are zero) are substituted: padded values are no unknowns.
+    Gradient equations say `K x_c = dL/dW[:, c]` for each channel c of the layer's input; of N images `sum of K_i x_ic`,
+    so that there are no more of them than of one image, for N times the unknowns. Weight equations say that x makes the
+    known outputs, image by image. Padding equations (padded values are zero) are substituted: padded values are no
+    unknowns.
 
     Args:
         stage: the layer.
-        signal: dL/d(output of the layer) (1, out, ...).
-        gradient: dL/d(weight of the layer).
+        signal: dL/d(output of the layer) (N, out, ...).
+        gradient: dL/d(weight of the layer), the sum over the images.
         outputs: what its activation is known to have been given.
         trust: what belongs to singular values of the gradient equations of at least this share of the largest is taken
             from them alone, and weight equations are used for the rest, if there is any. None solves all equations
             together, at equal weight as the signal's unit means nothing; but those of a linear layer's gradient alone.
         cutoff: singular values below this share of the largest count as zero.
     """
-    with torch.no_grad():
-        shape = stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64)).shape[1:]
+    count, shape = len(signal), stage.taken
     rows = gradient_rows(stage, signal, shape)
     right = gradient.flatten(2).transpose(1, 2) if gradient.ndim == 4 else gradient
     small, right = triangular(rows, right.reshape(len(rows), -1))
     if not bool(small.isfinite().all() and right.isfinite().all() and small.any()):
-        return Solved(torch.zeros(1, *stage.shape, dtype=torch.float64), stage.shape.numel(), 0, 0, math.inf)
+        nothing = torch.zeros(count, *stage.shape, dtype=torch.float64)
+        return Solved(nothing, nothing.numel(), 0, 0, math.inf)
     left, sizes, directions = torch.linalg.svd(small / small.norm())
     right = right / small.norm()
     told = int((sizes > sizes[0] * cutoff).sum())
@@ -136,23 +138,29 @@ def solve(
     else:
         values, rank, condition = _together(stage, shape, small / small.norm(), right, outputs, cutoff)
     condition = condition if rank == values.numel() else math.inf
-    values = stage.undo(values.reshape(1, *shape)) if stage.pointwise else values.reshape(1, *stage.shape)
+    if stage.pointwise:
+        apart = values.reshape(shape[0], count, -1).transpose(0, 1)
+        values = stage.undo(apart.reshape(count, *shape))
+    else:
+        values = values.reshape(count, *stage.shape)
     return Solved(values, values.numel(), told * channels, rank, condition)
 
 
 def gradient_rows(stage: Stage, signal: Tensor, shape: torch.Size) -> Tensor:
-    """The matrix K of the gradient equations (rows, P), with P positions of one channel of the layer's input.
+    """The matrix K of the gradient equations (rows, N P), with P positions of one channel of the layer's input.
 
-    dL/dW[o, c, k] = sum over outputs l of signal[o, l] x_c[where tap k of the kernel lies at output l], so that K is
-    the same for every channel. A linear layer has one position and one tap.
+    dL/dW[o, c, k] = sum over images i and outputs l of signal[i, o, l] x_ic[where tap k of the kernel lies at output
+    l], so that K is the same for every channel. A linear layer has one position and one tap. The positions of an image
+    stand side by side.
     """
     if not isinstance(stage.layer, nn.Conv2d):
-        return signal.reshape(-1, 1)
+        return signal.flatten(1).T
     lies = _taps(stage.layer, shape)
     taps, outputs = lies.shape
-    signals = signal.reshape(-1, 1, outputs).expand(-1, taps, -1)
-    rows = signals.new_zeros(len(signals), taps, shape[1] * shape[2] + 1)
-    return rows.scatter_add_(2, lies.expand(len(signals), -1, -1), signals)[:, :, 1:].flatten(0, 1)
+    signals = signal.reshape(len(signal), -1, 1, outputs).expand(-1, -1, taps, -1)
+    rows = signals.new_zeros(*signals.shape[:3], shape[1] * shape[2] + 1)
+    rows = rows.scatter_add_(3, lies.expand_as(signals), signals)[..., 1:].flatten(1, 2)
+    return rows.transpose(0, 1).flatten(1)
 
 
 def weight_rows(stage: Stage, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -184,41 +192,67 @@ def _taps(layer: nn.Conv2d, shape: torch.Size) -> Tensor:
 def _filled(
     stage: Stage, shape: torch.Size, values: Tensor, weak: Weak, outputs: Outputs, cutoff: float
 ) -> tuple[Tensor, int, float]:
-    """Channels (C, P) from their well determined part `values`; the rest from outputs and weak gradient equations."""
+    """Channels (C, N P) from their well determined part `values`; the rest from outputs and weak gradient equations."""
     weights, offset = weight_rows(stage, shape)
-    known, channels = outputs.known.flatten(), len(values)
-    weights, sides = weights[known], (outputs.values.flatten() - offset)[known] - weights[known] @ values.flatten()
-    along = (weights.view(len(weights), *values.shape) @ weak.directions).flatten(1)
-    unit = weights.norm() / math.sqrt(values.numel())
+    channels, images = len(values), len(outputs.values)
+    each = zip(
+        outputs.values.flatten(1),
+        outputs.known.flatten(1),
+        values.reshape(channels, images, -1).unbind(1),
+        weak.directions.chunk(images),
+        strict=True,
+    )
+    parts, sides, norms = [], [], []
+    for returned, known, strong, directions in each:
+        rows = weights[known]
+        sides.append((returned - offset)[known] - rows @ strong.flatten())
+        parts.append((rows.view(len(rows), *strong.shape) @ directions).flatten(1))
+        norms.append(rows.norm())
+    unit = float(torch.stack(norms).norm()) / math.sqrt(values.numel())
     count = len(weak.sizes)
-    rows = functional.pad(weak.sizes.diag(), (0, weak.directions.shape[1] - count)) * unit
-    rows = torch.cat([torch.block_diag(*[rows] * channels), along])
-    sides = torch.cat([weak.turned[:count].T.flatten() * unit, sides])
-    found, rank, condition = least_squares(rows, sides[:, None], cutoff, float(unit))
+    gradient = functional.pad(weak.sizes.diag(), (0, weak.directions.shape[1] - count)) * unit
+    rows = torch.cat([torch.block_diag(*[gradient] * channels), *parts])
+    sides = [weak.turned[:count].T.flatten() * unit, *sides]
+    found, rank, condition = least_squares(rows, torch.cat(sides)[:, None], cutoff, unit)
     return values + found.view(channels, -1) @ weak.directions.T, rank, condition
 
 
 def _together(
     stage: Stage, shape: torch.Size, small: Tensor, right: Tensor, outputs: Outputs | None, cutoff: float
 ) -> tuple[Tensor, int, float]:
-    """All equations at once: for what the layer is given, where what comes in follows from it, else for that."""
-    channels, positions = right.shape[1], small.shape[1]
+    """All equations at once: for what the layer is given, where what comes in follows from it, else for that.
+
+    The former channel by channel (C N P,), the latter image by image.
+    """
+    channels, positions = right.shape[1], shape[1:].numel()
+    images = small.shape[1] // positions
     rows, sides = torch.block_diag(*[small] * channels), right.T.flatten()
     if outputs is not None:
         weights, offset = weight_rows(stage, shape)
-        known = outputs.known.flatten()
-        factor = _ratio(weights.norm(), rows.norm())
-        rows = torch.cat([rows * factor, weights[known]])
-        sides = torch.cat([sides * factor, (outputs.values.flatten() - offset)[known]])
+        known = outputs.known.flatten(1)
+        told = [_of_image(weights[k], i, images, channels) for i, k in enumerate(known)]
+        factor = _ratio(torch.stack([part.norm() for part in told]).norm(), rows.norm())
+        rows = torch.cat([rows * factor, *told])
+        given = (outputs.values.flatten(1) - offset)[known]
+        sides = torch.cat([sides * factor, given])
     if not stage.pointwise:
         with torch.no_grad():
             basis = torch.eye(stage.shape.numel(), dtype=torch.float64).view(-1, *stage.shape)
             offset = stage.given(torch.zeros_like(basis[:1])).flatten()
             before = (stage.given(basis).flatten(1) - offset).T
         assert len(before) == channels * positions
-        rows, sides = rows @ before, sides - rows @ offset
+        parts = rows.view(len(rows), channels, images, positions).unbind(2)
+        sides = sides - torch.stack([part.flatten(1) @ offset for part in parts]).sum(0)
+        rows = torch.cat([part.flatten(1) @ before for part in parts], 1)
     values, rank, condition = least_squares(rows, sides[:, None], cutoff)
     return values, rank, condition
+
+
+def _of_image(rows: Tensor, image: int, images: int, channels: int) -> Tensor:
+    """Equations in what one image gives the layer (m, C P) as ones in what all of them do (m, C N P)."""
+    apart = rows.new_zeros(len(rows), channels, images, rows.shape[1] // channels)
+    apart[:, :, image] = rows.view(len(rows), channels, -1)
+    return apart.flatten(1)
 
 
 def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0) -> tuple[Tensor, int, float]:

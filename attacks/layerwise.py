@@ -9,13 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from attacks.apart import first_told, told_apart
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.headless import exact_gradient, undefended
 from attacks.labels import TURNED, turned
 from attacks.layer_equations import Outputs, Solved, invert, slope_below, solve
 from attacks.logits import biasless
+from attacks.training import training
 from attacks.units import in_unit
 from attacks.unroll import Stage, unroll
+from attacks.whose import whose
 from fl.defense import overrides
 from fl.tensors import dense, scaled
 from fl.types import ServerView
@@ -29,20 +32,26 @@ PEAK = 5.0
 
 @dataclass(frozen=True)
 class Start:
-    """Where a descent begins: the number of a linear layer's stage, and what flows back into the layer (1, out)."""
+    """Where a descent begins: the number of a linear layer's stage, and what flows back into it of N images (N, out).
+
+    `off` is how far that may be off, relative to its root mean square.
+    """
 
     top: int
     signal: Tensor
+    off: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layerwise(Attack):
-    """Undoes a chain of layers from the top, for one step on one image.
+    """Undoes a chain of layers from the top, for one step on one image, or on a few (`batches`).
 
     The last linear layer with a bias gives what flows back into it (its bias gradient) and its own input, as its weight
     gradient is the outer product of both; the classifier, label and loss above it play no part. Without any such layer,
     the logits follow from the loss (`attacks.logits`). Then, stage by stage: what a layer returned and what flows back
     into it follow from the input of the stage above; its own input solves linear equations (`attacks.layer_equations`).
+    Several images are told apart at the first linear layer with a bias (`attacks.apart`); from there down, their inputs
+    of a layer solve its equations together.
 
     All runs in float64 on the CPU. `private` holds for every layer, under `rank/name`, how many numbers come in, how
     many the layer's gradient equations determine, and how many all equations used do; under `condition/name` the
@@ -59,6 +68,8 @@ class Layerwise(Attack):
 
     inverts: ClassVar[bool] = True
     """Whether it needs activations that can be inverted."""
+    batches: ClassVar[bool] = False
+    """Whether it takes several images."""
 
     fits: float = 1e-3
     cutoff: float = 1e-10
@@ -78,21 +89,21 @@ class Layerwise(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
-        gradient = exact_gradient(view)
+        gradient = exact_gradient(view, batches=self.batches)
         if isinstance(gradient, NotApplicable):
             return gradient
         stages = unroll(view)
         if isinstance(stages, NotApplicable):
             return stages
-        gradients = {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()}
-        starts = _starts(view, stages, gradients)
+        observed = {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()}
+        # the ratio of all is what counts: in a unit of their own no square overflows or runs under
+        even, unit = in_unit({**observed})
+        gradients = {n: dense(g) for n, g in even.items()}
+        count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
+        starts = _starts(view, stages, observed, unit) if count == 1 else _several(stages, gradients, count)
         if isinstance(starts, NotApplicable):
             return starts
-        # the ratio of all is what counts: in a unit of their own no square overflows or runs under
-        even, unit = in_unit({**gradients})
-        gradients = {n: dense(g) for n, g in even.items()}
-        starts = [replace(start, signal=start.signal / unit) for start in starts]
-        reason = self._refusal(stages[: starts[0].top + 1], gradients)
+        reason = self._refusal(stages[: starts[0].top + 1], gradients, count)
         if reason is not None:
             return NotApplicable(reason)
         found = [self._attempt(view, stages, gradients, start) for start in starts]
@@ -101,7 +112,7 @@ class Layerwise(Attack):
             return replace(best, verified=False)  # several images explain the update
         return best
 
-    def _refusal(self, stages: Sequence[Stage], gradients: Gradients) -> str | None:
+    def _refusal(self, stages: Sequence[Stage], gradients: Gradients, count: int) -> str | None:
         """Why the stages up to the first known signal can't be undone, or None."""
         for stage in stages:
             weight = gradients.get(f"{stage.name}.weight")
@@ -109,7 +120,7 @@ class Layerwise(Attack):
                 return f"the gradient of {stage.name} was not sent"
             if not bool(weight.any()):
                 return f"no signal flows back into {stage.name}: its weight did not move"
-            needed = sizes(stage)[0 if self.share is None else 1]
+            needed = sizes(stage, count)[0 if self.share is None else 1]
             if needed > self.gigabytes:
                 return f"the equations of {stage.name} take {needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
         if self.inverts:
@@ -126,54 +137,83 @@ class Layerwise(Attack):
         off = max(_apart(again[n], gradients[n]) for n in again if n in gradients)
         whole = all(layer.rank == layer.unknowns for layer in solved)
         # what the gradient is off by, the equations of the pixels magnify by as much as their condition number
-        sharp = PEAK * off * solved[0].condition * _size(stages[0], pixels) <= LEVEL
+        doubt = max(off, start.off) * solved[0].condition
+        sharp = PEAK * doubt * _size(stages[0], pixels) <= LEVEL
         # an unknown defence may have shortened weight and bias apart, which only a second layer shows
         sized = view.threat.knows_defense or start.top > 0
-        head = f"{stages[start.top].name}.".startswith(view.task.head) and start.top == len(stages) - 1
-        odd = head and turned(start.signal[0])
         ranks = {
             f"rank/{n}": torch.tensor([s.unknowns, s.gradient, s.rank]) for n, s in zip(names, solved, strict=True)
         }
         conditions = {f"condition/{n}": torch.tensor(s.condition) for n, s in zip(names, solved, strict=True)}
-        return Reconstruction(
+        found = Reconstruction(
             inputs=pixels.to(view.device, view.dtype),
-            labels=start.signal.argmin(1).to(view.device) if head and not odd else view.labels,
             objective=off,
             private={**ranks, **conditions},
-            knowledge=() if (head and not odd) or view.labels is None else ("labels",),
             verified=whole and sized and sharp and off <= self.fits,
-            note=TURNED if odd else "",
         )
+        if len(pixels) > 1:
+            return replace(found, labels=whose(view, gradients, pixels.to(view.device)))
+        return _labelled(found, view, stages, start)
+
+
+def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: Start) -> Reconstruction:
+    """The one image with its label, known or read off what flows back into the classifier."""
+    head = f"{stages[start.top].name}.".startswith(view.task.head) and start.top == len(stages) - 1
+    odd = head and turned(start.signal[0])
+    return replace(
+        found,
+        labels=start.signal.argmin(1).to(view.device) if head and not odd else view.labels,
+        knowledge=() if (head and not odd) or view.labels is None else ("labels",),
+        note=TURNED if odd else "",
+    )
 
 
 def _size(stage: Stage, pixels: Tensor) -> float:
-    """Root mean square of what the first layer is given (1, ...), in pixel units: errors are relative to that."""
+    """Root mean square of what the first layer is given (N, ...), in pixel units: errors are relative to that."""
     if stage.pointwise:
         pixels = stage.given(pixels) / stage.affine()[1]
     return float(pixels.square().mean().sqrt())
 
 
-def _starts(view: ServerView, stages: Sequence[Stage], gradients: Gradients) -> list[Start] | NotApplicable:
-    """The highest stages whose signal the update gives away; several where the loss has several solutions."""
+def _starts(view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float) -> list[Start] | NotApplicable:
+    """The highest stage whose signal the update of one image gives away; several where the loss has several solutions.
+
+    The signals are in the unit of the gradients that the descent is on.
+    """
     for top in reversed(range(len(stages))):
-        bias = gradients.get(f"{stages[top].name}.bias")
+        bias = observed.get(f"{stages[top].name}.bias")
         if isinstance(stages[top].layer, nn.Linear) and bias is not None and bool(bias.any()):
-            return [Start(top, bias[None])]
+            return [Start(top, bias[None] / unit)]
     last = stages[-1]
     name = f"{last.name}.weight"
     bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
-    if not bare or name not in gradients or not isinstance(last.activation, nn.Identity):
+    if not bare or name not in observed or not isinstance(last.activation, nn.Identity):
         return NotApplicable("no linear layer whose bias moved, and no classifier without bias: nothing to begin with")
     if not _sized(view, name):
         return NotApplicable(
             "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
         )
-    observed = gradients[name]
     weight = last.layer.get_parameter("weight").detach()
-    unit = undefended(view, name, observed)
-    ratio = observed.norm() / unit.norm()
-    found = [Start(len(stages) - 1, signal * ratio) for signal in biasless(weight, unit)]
+    undone = undefended(view, name, observed[name])
+    ratio = observed[name].norm() / undone.norm()
+    found = [Start(len(stages) - 1, signal * ratio / unit) for signal in biasless(weight, undone)]
     return found or NotApplicable("no logits explain the gradient of the classifier, which has no bias")
+
+
+def _several(stages: Sequence[Stage], gradients: Gradients, count: int) -> list[Start] | NotApplicable:
+    """The first linear layer with a bias, where the images of a batch are told apart."""
+    if count < 1:
+        return NotApplicable("no image was fed")
+    top = first_told(stages, gradients)
+    if top is None:
+        return NotApplicable("no linear layer whose bias moved: nothing tells the images of the batch apart")
+    above = stages[top]
+    if not above.pointwise:
+        return NotApplicable(f"pooling below {above.name} hides the bends by which images are told apart")
+    if not bool(gradients.get(f"{above.name}.weight", torch.zeros(1)).any()):
+        return NotApplicable(f"no signal flows back into {above.name}: its weight did not move")
+    found = told_apart(stages, gradients, top, count)
+    return found if isinstance(found, NotApplicable) else [Start(top, found.signals, found.off)]
 
 
 def _sized(view: ServerView, name: str) -> bool:
@@ -204,7 +244,7 @@ def descend(
     found: list[Solved] = []
     for stage in reversed(stages[: start.top + 1]):
         gradient = gradients[f"{stage.name}.weight"]
-        usable = outputs if sizes(stage)[2] <= gigabytes else None
+        usable = outputs if sizes(stage, len(signal))[2] <= gigabytes else None
         with torch.no_grad():
             solved = solve(stage, signal, gradient, usable, trust=trust, cutoff=cutoff)
         found.insert(0, solved)
@@ -217,7 +257,7 @@ def descend(
 
 
 def backward(stages: Sequence[Stage], start: Start, pixels: Tensor) -> Gradients:
-    """The gradient of <signal, output of the start's layer> at an image, by the layers' parameters."""
+    """The gradient of <signal, output of the start's layer> at images (N, C, H, W), by the layers' parameters."""
     values = pixels
     parameters: dict[str, nn.Parameter] = {}
     with torch.enable_grad():
@@ -229,14 +269,19 @@ def backward(stages: Sequence[Stage], start: Start, pixels: Tensor) -> Gradients
     return dict(zip(parameters, grads, strict=True))
 
 
-def sizes(stage: Stage) -> tuple[float, float, float]:
-    """Gigabytes that a stage's equations take in one matrix: all, its gradient equations, its weight equations."""
-    layer, unknowns, outputs = stage.layer, stage.shape.numel(), returned(stage).numel()
+def sizes(stage: Stage, count: int = 1) -> tuple[float, float, float]:
+    """Gigabytes that a stage's equations take in one matrix: all, its gradient equations, its weight equations.
+
+    Args:
+        stage: the layer.
+        count: of images, whose inputs are solved for together.
+    """
+    layer, unknowns, outputs = stage.layer, count * stage.shape.numel(), count * returned(stage).numel()
     before = 0.0 if stage.pointwise else 8e-9 * unknowns**2  # its linear maps as a matrix
     if not isinstance(layer, nn.Conv2d):
         return before, before, 8e-9 * outputs * unknowns
     with torch.no_grad():
-        positions = stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64))[0, 0].numel()
+        positions = count * stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64))[0, 0].numel()
     whole = 8e-9 * unknowns * (positions * layer.in_channels + outputs)
     gradient = 8e-9 * layer.weight[:, 0].numel() * positions
     return max(whole, before), max(gradient, before), 8e-9 * outputs * unknowns
@@ -258,7 +303,7 @@ def returned(stage: Stage) -> torch.Size:
 def _pull(linear: Callable[[Tensor], Tensor], shape: torch.Size, signal: Tensor) -> Tensor:
     """What flows back into a linear map."""
     with torch.enable_grad():
-        at = torch.zeros(1, *shape, dtype=torch.float64, requires_grad=True)
+        at = torch.zeros(len(signal), *shape, dtype=torch.float64, requires_grad=True)
         returned = linear(at)
     (pulled,) = torch.autograd.grad(returned, at, signal.view_as(returned))
     return pulled

@@ -42,6 +42,7 @@ class RConv(Layerwise):
         "computes the input of each layer from its gradient alone where that suffices, so that ReLU need not stop it."
     )
     inverts: ClassVar[bool] = False
+    batches: ClassVar[bool] = True
 
     trust: float = 0.03
 
