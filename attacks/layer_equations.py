@@ -231,7 +231,7 @@ def _together(
         weights, offset = weight_rows(stage, shape)
         known = outputs.known.flatten(1)
         told = [_of_image(weights[k], i, images, channels) for i, k in enumerate(known)]
-        factor = _ratio(torch.stack([part.norm() for part in told]).norm(), rows.norm())
+        factor = _ratio(weights.norm() * math.sqrt(images), rows.norm())
         rows = torch.cat([rows * factor, *told])
         given = (outputs.values.flatten(1) - offset)[known]
         sides = torch.cat([sides * factor, given])

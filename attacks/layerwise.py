@@ -9,37 +9,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.apart import first_told, told_apart
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.headless import exact_gradient, undefended
+from attacks.headless import exact_gradient
 from attacks.labels import TURNED, turned
 from attacks.layer_equations import Outputs, Solved, invert, slope_below, solve
-from attacks.logits import biasless
+from attacks.starts import Gradients, Start, starts_of
 from attacks.training import training
 from attacks.units import in_unit
 from attacks.unroll import Stage, unroll
 from attacks.whose import whose
-from fl.defense import overrides
-from fl.tensors import dense, scaled
+from fl.tensors import dense
 from fl.types import ServerView
 
-Gradients = dict[str, Tensor]
 LEVEL = 0.5 / 255
 """Half a level of 8 bits, in pixel units."""
 PEAK = 5.0
 """How far the worst pixel may be off, in root mean squares of all: hardly one of some thousand Gaussian numbers is."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a descent begins: the number of a linear layer's stage, and what flows back into it of N images (N, out).
-
-    `off` is how far that may be off, relative to its root mean square.
-    """
-
-    top: int
-    signal: Tensor
-    off: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +85,7 @@ class Layerwise(Attack):
         even, unit = in_unit({**observed})
         gradients = {n: dense(g) for n, g in even.items()}
         count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
-        starts = _starts(view, stages, observed, unit) if count == 1 else _several(stages, gradients, count)
+        starts = starts_of(view, stages, observed, unit, count)
         if isinstance(starts, NotApplicable):
             return starts
         reason = self._refusal(stages[: starts[0].top + 1], gradients, count)
@@ -151,9 +136,15 @@ class Layerwise(Attack):
             private={**ranks, **conditions},
             verified=whole and sized and sharp and off <= self.fits,
         )
-        if len(pixels) > 1:
-            return replace(found, labels=whose(view, gradients, pixels.to(view.device)))
-        return _labelled(found, view, stages, start)
+        if len(pixels) == 1:
+            return _labelled(found, view, stages, start)
+        if start.labels is not None:
+            known = () if view.labels is None else ("labels",)
+            return replace(found, labels=start.labels.to(view.device), knowledge=known)
+        sent = gradients.get(f"{stages[-1].name}.bias")
+        odd = sent is not None and turned(sent, len(pixels))
+        labels = whose(view, gradients, pixels.to(view.device))
+        return replace(found, labels=labels, note=TURNED if odd else "")
 
 
 def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: Start) -> Reconstruction:
@@ -173,57 +164,6 @@ def _size(stage: Stage, pixels: Tensor) -> float:
     if stage.pointwise:
         pixels = stage.given(pixels) / stage.affine()[1]
     return float(pixels.square().mean().sqrt())
-
-
-def _starts(view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float) -> list[Start] | NotApplicable:
-    """The highest stage whose signal the update of one image gives away; several where the loss has several solutions.
-
-    The signals are in the unit of the gradients that the descent is on.
-    """
-    for top in reversed(range(len(stages))):
-        bias = observed.get(f"{stages[top].name}.bias")
-        if isinstance(stages[top].layer, nn.Linear) and bias is not None and bool(bias.any()):
-            return [Start(top, bias[None] / unit)]
-    last = stages[-1]
-    name = f"{last.name}.weight"
-    bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
-    if not bare or name not in observed or not isinstance(last.activation, nn.Identity):
-        return NotApplicable("no linear layer whose bias moved, and no classifier without bias: nothing to begin with")
-    if not _sized(view, name):
-        return NotApplicable(
-            "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
-        )
-    weight = last.layer.get_parameter("weight").detach()
-    undone = undefended(view, name, observed[name])
-    ratio = observed[name].norm() / undone.norm()
-    found = [Start(len(stages) - 1, signal * ratio / unit) for signal in biasless(weight, undone)]
-    return found or NotApplicable("no logits explain the gradient of the classifier, which has no bias")
-
-
-def _several(stages: Sequence[Stage], gradients: Gradients, count: int) -> list[Start] | NotApplicable:
-    """The first linear layer with a bias, where the images of a batch are told apart."""
-    if count < 1:
-        return NotApplicable("no image was fed")
-    top = first_told(stages, gradients)
-    if top is None:
-        return NotApplicable("no linear layer whose bias moved: nothing tells the images of the batch apart")
-    above = stages[top]
-    if not above.pointwise:
-        return NotApplicable(f"pooling below {above.name} hides the bends by which images are told apart")
-    if not bool(gradients.get(f"{above.name}.weight", torch.zeros(1)).any()):
-        return NotApplicable(f"no signal flows back into {above.name}: its weight did not move")
-    found = told_apart(stages, gradients, top, count)
-    return found if isinstance(found, NotApplicable) else [Start(top, found.signals, found.off)]
-
-
-def _sized(view: ServerView, name: str) -> bool:
-    """Whether the size of the gradient of `name` is known, not only its direction."""
-    phases = view.method.phases(view.client.task, view.round)
-    clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
-    once, twice = (view.defense.surrogate(scaled(view.update, size), view.update)[name] for size in (1.0, 2.0))
-    hidden = dense(twice).norm() < 1.5 * dense(once).norm()  # a longer update would have been shortened to the same
-    changed = not view.threat.knows_defense or overrides(view.defense, "gradient")
-    return not (view.scaled or clipped or hidden or changed)
 
 
 def descend(

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from attacks.base import NotApplicable, attacks
-from attacks.layerwise import Layerwise, Start, backward, descend, returned
+from attacks.layerwise import Layerwise, backward, descend, returned
+from attacks.starts import Start
 from attacks.unroll import unroll
 from fl.seeds import stream
 from fl.types import ServerView
