@@ -26,12 +26,28 @@ class RConv(Layerwise):
       gradient equations fix what they determine well, and weight equations of all outputs that are known fix the rest:
       all outputs of an invertible activation, of a ReLU only the active ones.
 
-    From the extension this takes the joint use of both kinds of equations, in every layer; its algorithm for batches is
-    not here. Written after the abstracts of both papers and the equations in the authors' public description of their
-    code; the papers' texts were not at hand.
+    Of a batch of B images the server sees the sum of their gradients. The extension has an algorithm for that, its
+    third. Its text was not at hand, and the authors' public code is that of one image: what stands here is derived from
+    the equations above, and need not be what the paper does. What flows back of each image has to be known first, and
+    the gradient alone leaves a matrix (B, B) open by which images are mixed:
+
+    - behind a classifier that the server knows, with mean cross entropy and more classes than images, the signal of an
+      image follows from its input. That fixes the matrix, and the labels, which may repeat, whatever the activations
+      (`attacks.softmax_apart`);
+    - elsewhere the bend of a (leaky) ReLU below the first linear layer fixes it, as in `cascade` (`attacks.apart`);
+    - a layer's gradient equations are then dL/dw[d, i] = sum over images b and outputs m of dL/do_b[d, m] x_b[r_i(m)]:
+      as many as for one image, for B times the unknowns, while each image has its own weight equations.
+
+    So a layer that just suffices for one image does not for two. Images come back in no particular order, with their
+    labels; `verified` says that all of them, put through the network again, explain the gradient of every layer.
+
+    From the extension's second algorithm this takes the joint use of both kinds of equations, in every layer. Written
+    after the abstracts of both papers and the equations in the authors' public description of their code; the papers'
+    texts were not at hand.
 
     Threat model: an honest-but-curious server that knows all weights below the last linear layer with a bias, and sees
-    one step on one image, in a plain chain of layers. Max pooling is beyond it: see `cascade`.
+    one step on one image, in a plain chain of layers. Of a batch it knows the size, and that it was one step; its
+    labels it need not. Max pooling is beyond it: see `cascade`.
 
     Attributes:
         trust: what belongs to singular values of a layer's gradient equations of at least this share of the largest is

@@ -23,8 +23,10 @@ SPARE = 2
 """Equations beyond the unknowns, at least: where there are none, any labels can be explained."""
 TRACE = 1e-6
 """Least singular value, relative to the largest, that is an image's own: less is rounding."""
-STARTS, TRIED, STEPS = 8, 200, 100
+STARTS, TRIED, STEPS = 8, 100, 100
 """Starts tried with the likeliest labels, starts tried in all, and steps from each."""
+STRIDE, STILL = 15, 0.5
+"""Steps after which what is left must be less by this factor: else the start leads nowhere."""
 SPREAD = 0.4
 """Standard deviation by which the logits of each further start differ more than those of the one before."""
 
@@ -134,7 +136,8 @@ class _Mixed:
         """What is found from the start of that number, or None where it leads nowhere."""
         mixing, damping = self._start(start), 1e-3
         rows, off = self._equations(mixing)
-        for _ in range(STEPS):
+        last = off.norm()
+        for done in range(1, STEPS + 1):
             form, slope = rows.mT @ rows, rows.mT @ off
             sizes = form.diagonal() + 1e-12 * form.diagonal().max()
             step, failed = torch.linalg.solve_ex(form + damping * sizes.diag(), slope)
@@ -146,6 +149,10 @@ class _Mixed:
                 break
             else:
                 damping *= 4
+            if done % STRIDE == 0:
+                if not bool(off.norm() < STILL * last):
+                    break
+                last = off.norm()
         return self._answer(mixing, rows, off)
 
     def _start(self, number: int) -> Tensor:

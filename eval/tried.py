@@ -27,7 +27,7 @@ PEELED, SEARCH = "peel+ig", "ig"
 def defaults(method: Method, size: int) -> tuple[str, ...]:
     """The attacks for updates of `size` images: those that solve, and can tell that they are right, before a search.
 
-    What attacks one image at a time (`rconv`) is left out for batches, and what tells images apart (`spear`) for one.
+    `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one.
     """
     if isinstance(method.parametrisation, Hypernetwork):
         return ("peel+cascade", PEELED, SEARCH)
