@@ -35,8 +35,8 @@ class Layerwise(Attack):
     gradient is the outer product of both; the classifier, label and loss above it play no part. Without any such layer,
     the logits follow from the loss (`attacks.logits`). Then, stage by stage: what a layer returned and what flows back
     into it follow from the input of the stage above; its own input solves linear equations (`attacks.layer_equations`).
-    Several images are told apart at the first linear layer with a bias (`attacks.apart`); from there down, their inputs
-    of a layer solve its equations together.
+    What flows back of each of several images is told apart first (`attacks.starts`); from there down, their inputs of a
+    layer solve its equations together.
 
     All runs in float64 on the CPU. `private` holds for every layer, under `rank/name`, how many numbers come in, how
     many the layer's gradient equations determine, and how many all equations used do; under `condition/name` the
