@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fl.finite import finite, unfit
@@ -93,7 +94,7 @@ class Attack:
 
         Raises:
             ValueError: a tensor of the update has another shape or type than what the server sent, or is sparse or
-                complex (says which), or the number of images is below 1 although some were fed.
+                complex (says which), the number of images is below 1 although some were fed, or labels are not theirs.
         """
         _check(view)
         return self.run([view], [seed])[0]
@@ -183,6 +184,23 @@ def _check(view: ServerView) -> None:
                     f"expected the update of {name!r} in the {what} of what the server sent, {expected}, got {got}: "
                     "fl.capture.from_update makes a view of a captured update"
                 )
+    if view.labels is not None:
+        _check_labels(view.labels, view.batch_size, view.task.num_classes)
+
+
+def _check_labels(labels: object, count: int | None, classes: int) -> None:
+    """One for each image: classes, or probabilities of all classes (N, K), as of mixed images."""
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"expected labels as a tensor int64, got {type(labels).__name__}")
+    mixed = labels.ndim == 2 and labels.shape[1] == classes and labels.is_floating_point()
+    if not mixed and (labels.ndim != 1 or labels.dtype != torch.int64):
+        raise ValueError(
+            f"expected labels int64 (N,), or probabilities (N, {classes}), got {labels.dtype} {tuple(labels.shape)}"
+        )
+    if count is not None and len(labels) != count:
+        raise ValueError(f"expected a label for each of {count} images, got {len(labels)}")
+    if not mixed and not bool(((labels >= 0) & (labels < classes)).all()):
+        raise ValueError(f"expected labels in [0, {classes}), got {labels.tolist()}")
 
 
 @attacks.register("chain")

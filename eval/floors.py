@@ -11,7 +11,8 @@ Four guesses, each of them scored by every metric (see `eval.score`):
   attacker's auxiliary data and must not contain the client's images; exact copies of a true image (to 8 bits) are left
   out.
 
-And the opposite, `bound`: the best that an attack's own parametrisation could show of an image, which takes the truth.
+And the opposite, `bound`: the best that is known of what an attack's own parametrisation could show of an image, which
+takes the truth.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ def nearest(truth: Tensor, reference: Tensor) -> Tensor:
 
 
 def bound(truth: Tensor, factor: int) -> Tensor:
-    """An upper bound on `rog` with bicubic codes: the closest image that any code has, by least squares.
+    """What bounds `rog` with bicubic codes: the closest image that a descent from least squares finds of any code.
 
-    An oracle, never part of an attack.
+    An oracle, never part of an attack. Codes may leave [0, 1], only images are clamped; see `Upsampled.closest` for why
+    a closer one is not ruled out.
 
     Args:
         truth: (N, C, H, W) in [0, 1].
@@ -91,7 +93,7 @@ def bound(truth: Tensor, factor: int) -> Tensor:
 
 
 def ceiling(attack: Attack, truth: Tensor) -> Tensor | None:
-    """The best images an attack could show, where its own parametrisation limits it and no network sharpens after it.
+    """The best images known that an attack could show, where its own codes limit it and no network sharpens after it.
 
     Args:
         attack: or a chain that ends in it.

@@ -63,6 +63,28 @@ def test_a_number_of_images_below_one_is_refused() -> None:
         build("analytic")(replace(view, batch_size=0))
 
 
+@pytest.mark.parametrize("attack", ["ig", "analytic", "cascade"])
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([3], "expected labels as a tensor int64, got list"),
+        (torch.tensor([3, 1]), "expected a label for each of 1 images, got 2"),
+        (torch.tensor([99]), "expected labels in [0, 5), got [99]"),
+        (torch.tensor([-1]), "expected labels in [0, 5), got [-1]"),
+        (torch.tensor([3.0]), "expected labels int64 (N,), or probabilities (N, 5), got torch.float32 (1,)"),
+        (torch.eye(4)[:1], "expected labels int64 (N,), or probabilities (N, 5), got torch.float32 (1, 4)"),
+    ],
+    ids=["list", "two", "too large", "negative", "float", "of four classes"],
+)
+def test_labels_that_are_not_the_images_are_refused(attack: str, labels: Tensor, said: str) -> None:
+    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        build(attack)(replace(view, labels=labels))
+    build("analytic")(replace(view, labels=torch.tensor([1])))
+    build("analytic")(replace(view, labels=torch.eye(5)[:1]))
+
+
 def test_a_client_that_fed_no_image_is_not_refused_but_not_found_out() -> None:
     model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
     view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
