@@ -42,7 +42,8 @@ class LearningToInvert(Attack):
     numbers standardised over imitated updates, so that no unit matters, and in the hash signs keep apart what is added
     up. Labels are the public images' own if there are as many classes as in the task, else drawn at random. What the
     client keeps to itself is drawn at random, too. As in every prediction, noise that a defence adds within training is
-    left out, and images are fed in turn where their order is unknown. No labels are returned.
+    left out, and images are fed in turn where their order is unknown. The label of one image is read off the
+    classifier; those of several are not returned.
 
     Cost grows with the numbers of an update: for a hypernetwork, let `peel` open it first.
 

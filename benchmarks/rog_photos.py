@@ -61,7 +61,8 @@ def main() -> None:
         f"The untrained LeNet of ROG's authors for {CLASSES} classes (34 million weights), one step on one photograph "
         f"of scikit-image in float32, preset `published` ({given.iterations} iterations, codes a quarter as large on "
         "each side, no network after the search), the label read off the update. The bound is what the closest code "
-        "shows. The authors' search, given the label, was measured on other random weights of the same network.",
+        "that a descent finds shows, the authors' what least squares do. The authors' search, given the label, was "
+        "measured on other random weights of the same network.",
         "",
         *table(HEAD, [line(row) for row in found]),
     ]

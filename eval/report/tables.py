@@ -64,7 +64,7 @@ def _closeness(numbered: Numbered) -> Grid:
         ">median (dB)",
         ">SSIM",
         *extra,
-        *([">its own bound (dB)"] if limited else []),
+        *([">closest code (dB)"] if limited else []),
         ">images",
     ]
     lines = []

@@ -15,22 +15,41 @@ from attacks.rog import ROG
 from benchmarks import settings
 from benchmarks.sweeps import SWEEPS
 
+IG = {"objective": "cosine", "optimizer": "adam", "lr": 0.1, "signed": True, "schedule": "step", "boxed": True}
+"""Of the authors' code, but for what a preset says (Geiping et al. 2020)."""
+GRADINVERSION = {"iterations": 20_000, "objective": "l2", "signed": False, "first": 10.0, "tv": 1e-4}
+
 
 @pytest.mark.parametrize(
-    ("name", "published"),
+    ("name", "preset", "published"),
     [
         (
             "dlg",
+            "published",
             {"iterations": 6000, "objective": "l2", "optimizer": "lbfgs", "lr": 1.0, "max_step": 1e6, "restarts": 1},
         ),
-        ("idlg", {"iterations": 6000, "objective": "l2", "labels": "auto", "max_step": 1e6}),
-        ("rog", {"iterations": 100, "factor": 4, "tv": 0.0, "lr": 0.05, "objective": "l2", "signed": False}),
-        ("joint", {"iterations": 10_000, "tv": 1e-6, "lr": 0.1, "signed": True, "objective": "cosine"}),
-        ("bilevel", {"iterations": 10_000, "tv": 1e-6, "head_lr": 1e-3, "lr": 0.1}),
+        ("idlg", "published", {"iterations": 6000, "objective": "l2", "labels": "auto", "max_step": 1e6}),
+        ("ig", "untrained", {**IG, "iterations": 4800, "tv": 1e-2}),
+        ("ig", "command", {**IG, "iterations": 4000, "tv": 1e-4}),
+        ("ig", "tables", {**IG, "iterations": 4800, "tv": 1e-4}),
+        ("ig", "library", {**IG, "iterations": 4800, "tv": 0.1, "signed": False}),
+        ("ig", "hyperfl", {**IG, "iterations": 10_000, "tv": 1e-6}),
+        ("ig", "breaching", {**IG, "iterations": 24_000, "tv": 0.2}),
+        ("gradinversion", "published", {**GRADINVERSION, "langevin": 0.2}),
+        ("gradinversion", "breaching", {**GRADINVERSION, "restarts": 1}),
+        (
+            "rog",
+            "published",
+            {"iterations": 100, "factor": 4, "tv": 0.0, "lr": 0.05, "objective": "l2", "signed": False},
+        ),
+        ("joint", "published", {"iterations": 10_000, "tv": 1e-6, "lr": 0.1, "signed": True, "objective": "cosine"}),
+        ("bilevel", "published", {"iterations": 10_000, "tv": 1e-6, "head_lr": 1e-3, "lr": 0.1}),
+        ("lti", "published", {"iterations": 39_200, "batch": 256, "width": 3000, "hashed": 100_000, "lr": 1e-4}),
     ],
 )
-def test_what_was_published_stays_by_name(name: str, published: dict[str, Any]) -> None:
-    found = asdict(attacks.build({"name": name, "preset": "published"}))  # type: ignore[call-overload]
+def test_what_was_published_stays_by_name(name: str, preset: str, published: dict[str, Any]) -> None:
+    needed = {"auxiliary": "photos"} if name == "lti" else {}
+    found = asdict(attacks.build({"name": name, "preset": preset, **needed}))  # type: ignore[call-overload]
     assert {key: found[key] for key in published} == published
 
 

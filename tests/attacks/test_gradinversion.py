@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import worlds
+from support import chains, worlds
+from torch import nn
 
 import attacks
 from attacks.base import Reconstruction
@@ -14,6 +15,7 @@ from attacks.gradinversion import Energy, GradInversion, Statistics, consensus, 
 from attacks.problem import INPUTS, LABELS
 from attacks.stack import Stack
 from defenses.secagg import SecAgg
+from fl.capture import from_batch
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
@@ -117,6 +119,26 @@ def test_the_statistics_are_zero_at_the_truth_and_pull_guesses_towards_them() ->
         assert found.inputs is not None
         errors.append(float(term(view, replace(truth.candidate(), inputs=found.inputs), view.client, target)))
     assert errors[1] < errors[0] / 2
+
+
+def test_the_first_layer_alone_counts_as_often_as_it_is_told_to() -> None:
+    layers = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2)
+    model = chains.initialised(nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 3))).double()
+    for norm in (model[1], model[4]):
+        norm.running_mean += 0.5
+    view, truth = from_batch(model, torch.rand(2, 1, 8, 8, generator=stream(0, "x")).double(), torch.tensor([0, 1]))
+    target = Statistics(weight=1.0, first=1.0).constants(view)
+    assert len(target[0]) == 2
+    never, once, fivefold = (
+        float(Statistics(weight=1.0, first=first)(view, truth.candidate(), view.client, target))
+        for first in (0.0, 1.0, 5.0)
+    )
+    assert 0 < never < once
+    assert fivefold - once == pytest.approx(4 * (once - never), rel=1e-9)
+    layers = list(target[0].items())
+    swapped = dict(reversed(layers)), target[1]
+    other = float(Statistics(weight=1.0, first=0.0)(view, truth.candidate(), view.client, swapped))
+    assert other == pytest.approx(once - never, rel=1e-9)
 
 
 def test_the_objectives_gradient_is_right_with_all_terms() -> None:

@@ -318,7 +318,7 @@ def test_what_a_code_could_show_at_best_is_said(tmp_path):
     assert all(row["psnr"] < row["bound_psnr"] < 60 for row in bounded)
     assert not any("bound_psnr" in row for row in rows if row["attack"] != "rog")
     report.write(tmp_path / "a")
-    assert "its own bound (dB)" in (tmp_path / "a" / "report.md").read_text()
+    assert "closest code (dB)" in (tmp_path / "a" / "report.md").read_text()
 
 
 def test_rows_say_whether_an_image_is_named_among_others_of_its_class(done):
