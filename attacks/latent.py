@@ -47,10 +47,12 @@ class Upsampled(Space):
     Attributes:
         factor: how many times smaller than the images, rounded up.
         size: (H, W) of the images.
+        clamped: whether their pixels are kept in [0, 1], so that a code that overshoots costs nothing.
     """
 
     factor: int
     size: tuple[int, int]
+    clamped: bool = False
 
     def shape(self, task: Task) -> tuple[int, int, int]:
         """(C, ceil(H / factor), ceil(W / factor))."""
@@ -65,7 +67,8 @@ class Upsampled(Space):
     def decode(self, values: Tensor) -> Tensor:
         """The enlarged images."""
         rows, columns = (_bicubic(side, self.factor).to(values) for side in self.size)
-        return rows @ values @ columns.mT
+        images = rows @ values @ columns.mT
+        return images.clamp(0, 1) if self.clamped else images
 
     def closest(self, images: Tensor, steps: int = 1000) -> Tensor:
         """The images of this space that come closest to others in [0, 1] once their pixels are clamped to [0, 1].

@@ -43,6 +43,8 @@ class ROG(Matching):
         decoder: path of a trained decoder; None takes bicubic interpolation.
         enhancer: path of a trained enhancer, which sharpens the result after the search; None leaves it as it is.
         start: "uniform" and "grey" are meant for bicubic codes; a decoder's codes always start from N(0, 1).
+        clamped: show the network enlarged images with their pixels kept in [0, 1]. Codes may overshoot then, which
+            brings far more of black and white strokes back, and less of photographs (settings.md).
     """
 
     plain: ClassVar[str] = "guesses a small picture whose enlargement would cause the update that was sent."
@@ -74,11 +76,14 @@ class ROG(Matching):
     tv: float = 1e-2
     boxed: bool = False
     start: Literal["normal", "uniform", "grey"] = "uniform"
+    clamped: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.boxed and self.decoder is not None:
             raise ValueError("expected boxed=False with a decoder, whose codes are no pixels")
+        if self.clamped and (self.boxed or self.decoder is not None):
+            raise ValueError("expected clamped=False with boxed codes, which can't overshoot, and with a decoder")
 
     @classmethod
     def example(cls) -> ROG:
@@ -98,7 +103,7 @@ class ROG(Matching):
     def _space(self, view: ServerView) -> Space:
         shape = view.task.input_shape
         if self.decoder is None:
-            return Upsampled(self.factor, shape[1:])
+            return Upsampled(self.factor, shape[1:], self.clamped)
         decoder = autoencoder.load(self.decoder, "decoder", view.dtype, view.device)
         return Decoded(decoder, decoder.code(shape))
 

@@ -117,6 +117,8 @@ def trained(network: str, dataset: str, rounds: int, **options: Any) -> Federati
 
 def number(value: float | str) -> str:
     """A setting's value, short."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return value if isinstance(value, str) else f"{value:g}"
 
 
@@ -126,6 +128,7 @@ LONG = {"tv": (3e-3, 1e-2, 1e-1), "lr": (0.1,)}
 BOTH = {"tv": (3e-3, 1e-2), "lr": (0.1, 0.3)}
 ROG = {"objective": ("l2", "cosine"), "factor": (1, 2, 4), "tv": (1e-2,)}
 CODE = {"objective": ("l2", "cosine"), "factor": (2,), "tv": (1e-2,)}
+CLAMPED: dict[str, Any] = {"grid": {"clamped": (False, True)}, "iterations": 500, "published": False}
 LBFGS = {"objective": ("l2", "cosine"), "max_step": (0.03, 0.1, 0.3)}
 BILEVEL = {"tv": (1e-6, 1e-2), "head_lr": (1e-3, 1e-2)}
 LTI = {"width": (256, 512), "lr": (1e-3, 3e-3)}
@@ -156,6 +159,8 @@ SWEEPS = (
     Sweep("rog", *SIGMOID, CODE, 500),
     *(Sweep("rog", *network, CODE, 500, rounds=5) for network in NETWORKS),
     Sweep("rog", *GREY, CODE, 500, defense={"name": "noise", "std": 0.1}),
+    *(Sweep("rog", *network, **CLAMPED) for network in (GREY, CHARACTERS, COLOUR)),
+    Sweep("rog", *CHARACTERS, **CLAMPED, defense={"name": "noise", "std": 0.1}),
     Sweep("joint", *GREY, JOINT, 300, HYPERFL, images=4),
     Sweep("joint", *COLOUR, {"tv": (1e-6, 1e-2)}, 300, HYPERFL, images=4),
     Sweep("joint", *GREY, {"tv": (1e-6, 1e-2)}, 3000, HYPERFL, images=4),

@@ -122,9 +122,13 @@ def sources(settings: object) -> Iterator[Source]:
             yield from sources(getattr(settings, field.name))
 
 
+LATER = ("compiled", "clamped")
+"""Settings of attacks that came after the first cells, and change nothing where they are off."""
+
+
 def _without_off(spec: dict[str, Any]) -> dict[str, Any]:
-    """`spec` without `compiled` where it is off, as in cells from before there was that setting."""
-    kept = {key: value for key, value in spec.items() if not (key == "compiled" and value is False)}
+    """`spec` without `LATER` settings that are off, as in cells from before there were these."""
+    kept = {key: value for key, value in spec.items() if not (key in LATER and value is False)}
     return {key: _without_off(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 

@@ -1,6 +1,7 @@
 """ROG: codes smaller than images, what they can show at best, and the networks trained for it."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,12 +72,17 @@ def test_the_bound_leaves_alone_what_a_code_can_show() -> None:
     torch.testing.assert_close(bound(images, 1), images, rtol=0, atol=1e-12)
 
 
-def test_no_search_for_a_code_comes_closer_than_the_bound() -> None:
-    """Black and white strokes, of which the closest code is far beyond black and white: only images are clamped."""
+def drawn() -> torch.Tensor:
+    """Black and white strokes (3, 1, 16, 16), of which the closest code is far beyond black and white."""
     at = torch.arange(16, dtype=torch.float64)
     slopes = torch.tensor([[0.3, 1.1], [1.0, -0.4], [-0.7, 0.8]], dtype=torch.float64)
     waves = torch.sin(slopes[:, :1, None] * at[:, None] + slopes[:, 1:, None] * at)
-    strokes = (waves > 0.3).double()[:, None]
+    return (waves > 0.3).double()[:, None]
+
+
+def test_no_search_for_a_code_comes_closer_than_the_bound() -> None:
+    """Only images are clamped, codes are not."""
+    strokes = drawn()
     space = Upsampled(2, (16, 16))
     found = psnr(bound(strokes, 2), strokes)
     assert bool((found > psnr(space.closest(strokes, steps=0).clamp(0, 1), strokes) + 2).all())
@@ -121,6 +127,26 @@ def test_an_image_that_codes_can_show_is_found(objective: str) -> None:
     assert psnr(found.inputs, truth.inputs).item() > 30
     assert found.labels.tolist() == [2]  # the authors' code is given it
     assert found.knowledge == ()
+
+
+def test_clamped_codes_find_more_of_black_and_white() -> None:
+    task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 16, 16)).to(dtype=torch.float64)
+    views, truths = zip(*(one_step(task, Batch(image[None], torch.tensor([2]))) for image in drawn()), strict=True)
+    scores = {}
+    for clamped in (False, True):
+        attack = attacks.build({"name": "rog", "iterations": 200, "tv": 0.0, "clamped": clamped})
+        found = attack.run(views, [0, 1, 2])
+        images = torch.cat([each.inputs for each in found if isinstance(each, Reconstruction)])  # type: ignore[misc]
+        scores[clamped] = psnr(images, torch.cat([truth.inputs for truth in truths]))
+        limits = bound(drawn(), 2)
+        assert bool((scores[clamped] <= psnr(limits, drawn()) + 1e-6).all())
+    assert scores[True].mean() > scores[False].mean() + 2
+
+
+@pytest.mark.parametrize("setting", [{"boxed": True}, {"decoder": "file.pt"}])
+def test_clamping_is_for_codes_that_can_overshoot(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected clamped=False"):
+        attacks.build({"name": "rog", "clamped": True, **setting})
 
 
 def test_several_views_share_a_stack() -> None:

@@ -138,6 +138,15 @@ def test_cells_of_what_names_no_data_are_called_as_they_were():
         assert cells.short_hash(cell.settings) == cell.id
 
 
+def test_a_setting_that_came_later_renames_no_cell_where_it_is_off():
+    before, clamped = ids("attack=rog"), ids("attack=[{name: rog, clamped: true}]")
+    assert ids("attack=[{name: rog, clamped: false}]") == before != clamped
+    (first, *_) = harness.prepare(tiny("attack=rog"), device="cpu").trainings
+    spec = first.watches[0].cell.settings["attack"]
+    assert not {"compiled", "clamped"} & set(spec)
+    assert {"factor", "boxed"} <= set(spec)
+
+
 def test_a_server_reads_its_images_as_they_are_when_a_training_begins(tmp_path):
     seen = []
     for level in (1, 2):
