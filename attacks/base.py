@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 
 from fl.finite import finite, unfit
 from fl.group import as_one
@@ -93,11 +95,12 @@ class Attack:
         An update that lacks tensors is attacked by those that are there.
 
         Raises:
+            TypeError: not a view, or the attack returned no result or changed the view.
             ValueError: a tensor of the update has another shape or type than what the server sent, or is sparse or
                 complex (says which), the number of images is below 1 although some were fed, or labels are not theirs.
         """
         _check(view)
-        return self.run([view], [seed])[0]
+        return attacked(self, [view], [seed])[0]
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Attack several views, each with its own seed; equal to attacking one at a time."""
@@ -166,8 +169,49 @@ class ViewAttack(Attack):
         return results
 
 
+def attacked(attack: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+    """What `attack` makes of several views, held to what every attack owes: a result for each, and nothing changed.
+
+    Gradients are on, whatever the caller does, and attention is computed in plain steps: the fused kernels can't be
+    differentiated twice.
+
+    Raises:
+        TypeError: it returned something else, or changed a view's tensors in place.
+    """
+    before = [_versions(view) for view in views]
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        results = attack.run(views, seeds)
+    if len(results) != len(views):
+        raise TypeError(f"expected a result of attack {attack.name!r} for each of {len(views)} views")
+    for result in results:
+        _check_result(attack.name, result)
+    if [_versions(view) for view in views] != before:
+        raise TypeError(f"attack {attack.name!r} changed tensors of the view in place, which others attack too: clone")
+    return results
+
+
+def _versions(view: ServerView) -> list[int]:
+    """How often each tensor that was sent, or sent back, was changed in place."""
+    parts = pytree.tree_leaves([dict(view.shared), dict(view.update)])
+    return [part._version for part in parts if isinstance(part, Tensor) and not part.is_inference()]
+
+
+def _check_result(name: str, result: object) -> None:
+    if isinstance(result, NotApplicable):
+        return
+    if not isinstance(result, Reconstruction):
+        found = type(result).__name__
+        raise TypeError(f"expected attack {name!r} to return a Reconstruction or NotApplicable, got {found}")
+    for what, value in (("inputs", result.inputs), ("labels", result.labels)):
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"expected {what} of attack {name!r} as a tensor, got {type(value).__name__}")
+
+
 def _check(view: ServerView) -> None:
     """What is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
+    if not isinstance(view, ServerView):
+        hint = ": fl.capture.from_batch returns the view and the truth" if isinstance(view, tuple) else ""
+        raise TypeError(f"expected a ServerView, got {type(view).__name__}{hint}")
     fed = any(size for steps in view.schedule or () for step in steps for size in step)
     if view.batch_size is not None and view.batch_size < (1 if fed else 0):  # a hidden schedule may have fed none
         raise ValueError(f"expected batch_size >= 1, or None where it is unknown, got {view.batch_size}")

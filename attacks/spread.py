@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from attacks.base import Attack, Result
+from attacks.base import Attack, Result, attacked
 from fl.guard import leave_if_unguarded
 from fl.packing import Packed, pack, unpack
 from fl.types import ServerView
@@ -183,7 +183,7 @@ class _Job:
 
 def _here(attack: Attack, views: list[ServerView], seeds: list[int]) -> list[Result]:
     """What this process makes of the views."""
-    return attack.run(views, seeds)
+    return attacked(attack, views, seeds)
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
@@ -194,4 +194,4 @@ def _nothing() -> None:
 def _unpacked(packed: Packed) -> Packed:
     """What this process makes of an attack and what it is given."""
     attack, views, seeds = unpack(packed)
-    return pack(attack.run(views, seeds))
+    return pack(attacked(attack, views, seeds))
