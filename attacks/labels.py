@@ -221,7 +221,10 @@ class _Head:
         heads = torch.stack([start - weight * whole * t for t in marks])
         offsets = torch.stack([offset - (bias * whole * t if bias_name else 0 * bias) for t in marks])
         sent = torch.ones_like(bias, dtype=torch.bool) if bias_name is None else let_through(view, bias_name)
-        if not bool(bias.isfinite().all() and weight.isfinite().all() and bias.any() and sent.any()):
+        # the fit multiplies four of them: no gradient of images is so large that this overflows
+        parts = (bias, weight, start, offset) if noise is None else (bias, weight, start, offset, noise)
+        sane = all(bool(part.square().square().sum().isfinite()) for part in parts)
+        if not bool(sane and bias.any() and sent.any()):
             return None
         exact = sized and bias_name is not None and len(shares) == 1 and not any(hooks)
         weights = (shares / shares.sum()).to(start)

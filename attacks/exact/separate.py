@@ -337,7 +337,9 @@ class Mixture:
             step = torch.linalg.lstsq(along[sure], -left[0, sure, None], driver="gelsd").solution
             made = (made.mT.flatten() + (self.free @ step)[:, 0]).view_as(made).mT
         _, left = self._left(made[None], ROUNDING)
-        inverse = torch.linalg.inv(made)
+        inverse, singular = torch.linalg.inv_ex(made)
+        if bool(singular) or not bool(inverse.isfinite().all()):  # of noise, least squares may mix images into one
+            return None
         inputs = inverse @ self.right
         noise = left[0, sure].norm() / (int(sure.sum()) - along.shape[1]) ** 0.5
         spread = noise**2 * self.free @ torch.linalg.pinv(along[sure].mT @ along[sure]) @ self.free.mT

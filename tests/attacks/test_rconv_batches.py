@@ -20,6 +20,7 @@ from fl.capture import from_batch
 from fl.defense import Defense
 from fl.seeds import stream
 from fl.simulate import Truth
+from fl.tensors import scaled
 from fl.types import ServerView
 
 CLASSES = 8
@@ -146,6 +147,18 @@ def test_what_tells_no_images_apart_is_refused() -> None:
     assert isinstance(RConv()(view), NotApplicable)  # one image twice: of rank one
 
 
+@pytest.mark.parametrize("size", [1e90, 1e300])
+def test_numbers_too_large_for_a_gradient_of_images_are_refused(size: float) -> None:
+    view, _ = seen(chain(nn.Tanh), [1, 5])
+    assert isinstance(RConv()(replace(view, update=scaled(view.update, size))), NotApplicable)
+
+
+def test_a_network_with_numbers_that_are_none_is_refused() -> None:
+    view, _ = seen(chain(nn.Tanh), [1, 5])
+    bias = torch.full_like(view.task.parameters["5.bias"], float("nan"))
+    assert isinstance(RConv()(replace(view, shared={**view.shared, "5.bias": bias})), NotApplicable)
+
+
 def test_rgap_still_takes_one_image() -> None:
     result = RGAP()(seen(chain(nn.Tanh), [1, 2])[0])
     assert isinstance(result, NotApplicable)
@@ -172,6 +185,11 @@ def test_under_every_defence_it_answers_and_claims_nothing_false(defense: Defens
     assert result.inputs is not None
     assert result.inputs.isfinite().all()
     assert not result.verified or matched(result, truth)[0] < 0.05
+
+
+def test_noise_that_mixes_images_into_one_is_refused() -> None:
+    noisy = dict(defenses.examples())["chain"]
+    assert isinstance(RConv()(seen(chain(nn.ReLU), [1, 4, 0], seed=3, defense=noisy)[0]), NotApplicable)
 
 
 # ---- the loss's equations --------------------------------------------------------------------------------------------
