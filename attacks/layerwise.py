@@ -202,7 +202,8 @@ def backward(stages: Sequence[Stage], start: Start, pixels: Tensor) -> Gradients
     parameters: dict[str, nn.Parameter] = {}
     with torch.enable_grad():
         for i, stage in enumerate(stages[: start.top + 1]):
-            parameters |= {f"{stage.name}.{n}": p for n, p in stage.layer.named_parameters()}
+            mine = {f"{stage.name}.{n}": p for n, p in stage.layer.named_parameters() if p.requires_grad}  # none frozen
+            parameters |= mine
             given = stage.given(values)
             values = stage.layer(given) if i == start.top else stage.activation(stage.linear(given))
         grads = torch.autograd.grad((values * start.signal).sum(), list(parameters.values()))

@@ -67,7 +67,7 @@ def told_by_loss(known: Classified, labels: Iterable[Tensor]) -> tuple[Apart, Te
 
     Args:
         known: of the classifier.
-        labels: of all images, (B,) each, the likeliest first.
+        labels: of all images, the likeliest first; (B,) each, or probabilities (B, K) as of mixed images.
     """
     left, sizes, right = torch.linalg.svd(known.gradient, full_matrices=False)
     tried = 0
@@ -119,7 +119,7 @@ class _Mixed:
         known: what it is of.
         left: U (K, B), orthonormal columns.
         right: R (B, d).
-        labels: (B,).
+        labels: (B,), or probabilities (B, K).
     """
 
     known: Classified
@@ -170,7 +170,9 @@ class _Mixed:
 
     def _back(self, predictions: Tensor) -> Tensor:
         """What flows back (B, K) under predictions (B, K)."""
-        return (predictions - functional.one_hot(self.labels, predictions.shape[1]).to(predictions)) / self.count
+        whole = self.labels.ndim == 1
+        labels = functional.one_hot(self.labels, predictions.shape[1]) if whole else self.labels
+        return (predictions - labels.to(predictions)) / self.count
 
     def _equations(self, mixing: Tensor) -> tuple[Tensor, Tensor]:
         """What A (B, B) leaves of all equations (m,), and its derivatives by the numbers of A, row by row (m, B B)."""

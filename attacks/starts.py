@@ -19,7 +19,7 @@ from attacks.units import in_unit
 from attacks.unroll import Stage
 from fl.defense import overrides
 from fl.tensors import dense, scaled
-from fl.types import ServerView
+from fl.types import ServerView, frozen
 
 Gradients = dict[str, Tensor]
 
@@ -32,7 +32,7 @@ class Start:
         top: number of a linear layer's stage.
         signal: what flows back into that layer (N, out).
         off: how far that may be off, relative to its root mean square.
-        labels: of the images of a batch (N,), where they were found with the signals.
+        labels: of the images of a batch (N,), where they were found with the signals; as they are known, if they are.
     """
 
     top: int
@@ -105,8 +105,9 @@ def _by_loss(view: ServerView, stages: Sequence[Stage], observed: Gradients, uni
     if not isinstance(layer, nn.Linear) or not own or weight not in observed:
         return "no gradient of a linear classifier was sent"
     mine = [weight] if layer.bias is None else [weight, bias]
+    known = view.shared.keys() | frozen(view.client.task.model).keys()
     plain = view.method.uses_labels and view.method.plain_loss(view.client.task, view.round)
-    if not plain or not f"{last.name}.".startswith(view.task.head) or any(n not in view.shared for n in mine):
+    if not plain or not f"{last.name}.".startswith(view.task.head) or any(n not in known for n in mine):
         return "the classifier or its loss is unknown"
     if not _sized(view, weight):
         return "the size of the classifier's gradient is unknown (clipping, a defence)"
@@ -124,7 +125,8 @@ def _by_loss(view: ServerView, stages: Sequence[Stage], observed: Gradients, uni
         likely(len(layer.weight), count, _guess(view, count)) if view.labels is None else [view.labels.cpu()],
     )
     if told is None:
-        return f"the loss explains the classifier's gradient by no {count} images"
+        given = "" if view.labels is None else " of the labels known"
+        return f"the loss explains the classifier's gradient by no {count} images{given}"
     found, labels = told
     return Start(len(stages) - 1, found.signals * ratio / unit, found.off, labels)
 

@@ -16,12 +16,13 @@ from attacks.rconv import RConv
 from attacks.rgap import RGAP
 from attacks.softmax_apart import Classified, few, likely, told_by_loss
 from defenses import defenses
+from defenses.mixup import Mixup
 from fl.capture import from_batch
 from fl.defense import Defense
 from fl.seeds import stream
 from fl.simulate import Truth
 from fl.tensors import scaled
-from fl.types import ServerView
+from fl.types import ServerView, ThreatModel
 
 CLASSES = 8
 
@@ -118,6 +119,34 @@ def test_known_labels_are_used_and_listed() -> None:
     assert result.labels.tolist() == [[6, 2][i] for i in which]
     assert result.knowledge == ("labels",)
     assert isinstance(RConv()(replace(view, labels=torch.tensor([2, 5]))), NotApplicable)
+
+
+def test_known_labels_may_be_probabilities_as_of_blended_images() -> None:
+    view, truth = seen(chain(nn.Tanh), [6, 2], defense=Mixup(alpha=1.0), threat=ThreatModel(knows_labels=True))
+    assert view.labels is not None
+    assert view.labels.ndim == 2
+    result = attack(view)
+    off, which = matched(result, truth)
+    assert off < 1e-8
+    assert result.verified
+    assert result.labels is not None
+    assert torch.equal(result.labels, truth.labels[which])
+    wrong = RConv()(replace(view, labels=view.labels.flip(1)))
+    assert isinstance(wrong, NotApplicable)
+    assert "of the labels known" in wrong.reason
+
+
+@pytest.mark.parametrize("layer", [0, 5], ids=["convolution", "classifier"])
+def test_a_frozen_bias_is_known_although_it_is_not_sent(layer: int) -> None:
+    for labels in ([6, 2], [6]):
+        if layer == 5 and len(labels) == 1:
+            continue  # one image is told by the bias's gradient
+        model = chain(nn.Tanh)
+        model[layer].bias.requires_grad_(False)  # type: ignore[index]
+        view, truth = seen(model, labels)
+        result = attack(view)
+        assert matched(result, truth)[0] < 1e-8
+        assert result.verified
 
 
 # ---- told apart by the bend of an activation -------------------------------------------------------------------------
