@@ -116,8 +116,11 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     if len(shares) < len(view.shared):
         return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
     change = without_decay(view.update, view.shared, shares, partial(view.client.defense.passed, observed=view.update))
-    probe = _Probe(view)
-    for name, images in probe.layers.items():
+    try:
+        layers = _Probe(view).layers
+    except RuntimeError as error:
+        return NotApplicable(f"the network does not run on a batch of {PROBES} images: {error}")
+    for name, images in layers.items():
         names = f"{name}.weight", f"{name}.bias"
         if not set(names) <= set(change):
             continue

@@ -147,16 +147,29 @@ class _Call:
 def _trace(model: nn.Module, probe: Tensor) -> tuple[_Call, ...] | NotApplicable:
     """The modules without children in the order they run, up to the one that the network returns."""
     calls: list[_Call] = []
+    odd: list[str] = []
 
     def keep(name: str) -> Any:
-        return lambda module, args, output: calls.append(_Call(name, module, args[0], output))
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if len(args) == 1 and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                calls.append(_Call(name, module, args[0], output))
+            else:
+                odd.append(f"{name} ({type(module).__name__})")
+
+        return hook
 
     leaves = {name: module for name, module in model.named_modules() if not any(True for _ in module.children())}
     hooks = [module.register_forward_hook(keep(name)) for name, module in leaves.items()]
     with torch.no_grad():
-        returned = model(probe)
+        try:
+            returned = model(probe)
+        except RuntimeError as error:
+            return NotApplicable(f"the network does not run on one image by itself: {error}")
     for hook in hooks:
         hook.remove()
+    if odd:
+        other = f"{odd[0]} takes or returns something else than one tensor"
+        return NotApplicable(f"the network is no plain chain of modules: {other}")
     ends = [i for i, call in enumerate(calls) if call.given is returned]
     if not ends:
         return NotApplicable(f"the network computes something after its last module{BY_HAND}")
