@@ -19,7 +19,7 @@ from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.finite import unfit
-from fl.fits import check_alone, check_images, check_training, classes_of, head_of, some
+from fl.fits import check_alone, check_images, check_training, classes_of, head_of, keep_inputs, some
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -64,7 +64,9 @@ def from_batch(
     """
     check_alone(defense)
     check_images(inputs, labels)
+    inputs, labels = inputs.detach().clone(), labels.detach().clone()
     own = _trainable(model)
+    keep_inputs(own, inputs)
     classes = classes_of(own, inputs, num_classes)
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"expected labels in [0, {classes}), got {int(labels.min())} to {int(labels.max())}")
@@ -72,7 +74,7 @@ def from_batch(
     task = _task(own, (channels, height, width), classes, head, mean, std)
     client = Client(task, method or _one_step(own), defense or Defense())
     check_training(client, inputs, default=method is None)
-    batch = Batch(inputs.detach().clone(), labels.detach().clone())
+    batch = Batch(inputs, labels)
     return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=threat)
 
 
@@ -123,13 +125,13 @@ def from_update(
     check_alone(defense)
     batch_size, num_classes = _plain(batch_size), _plain(num_classes)
     task = _task(_trainable(model), input_shape, num_classes, head, mean, std)
+    keep_inputs(task.model, _grey(task, 1))
     client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
     params = client.method.initial(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, known = _captured(client, params, scopes, update, shared, buffers, kind)
-    example = torch.full((batch_size, *input_shape), 0.5).to(next(iter(task.parameters.values())))
-    check_training(client, example, default=method is None)
+    check_training(client, _grey(task, batch_size), default=method is None)
     return ServerView(
         method=client.method,
         defense=client.defense,
@@ -241,6 +243,11 @@ def _task(
     return Task(
         model, (sides[0], sides[1], sides[2]), num_classes, head_of(model, head, num_classes), tuple(mean), tuple(std)
     )
+
+
+def _grey(task: Task, count: int) -> Tensor:
+    """Images to try the network on, where there are none."""
+    return torch.full((count, *task.input_shape), 0.5).to(next(iter(task.parameters.values())))
 
 
 def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapping[str, str], what: str) -> Tensors:

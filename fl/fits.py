@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,24 @@ from fl.seeds import stream
 
 MOST = 5
 """So many names stand in an error; of a large network nobody reads them all."""
+MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)
+"""What a network raises that is given images of a shape or type that it does not take."""
+
+
+def keep_inputs(model: nn.Module, inputs: Tensor) -> None:
+    """Let a network that writes into what it is given, as told by running copies on `inputs`, work on copies."""
+    given = inputs.detach().clone()
+    before = given._version
+    with torch.no_grad(), _own_randomness(given.device):
+        for training in (False, True):
+            with suppress(*MISFITS):  # why it does not run is said where it has to
+                copy.deepcopy(model).train(training)(given)
+    if given._version != before:
+        model.register_forward_pre_hook(_copied)
+
+
+def _copied(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
 
 
 def check_alone(defense: Defense | None) -> None:
