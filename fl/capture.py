@@ -19,7 +19,19 @@ from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.finite import unfit
-from fl.fits import check_alone, check_images, check_training, classes_of, head_of, keep_inputs, some
+from fl.fits import (
+    ONE_CLASS,
+    check_alone,
+    check_images,
+    check_model,
+    check_shape,
+    check_training,
+    classes_of,
+    head_of,
+    keep_inputs,
+    no_tensor,
+    some,
+)
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -124,13 +136,16 @@ def from_update(
     """
     check_alone(defense)
     batch_size, num_classes = _plain(batch_size), _plain(num_classes)
-    task = _task(_trainable(model), input_shape, num_classes, head, mean, std)
+    task = _task(
+        _trainable(model, shared if isinstance(shared, Mapping) else ()), input_shape, num_classes, head, mean, std
+    )
     keep_inputs(task.model, _grey(task, 1))
     client = Client(task, method or _one_step(task.model), defense or Defense())
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
     params = client.method.initial(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, known = _captured(client, params, scopes, update, shared, buffers, kind)
+    check_shape(task.model, _grey(task, batch_size))
     check_training(client, _grey(task, batch_size), default=method is None)
     return ServerView(
         method=client.method,
@@ -186,7 +201,7 @@ def _knowledge(
     if labels is None and threat is not None and threat.knows_labels:
         raise ValueError("expected labels under a threat model that knows them, got none")
     if labels is not None and not isinstance(labels, Tensor):
-        raise ValueError(f"expected labels as a tensor int64 ({batch_size},), got {type(labels).__name__}")
+        raise ValueError(f"expected labels as a tensor int64 ({batch_size},), got {no_tensor(labels)}")
     if labels is not None and (labels.shape != (batch_size,) or labels.dtype != torch.int64):
         raise ValueError(f"expected labels int64 ({batch_size},), got {labels.dtype} {tuple(labels.shape)}")
     if labels is not None and not ((labels >= 0) & (labels < num_classes)).all():
@@ -215,8 +230,9 @@ def _one_step(model: nn.Module) -> FedAvg:
     return FedAvg(steps=1, batch_size=None, lr=1.0, train_mode=model.training)
 
 
-def _trainable(model: nn.Module) -> nn.Module:
-    """A copy of `model`, which has something to train."""
+def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
+    """A copy of `model`, which has something to train, and numbers where none are `given`."""
+    check_model(model, given)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("expected a model with parameters to train, got none; call model.requires_grad_(True)")
     return copy.deepcopy(model)
@@ -233,8 +249,9 @@ def _task(
     sides = tuple(map(_plain, input_shape)) if isinstance(input_shape, Iterable) else ()
     if len(sides) != 3 or not all(map(_positive, sides)):
         raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape!r}")
-    if not _positive(num_classes):
-        raise ValueError(f"expected num_classes, an int >= 1, got {num_classes!r}")
+    if not _positive(num_classes) or num_classes < 2:
+        why = f": {ONE_CLASS}" if num_classes == 1 and num_classes is not True else ""
+        raise ValueError(f"expected num_classes, an int >= 2, got {num_classes!r}{why}")
     mean, std = (values.tolist() if isinstance(values, Tensor | np.ndarray) else values for values in (mean, std))
     for what, values, least in (("mean", mean, -math.inf), ("std > 0", std, 0)):
         numbers = isinstance(values, Sequence) and all(isinstance(value, Real) for value in values)
@@ -265,9 +282,10 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
     for name, like in expected.items():
         value = given[name]
         assert isinstance(like, Tensor)
-        if not isinstance(value, Tensor) or value.shape != like.shape:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {got}")
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{what}: expected {name!r} as a tensor {tuple(like.shape)}, got {no_tensor(value)}")
+        if value.shape != like.shape:
+            raise ValueError(f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {tuple(value.shape)}")
         if like.is_floating_point() and (wrong := unfit(value)):
             raise ValueError(f"{what}: expected {name!r} {wrong}")
         if not value.isfinite().all():

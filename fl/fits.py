@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fl import sampling
 from fl.client import Client
@@ -16,8 +18,48 @@ from fl.seeds import stream
 
 MOST = 5
 """So many names stand in an error; of a large network nobody reads them all."""
+ONE_CLASS = "the loss is cross entropy, which is 0 with one output; give a yes or no two of them"
+"""Why a classifier of one output is refused."""
 MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)
 """What a network raises that is given images of a shape or type that it does not take."""
+
+
+def check_model(model: object, given: Collection[str] = ()) -> None:
+    """Refuse what is no network with numbers in all of its parameters, but for those that are `given` otherwise.
+
+    Raises:
+        ValueError: says what it is, or names a parameter.
+    """
+    if not isinstance(model, nn.Module):
+        hint = "; model.load_state_dict(...) takes the weights in" if isinstance(model, Mapping) else ""
+        raise ValueError(f"expected model as an nn.Module, got {type(model).__name__}{hint}")
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(value):
+            raise ValueError(
+                f"expected a model whose parameters have values, got {name!r} without (nn.LazyLinear, say): call the "
+                "model once on images"
+            )
+    for name, value in model.named_parameters():
+        if name not in given and not value.isfinite().all():
+            bad = int((~value.isfinite()).sum())
+            raise ValueError(f"expected a model of finite numbers, got NaN or infinity in {name!r} ({bad} of them)")
+
+
+def check_shape(model: nn.Module, images: Tensor) -> None:
+    """Refuse images of a shape that the network, a copy of which it runs, does not take.
+
+    Raises:
+        ValueError: says which shape, and what the network says.
+    """
+    probe = copy.deepcopy(model).eval()
+    with torch.no_grad(), _own_randomness(images.device):
+        try:
+            probe(images)
+        except MISFITS as error:
+            raise ValueError(
+                f"expected an input_shape (C, H, W) that the model takes, got {tuple(images.shape[1:])}: on "
+                f"{len(images)} image(s) of it the model says: {error}"
+            ) from error
 
 
 def keep_inputs(model: nn.Module, inputs: Tensor) -> None:
@@ -104,7 +146,7 @@ def check_images(inputs: Tensor, labels: Tensor) -> None:
     """
     for what, values in (("inputs", inputs), ("labels", labels)):
         if not isinstance(values, Tensor):
-            raise ValueError(f"expected {what} as a tensor, got {type(values).__name__}")
+            raise ValueError(f"expected {what} as a tensor, got {no_tensor(values)}")
     if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
         raise ValueError(f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}")
     if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
@@ -122,13 +164,15 @@ def classes_of(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int
     with torch.no_grad(), _own_randomness(inputs.device):
         try:
             logits = probe(inputs[:1])
-        except RuntimeError as error:
+        except MISFITS as error:
             raise ValueError(
                 f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
             ) from error
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"expected a model that returns logits (B, K), got {got}")
+    if logits.shape[1] < 2:
+        raise ValueError(f"expected a model of 2 outputs or more, got {logits.shape[1]}: {ONE_CLASS}")
     if num_classes not in {None, logits.shape[1]}:
         raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
     return int(logits.shape[1])
@@ -151,6 +195,12 @@ def head_of(model: nn.Module, head: str | None, num_classes: int) -> str:
             "give head='the.classifier.'"
         )
     return f"{name}." if name else ""
+
+
+def no_tensor(value: object) -> str:
+    """What stands in a tensor's place, and how it becomes one."""
+    hint = "; torch.from_numpy makes one of it" if isinstance(value, np.ndarray) else ""
+    return type(value).__name__ + hint
 
 
 def some(words: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -82,3 +83,74 @@ def test_exact_attacks_say_that_something_happens_beside_the_modules(attack: str
     result = attacks.build(attack)(view)
     assert isinstance(result, NotApplicable)
     assert "no plain chain of modules" in result.reason
+
+
+def plain(*, outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, outputs))
+
+
+def updates(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.rand_like(value) for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 6), (1, 8, 8)])
+def test_a_shape_that_the_model_does_not_take_is_named(shape: tuple[int, int, int]) -> None:
+    said = re.escape(f"expected an input_shape (C, H, W) that the model takes, got {shape}")
+    with pytest.raises(ValueError, match=said) as caught:
+        from_update(plain(), updates(plain()), input_shape=shape, num_classes=3)
+    assert "model.eval()" not in str(caught.value)
+
+
+def test_arrays_are_refused_as_what_they_are() -> None:
+    arrays = {name: value.numpy() for name, value in updates(plain()).items()}
+    with pytest.raises(ValueError, match=r"'1.weight' as a tensor \(3, 36\), got ndarray; torch.from_numpy"):
+        from_update(plain(), arrays, input_shape=SHAPE, num_classes=3)
+    with pytest.raises(ValueError, match="expected inputs as a tensor, got ndarray; torch.from_numpy"):
+        from_batch(plain(), image().numpy(), LABEL)
+
+
+@pytest.mark.parametrize(
+    ("lazy", "name"),
+    [
+        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(3)), "'1.weight'"),
+        (lambda: nn.Sequential(nn.LazyBatchNorm2d(affine=False), *plain()), "'0.running_mean'"),
+    ],
+)
+def test_parameters_without_values_are_named(lazy: Callable[[], nn.Module], name: str) -> None:
+    said = rf"got {name} without \(nn.LazyLinear, say\): call the model once on images"
+    with pytest.raises(ValueError, match=said):
+        from_batch(lazy(), image(), LABEL)
+    with pytest.raises(ValueError, match=said):
+        from_update(lazy(), updates(plain()), input_shape=SHAPE, num_classes=3)
+    model = lazy()
+    model(image())
+    from_batch(model.eval(), image(), LABEL)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    model = plain()
+    model[1].weight.data[0, :2] = value
+    said = r"expected a model of finite numbers, got NaN or infinity in '1.weight' \(2 of them\)"
+    with pytest.raises(ValueError, match=said):
+        from_batch(model, image(), LABEL)
+    with pytest.raises(ValueError, match=said):
+        from_update(model, updates(model), input_shape=SHAPE, num_classes=3)
+    from_update(model, updates(model), input_shape=SHAPE, num_classes=3, shared=updates(model))
+
+
+def test_a_classifier_of_one_output_is_refused() -> None:
+    model = plain(outputs=1)
+    with pytest.raises(ValueError, match=r"2 outputs or more, got 1: the loss is cross entropy"):
+        from_batch(model, image(), LABEL)
+    with pytest.raises(ValueError, match=r"num_classes, an int >= 2, got 1: the loss is cross entropy"):
+        from_update(model, updates(model), input_shape=SHAPE, num_classes=1)
+
+
+def test_weights_by_themselves_are_no_model() -> None:
+    weights = plain().state_dict()
+    said = "expected model as an nn.Module, got OrderedDict; model.load_state_dict"
+    with pytest.raises(ValueError, match=said):
+        from_batch(weights, image(), LABEL)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        from_update(weights, weights, input_shape=SHAPE, num_classes=3)  # type: ignore[arg-type]
