@@ -24,6 +24,7 @@ from fl.fits import (
     check_alone,
     check_images,
     check_model,
+    check_settings,
     check_shape,
     check_training,
     classes_of,
@@ -74,6 +75,7 @@ def from_batch(
     Raises:
         ValueError: images, labels or model do not fit each other (says which), or the defence takes several clients.
     """
+    check_settings(method, defense, threat)
     check_alone(defense)
     check_images(inputs, labels)
     inputs, labels = inputs.detach().clone(), labels.detach().clone()
@@ -134,6 +136,7 @@ def from_update(
     Raises:
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
     """
+    check_settings(method, defense, threat)
     check_alone(defense)
     batch_size, num_classes = _plain(batch_size), _plain(num_classes)
     task = _task(

@@ -14,7 +14,9 @@ from torch.nn.parameter import is_lazy
 from fl import sampling
 from fl.client import Client
 from fl.defense import Defense
+from fl.method import Method
 from fl.seeds import stream
+from fl.types import ThreatModel
 
 MOST = 5
 """So many names stand in an error; of a large network nobody reads them all."""
@@ -22,6 +24,24 @@ ONE_CLASS = "the loss is cross entropy, which is 0 with one output; give a yes o
 """Why a classifier of one output is refused."""
 MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)
 """What a network raises that is given images of a shape or type that it does not take."""
+
+
+def check_settings(method: object, defense: object, threat: object) -> None:
+    """Refuse names, plain data and classes in place of what they stand for; None is each one's default.
+
+    Raises:
+        ValueError: says what makes one.
+    """
+    made: tuple[tuple[str, object, type, str], ...] = (
+        ("method", method, Method, "fl.method.methods.build({})"),
+        ("defense", defense, Defense, "defenses.defenses.build({})"),
+        ("threat", threat, ThreatModel, "fl.types.ThreatModel(knows_labels=True, ...)"),
+    )
+    for what, value, kind, how in made:
+        if value is not None and not isinstance(value, kind):
+            shown = repr(value) if isinstance(value, str | dict) else "..."
+            got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"
+            raise ValueError(f"expected {what} as a {kind.__name__}, got {got}; {how.format(shown)} makes one")
 
 
 def check_model(model: object, given: Collection[str] = ()) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fl.tensors import LowRank, Payloads, Tensors, dense
+from fl.threat import ThreatModel as ThreatModel
 
 if TYPE_CHECKING:
     from fl.client import Client
@@ -231,33 +232,6 @@ class Trace:
     labels: Tensor
     indices: Tensor
     draws: Draws
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThreatModel:
-    """What an honest-but-curious server knows beside the update itself.
-
-    Attributes:
-        knows_labels: the labels of the images.
-        knows_batch_size: how many images there are.
-        knows_schedule: number and size of the local steps.
-        knows_order: which image was in which step.
-        knows_draws: the method's own random numbers.
-        knows_defense: the defence and its settings (an adaptive attacker).
-        knows_private_init: the values private tensors started from before the first round.
-        sees_buffers: shared buffers such as batch-norm statistics.
-        rounds: how many earlier rounds of the same client it kept.
-    """
-
-    knows_labels: bool = False
-    knows_batch_size: bool = True
-    knows_schedule: bool = True
-    knows_order: bool = False
-    knows_draws: bool = False
-    knows_defense: bool = True
-    knows_private_init: bool = False
-    sees_buffers: bool = True
-    rounds: int = 0
 
 
 @dataclass(frozen=True)

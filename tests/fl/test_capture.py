@@ -305,8 +305,9 @@ def test_frozen_parameters_are_not_trained(model, batch, gradient):
 
 @pytest.mark.parametrize("knows", ["knows_private_init", "knows_order", "knows_draws", "rounds"])
 def test_a_captured_update_refuses_knowledge_it_lacks(model, gradient, knows):
+    threat = ThreatModel(**{knows: 1 if knows == "rounds" else True})
     with pytest.raises(ValueError, match=f"expected a threat model without {knows}"):
-        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, threat=ThreatModel(**{knows: 1}))
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, threat=threat)
 
 
 class Views(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import attacks
 from attacks.base import NotApplicable, Reconstruction
 from fl.capture import from_batch, from_update
+from fl.methods.fedavg import FedAvg
 from fl.predict import predict
 from fl.seeds import stream
 from fl.types import ThreatModel
@@ -105,7 +107,7 @@ def test_arrays_are_refused_as_what_they_are() -> None:
     arrays = {name: value.numpy() for name, value in updates(plain()).items()}
     with pytest.raises(ValueError, match=r"'1.weight' as a tensor \(3, 36\), got ndarray; torch.from_numpy"):
         from_update(plain(), arrays, input_shape=SHAPE, num_classes=3)
-    with pytest.raises(ValueError, match="expected inputs as a tensor, got ndarray; torch.from_numpy"):
+    with pytest.raises(ValueError, match=r"expected inputs as a tensor, got ndarray; torch.from_numpy"):
         from_batch(plain(), image().numpy(), LABEL)
 
 
@@ -154,3 +156,29 @@ def test_weights_by_themselves_are_no_model() -> None:
         from_batch(weights, image(), LABEL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
         from_update(weights, weights, input_shape=SHAPE, num_classes=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"method": "fedavg"},
+            "expected method as a Method, got str 'fedavg'; fl.method.methods.build('fedavg') makes",
+        ),
+        ({"method": FedAvg}, "expected method as a Method, got the class FedAvg; fl.method.methods.build(...)"),
+        ({"defense": "noise"}, "expected defense as a Defense, got str 'noise'; defenses.defenses.build('noise')"),
+        ({"defense": {"name": "noise"}}, "defenses.defenses.build({'name': 'noise'}) makes one"),
+        ({"threat": {"knows_labels": True}}, "got dict {'knows_labels': True}; fl.types.ThreatModel(knows_labels=True"),
+    ],
+)
+def test_settings_by_name_are_told_what_makes_them(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_batch(plain(), image(), LABEL, **settings)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_update(plain(), updates(plain()), input_shape=SHAPE, num_classes=3, **settings)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_server_knows_or_does_not(value: Any) -> None:
+    with pytest.raises(ValueError, match=f"expected knows_labels as True or False, got {value!r}"):
+        ThreatModel(knows_labels=value)

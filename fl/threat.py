@@ -1,0 +1,40 @@
+"""What a server is taken to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreatModel:
+    """What an honest-but-curious server knows beside the update itself.
+
+    Attributes:
+        knows_labels: the labels of the images.
+        knows_batch_size: how many images there are.
+        knows_schedule: number and size of the local steps.
+        knows_order: which image was in which step.
+        knows_draws: the method's own random numbers.
+        knows_defense: the defence and its settings (an adaptive attacker).
+        knows_private_init: the values private tensors started from before the first round.
+        sees_buffers: shared buffers such as batch-norm statistics.
+        rounds: how many earlier rounds of the same client it kept.
+
+    Raises:
+        ValueError: what it knows is neither True nor False.
+    """
+
+    knows_labels: bool = False
+    knows_batch_size: bool = True
+    knows_schedule: bool = True
+    knows_order: bool = False
+    knows_draws: bool = False
+    knows_defense: bool = True
+    knows_private_init: bool = False
+    sees_buffers: bool = True
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if key != "rounds" and not isinstance(value, bool):
+                raise ValueError(f"expected {key} as True or False, got {value!r}")
