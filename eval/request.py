@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -93,6 +93,13 @@ class Request:
         if self.target:
             return f"{self.target} under {method}, {size}"
         return f"{method} on {yamlfile.named(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What makes it this audit, in plain data: everything asked for but where it is computed."""
+        words = asdict(self)
+        del words["device"]
+        return {**words, "update": None if self.update is None else str(self.update)}
 
     @property
     def attacks(self) -> dict[str, Attack]:

@@ -174,7 +174,7 @@ def _report(
 
 
 def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
-    from eval import auditing
+    from eval import auditing, kept
     from eval.request import make_folder
 
     with errors(USAGE):
@@ -182,7 +182,10 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
         subjects, notes = request.subjects()
         if limited and subjects[0].truth is None:
             raise ValueError("expected the true images (--images) beside a limit: nothing can be scored without them")
-        make_folder(out)
+        if out is not None:
+            kept.check(out, request.name, request.settings)
+            make_folder(out)
+            kept.mark(out, request.name, request.settings)
     with errors(FAILURE), progress(console(as_json=True)) as seen:  # on stderr: stdout is for what was found
         found = auditing.examine(
             request.name, subjects, tried, seed=request.seed, out=out, told=seen, thrifty=not request.attack

@@ -1,0 +1,82 @@
+"""`hyperleak audit --out` of a model of one's own: the folder is of one audit, and holds nothing else."""
+
+import json
+
+import pytest
+import torch
+from support.tiny import CONFIG, Registered
+from typer.testing import CliRunner
+
+from eval import cli, kept, terminal
+
+MODULE = """
+import torch
+
+def whole():
+    torch.manual_seed(0)
+    layers = torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Sigmoid(), torch.nn.Linear(16, 3)
+    images = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    return torch.nn.Sequential(*layers), images, torch.tensor([0, 1, 2, 0])
+
+def other():
+    return whole()
+"""
+
+
+@pytest.fixture
+def mine(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"kept_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    with Registered(), torch.random.fork_rng():
+        yield name
+
+
+def audit(*words: object):
+    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(folder, said, *words):
+    before = files(folder)
+    result = audit(*words, "--out", folder)
+    assert result.exit_code == terminal.USAGE, result.output
+    assert said in result.output
+    assert result.output.count("\n") == 1
+    assert "choose another --out" in result.output
+    assert files(folder) == before
+
+
+def test_the_folder_of_another_audit_is_refused(mine, tmp_path):
+    words, folder = (f"{mine}:whole", "--attack", "guess"), tmp_path / "kept"
+    folder.mkdir()
+    assert audit(*words, "--out", folder).exit_code == 0  # an empty one is taken
+    again = audit(*words, "--out", folder)
+    assert again.exit_code == 0, again.output
+    refused(folder, f"{folder} holds another audit (Audit of {mine}:whole", f"{mine}:other", *words[1:])
+    refused(folder, "an audit of the same with other settings", *words, "--seed", 1)
+    refused(folder, "holds something other than results", "--method", "fedavg", "--dataset", "faces")
+    (folder / kept.FILE).write_text("{")
+    refused(folder, "holds a file audit.json that can't be read", *words)
+
+
+def test_a_folder_of_something_else_is_refused(mine, tmp_path):
+    words, folder = (f"{mine}:whole", "--attack", "guess"), tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "guess.png").write_text("a stranger's")
+    refused(folder, f"{folder} holds files of something else (guess.png)", *words)
+    (folder / "run.json").write_text(json.dumps({"title": CONFIG.splitlines()[1]}))
+    refused(folder, f"{folder} holds a run, not this audit", *words)
+
+
+def test_the_mark_tells_nothing_of_the_machine(mine, tmp_path):
+    model, *_ = __import__(mine).whole()
+    torch.save({name: torch.zeros_like(value) for name, value in model.state_dict().items()}, tmp_path / "update.pt")
+    words = ("--update", tmp_path / "update.pt", "--model", f"{mine}:whole", "--attack", "guess")
+    audit(*words, "--out", tmp_path / "kept")
+    assert str(tmp_path) not in (tmp_path / "kept" / kept.FILE).read_text()
