@@ -81,12 +81,14 @@ class Audit:
         findings: by attack.
         notes: what to know of the subject itself.
         mismatch: in words, if an update is not what the model makes of its images, or can be of no images.
+        stopped: the attack at which Ctrl-C ended the audit, or nothing.
     """
 
     subject: str
     findings: list[Finding]
     notes: tuple[str, ...] = ()
     mismatch: str = ""
+    stopped: str = ""
 
     def best(self, figure: str) -> float | None:
         """The highest value of a figure over all attacks and images, or None."""
@@ -111,6 +113,7 @@ class Audit:
             "subject": self.subject,
             "notes": list(self.notes),
             "mismatch": self.mismatch or None,
+            "stopped": self.stopped or None,
             "findings": [
                 {
                     "attack": found.attack,
@@ -143,7 +146,7 @@ def examine(
     told: Progress = silent,
     thrifty: bool = False,
 ) -> Audit:
-    """Run attacks on the updates of one subject; one that fails stops no other.
+    """Run attacks on the updates of one subject; one that fails stops no other, and Ctrl-C loses none that is done.
 
     Args:
         name: of the subject.
@@ -156,6 +159,7 @@ def examine(
     """
     found: list[Finding] = []
     settled: dict[int, str] = {}
+    stopped = ""
     for label, attack in attacks.items():
         open_to = {i: subject for i, subject in enumerate(subjects) if i not in settled}
         if not open_to:
@@ -168,6 +172,9 @@ def examine(
             finding = _finding(label, open_to, results, seed)
             if out is not None:
                 _keep(out / label, open_to, results)
+        except KeyboardInterrupt:
+            stopped = label
+            break
         except FAULTS as error:
             kept = None if out is None else out / f"{label}-traceback.txt"
             if kept is not None:
@@ -181,7 +188,7 @@ def examine(
         if thrifty:
             sizes = {i: subject.view.batch_size for i, subject in open_to.items()}
             settled |= {i: label for i, result in results.items() if proof.settled(result, sizes[i])}
-    return Audit(name, found, mismatch=next(filter(None, map(_mismatch, subjects)), ""))
+    return Audit(name, found, mismatch=next(filter(None, map(_mismatch, subjects)), ""), stopped=stopped)
 
 
 def _results(

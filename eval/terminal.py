@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from eval.harness import Progress
     from eval.tables import Table
 
-FAILURE, USAGE, LEAKED = 1, 2, 3
-"""Exit codes: something could not be done; it was asked for wrongly; more leaked than was allowed."""
+FAILURE, USAGE, LEAKED, STOPPED = 1, 2, 3, 130
+"""Exit codes: something could not be done; it was asked for wrongly; more leaked than was allowed; Ctrl-C."""
 
 Workers = Annotated[
     int | None,

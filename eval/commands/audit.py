@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ import typer
 from eval.terminal import (
     FAILURE,
     LEAKED,
+    STOPPED,
     USAGE,
     Imports,
     Json,
@@ -28,6 +29,8 @@ from eval.terminal import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
     from eval.auditing import Audit
@@ -151,7 +154,12 @@ def _report(
     """Carry the audit out, print it and leave with the code it comes to."""
     screen = console(as_json=json)
     own = request.target is not None or request.update is not None
-    found = _of_own(request, out, limited=bool(limits)) if own else _of_method(request, out, workers, imports, screen)
+    nothing = "nothing was found yet" if own else "nothing is kept without --out FOLDER"
+    left = f"the same command goes on from here ({out})" if out and not own else nothing
+    with _interrupted(left):
+        found = (
+            _of_own(request, out, limited=bool(limits)) if own else _of_method(request, out, workers, imports, screen)
+        )
     best = {figure: found.best(figure) for figure in limits}
     above = [figure for figure, value in best.items() if value is not None and value > limits[figure]]
     unknown = [figure for figure, value in best.items() if value is None]
@@ -161,6 +169,10 @@ def _report(
         _print(screen, found)
     for figure in above:
         say(f"above the limit: {found.above(figure, limits[figure])}")
+    if found.stopped:
+        left = "what was found before it stands above" if found.findings else "nothing was found before it"
+        say(f"stopped at {found.stopped}; {left}")
+        raise typer.Exit(STOPPED)
     for figure in unknown:
         say(f"error: no {figure.upper()} could be taken, so nothing can be said about the limit {limits[figure]:g}")
     if found.mismatch:
@@ -171,6 +183,16 @@ def _report(
         say(f"error: {finding.attack} failed: {finding.failed} ({kept})")
     if above or unknown or failed or (limits and found.mismatch):
         raise typer.Exit(LEAKED if above else FAILURE)
+
+
+@contextmanager
+def _interrupted(left: str) -> Iterator[None]:
+    """Say of Ctrl-C, in a line, what it leaves of an audit."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        say(f"stopped; {left}")
+        raise typer.Exit(STOPPED) from error
 
 
 def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:

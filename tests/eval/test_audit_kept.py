@@ -1,10 +1,10 @@
-"""`hyperleak audit --out` of a model of one's own: the folder is of one audit, and holds nothing else."""
+"""`hyperleak audit --out` : the folder is of one audit, and what Ctrl-C leaves of one."""
 
 import json
 
 import pytest
 import torch
-from support.tiny import CONFIG, Registered
+from support.tiny import CONFIG, Crash, Refuse, Registered
 from typer.testing import CliRunner
 
 from eval import cli, kept, terminal
@@ -80,3 +80,40 @@ def test_the_mark_tells_nothing_of_the_machine(mine, tmp_path):
     words = ("--update", tmp_path / "update.pt", "--model", f"{mine}:whole", "--attack", "guess")
     audit(*words, "--out", tmp_path / "kept")
     assert str(tmp_path) not in (tmp_path / "kept" / kept.FILE).read_text()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_leaves_what_was_found_before(mine, monkeypatch, as_json):
+    monkeypatch.setattr(Crash, "one", pressed)
+    words = (f"{mine}:whole", "--attack", "guess", "--attack", "crash", "--attack", "guess")
+    result = audit(*words, *(["--json"] if as_json else []), "--max-psnr", 1)
+    assert result.exit_code == terminal.STOPPED
+    assert result.stderr.splitlines()[-1].startswith("stopped at crash; what was found before it stands above")
+    if as_json:
+        found = json.loads(result.stdout)
+        assert [finding["attack"] for finding in found["findings"]] == ["guess"]
+        assert found["stopped"] == "crash"
+    else:
+        assert "\nguess: " in result.stdout
+        assert "image 3: PSNR" in result.stdout
+
+
+def test_ctrl_c_on_a_method_is_said_and_the_same_command_goes_on(mine, monkeypatch, tmp_path):
+    words = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--count", 1)
+    words += ("--attack", "guess", "--attack", "refuse")
+    monkeypatch.setattr(Refuse, "one", pressed)
+    result = audit(*words, "--out", tmp_path / "kept")
+    assert result.exit_code == terminal.STOPPED
+    assert f"stopped; the same command goes on from here ({tmp_path / 'kept'})" in result.stderr
+    unkept = audit(*words)
+    assert unkept.exit_code == terminal.STOPPED
+    assert unkept.stderr.endswith("stopped; nothing is kept without --out FOLDER\n")
+    monkeypatch.undo()
+    again = audit(*words, "--out", tmp_path / "kept")
+    assert again.exit_code == 0, again.output
+    assert "fedavg: guess (" not in again.output  # it was finished
+    assert "fedavg: refuse (" in again.output
+
+
+def pressed(*_):
+    raise KeyboardInterrupt
