@@ -337,9 +337,14 @@ def _keep(path: Path, subjects: Mapping[int, Subject], results: Mapping[int, Res
     if not found:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays: dict[str, Tensor] = {"reconstruction": torch.cat(found)}
+    arrays = {"reconstruction": _stored(torch.cat(found))}
     if originals:
-        arrays["original"] = torch.cat(originals)
+        arrays["original"] = _stored(torch.cat(originals))
     np.savez_compressed(path.with_suffix(".npz"), **{name: value.numpy() for name, value in arrays.items()})  # type: ignore[arg-type]
     shown = [arrays[name] for name in ("original", "reconstruction") if name in arrays]
     draw(torch.cat(shown), path.with_suffix(".png"), columns=len(arrays["reconstruction"]))
+
+
+def _stored(images: Tensor) -> Tensor:
+    """Images in a type that NumPy has, too."""
+    return images.float() if images.dtype is torch.bfloat16 else images

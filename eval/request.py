@@ -184,7 +184,7 @@ class Request:
             "std": _numbers(self.std, "std"),
         }
         if data is not None:
-            data = Batch(data.inputs.to(where), data.labels.to(where))
+            data = Batch(subjects.fitting(model, data.inputs.to(where)), data.labels.to(where))
         source = self.images or target
         if self.update is None:
             if data is None:

@@ -148,6 +148,12 @@ def whole(source: str) -> Batch:
     return read(path)[0]
 
 
+def fitting(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Images in the floating type of the model's first floating-point parameter; what is no image stays as it is."""
+    kind = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), inputs.dtype)
+    return inputs.to(kind) if inputs.is_floating_point() else inputs
+
+
 def data_set(text: str) -> Source:
     """A data set by its name or as settings: `faces`, `{name: folder, path: pictures}`.
 

@@ -22,6 +22,19 @@ def grey():
 def whole():
     return grey(), torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0])
 
+def double():
+    return grey().double()
+
+def half():
+    return grey().half()
+
+def bfloat16():
+    return grey().bfloat16()
+
+def whole_double():
+    model, *rest = whole()
+    return model.double(), *rest
+
 def colour():
     layers = torch.nn.Conv2d(3, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 30 * 30, 10)
     return torch.nn.Sequential(*layers)
@@ -169,3 +182,18 @@ def test_an_attack_that_has_the_images_beforehand_is_not_believed(mine):
     reason, code = findings["train"]  # whose images an audit takes
     assert reason.startswith("ValueError: attack 'lti': expected images that are not attacked, got 2 of the 2")
     assert code == terminal.FAILURE
+
+
+@pytest.mark.parametrize("model", ["double", "half", "bfloat16"])
+def test_images_are_brought_to_the_model_s_floating_type(mine, tmp_path, model):
+    words = (f"{mine}:{model}", "--images", "{name: faces, size: 8}", "--count", 1, "--attack", "analytic")
+    result = audit(*words, "--json", "--out", tmp_path / "kept")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["mismatch"], found["findings"][0]["failed"]) == (None, None)
+    assert found["max_psnr"] > 25
+    assert (tmp_path / "kept" / "analytic.png").is_file()
+
+
+def test_images_of_a_function_are_brought_to_its_model_s_floating_type(mine):
+    assert audit(f"{mine}:whole_double", "--attack", "guess").exit_code == 0
