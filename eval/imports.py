@@ -104,12 +104,12 @@ def _explained(name: str, word: str) -> Iterator[None]:
     except IMPORTING as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise FileNotFoundError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
-        number = _line(error, name)
+        number = line_in(error, name)
         where = f", line {number}" if number else ""  # a SyntaxError has its own words for that
         raise ValueError(f"{word}{where}: {type(error).__name__}: {error}") from error
 
 
-def _line(error: BaseException, name: str) -> int | None:
+def line_in(error: BaseException, name: str) -> int | None:
     """The last line of the module that took part in an error."""
     stem = f"{name.rpartition('.')[2]}.py"
     frames = traceback.extract_tb(error.__traceback__)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from defenses import Defense
 from eval import yamlfile
 from eval.audit import prediction_error
 from eval.fitting import classes, said_for_the_command
+from eval.imports import line_in
 from fl.capture import from_batch
 from fl.data import Source, datasets
 from fl.data.stored import read
@@ -66,48 +67,74 @@ class Subject:
 
 
 def call(target: str) -> Built:
-    """The result of a user's function `module:function`, looked for in the current folder first.
+    """The result of a user's function `module:function`, or their model `module:model` itself.
+
+    Looked for in the current folder first.
 
     Raises:
-        ValueError: no such module or function (says what is close), or it returns something else than a model or
-            (model, images, labels), no images, or not one label per image.
+        ValueError: no such module or function (says what is close), one that raises (says what and where), or that
+            returns something else than a model or (model, images, labels), a model without weights, no images, or not
+            one label per image.
     """
     name, colon, function = target.partition(":")
     if not colon or not name or not function:
         raise ValueError(f"expected module:function such as my_model:build, got {target!r}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        with _named(name):
-            module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0] and error.name != name:
-            raise ValueError(f"{name} needs {error.name}, which is not installed") from error
-        raise ValueError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
+    module = _module(name)
     found = getattr(module, function, None)
     if not callable(found):
         likely = close(function, [word for word in vars(module) if callable(getattr(module, word))])
         hint = f"; did you mean {likely!r}?" if likely else ""
         raise ValueError(f"expected a function {function!r} in {name}, found none{hint}")
-    with _named(target):
-        made = found()
+    made = found if isinstance(found, nn.Module) else _called(found, name, target)
     if isinstance(made, nn.Module):
-        return Built(made, None)
+        return Built(_weighted(made, target), None)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
         model, inputs, labels = made
         if isinstance(inputs, Tensor) and isinstance(labels, Tensor):
             _check_batch(target, inputs, labels)
-            return Built(model, Batch(inputs, labels))
+            return Built(_weighted(model, target), Batch(inputs, labels))
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
 
 
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Say of a user's own errors, which the command prints without a traceback, where they come from."""
+def _module(name: str) -> ModuleType:
+    """A module of the user's, whose errors are said in a line."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
     try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0] and error.name != name:
+            raise ValueError(f"{name} needs {error.name}, which is not installed") from error
+        raise ValueError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
+    except Exception as error:  # theirs may raise anything
+        raise ValueError(_raised(error, name, name)) from error
+
+
+def _called(function: Callable[[], object], name: str, target: str) -> object:
+    """What a function of the user's returns; its errors are said in a line."""
+    try:
+        return function()
+    except Exception as error:  # theirs may raise anything
+        raise ValueError(_raised(error, name, target)) from error
+
+
+def _raised(error: Exception, name: str, what: str) -> str:
+    """In words, what the user's module `name` raised, and in which line of it."""
+    number = line_in(error, name)
+    where = f" (line {number})" if number else "; it is called without arguments" * isinstance(error, TypeError)
+    return f"{what} raised {type(error).__name__}: {error}{where}"
+
+
+def _weighted(model: nn.Module, target: str) -> nn.Module:
+    """The model, if it has weights, and they have values."""
+    weights = [*model.parameters()]
+    if not weights:
+        raise ValueError(f"expected {target} to return a model with parameters, got one without")
+    if any(value.is_meta for value in (*weights, *model.buffers())):
+        raise ValueError(
+            f"expected {target} to return a model with weights, got one on the meta device, without values"
+        )
+    return model
 
 
 def _check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:

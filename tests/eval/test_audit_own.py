@@ -35,6 +35,26 @@ def whole_double():
     model, *rest = whole()
     return model.double(), *rest
 
+const = grey()
+
+def needing(width):
+    return grey()
+
+class Odd(Exception):
+    pass
+
+def raising():
+    raise Odd("of my own")
+
+def lacking():
+    import no_such_module
+
+def meta():
+    return torch.nn.Linear(64, 3, device="meta")
+
+def weightless():
+    return torch.nn.Flatten()
+
 def colour():
     layers = torch.nn.Conv2d(3, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 30 * 30, 10)
     return torch.nn.Sequential(*layers)
@@ -197,3 +217,33 @@ def test_images_are_brought_to_the_model_s_floating_type(mine, tmp_path, model):
 
 def test_images_of_a_function_are_brought_to_its_model_s_floating_type(mine):
     assert audit(f"{mine}:whole_double", "--attack", "guess").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("needing", "required positional argument: 'width'; it is called without arguments\n"),
+        ("raising", "raised Odd: of my own (line "),
+        ("lacking", "raised ModuleNotFoundError: No module named 'no_such_module' (line "),
+        ("meta", "a model with weights, got one on the meta device"),
+        ("weightless", "a model with parameters, got one without"),
+    ],
+)
+def test_what_a_function_does_wrong_is_said_in_one_line(mine, function, said):
+    result = audit(f"{mine}:{function}", "--images", "{name: faces, size: 8}")
+    assert result.exit_code == terminal.USAGE, result.output
+    assert f"{mine}:{function}" in result.output
+    assert said in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_a_module_that_raises_is_said_in_one_line(mine, tmp_path):
+    (tmp_path / f"un{mine}.py").write_text("1 / 0\n")
+    result = audit(f"un{mine}:build")
+    assert result.exit_code == terminal.USAGE, result.output
+    assert result.output == f"error: un{mine} raised ZeroDivisionError: division by zero (line 1)\n"
+
+
+def test_a_model_may_stand_in_the_place_of_its_function(mine):
+    words = (f"{mine}:const", "--images", "{name: faces, size: 8}", "--count", 1, "--attack", "guess")
+    assert audit(*words).exit_code == 0
