@@ -55,7 +55,7 @@ class Request:
         images: file or data set of the true images.
         attack: names or settings; none tries `eval.tried.defaults`, each where it can still add something.
         defense: likewise.
-        count: how many images; None takes `COUNT`, or all that the function gives.
+        count: how many images; None takes `COUNT`, or as many as there are, or all that the function gives.
         batch_size: images in one update.
         rounds: of training before.
         input_shape: `C,H,W`.
@@ -208,9 +208,13 @@ class Request:
 
     def _images(self) -> Batch:
         assert self.images is not None
-        if self.update is None:
-            return subjects.images(self.images, self._count)
-        return subjects.whole(self.images)
+        data = subjects.whole(self.images)
+        if self.update is not None:
+            return data
+        count = self._count
+        if self.count is None and len(data) < count:
+            count = max(self.batch_size, len(data) - len(data) % self.batch_size)
+        return subjects.first(data, count, self.images, "--batch-size" if self.count is None else "--count")
 
     def _network(self) -> dict[str, Any]:
         assert self.dataset is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,9 +19,10 @@ from eval import yamlfile
 from eval.audit import prediction_error
 from eval.fitting import classes, said_for_the_command
 from eval.imports import line_in
+from eval.report.load import DAMAGED
 from fl.capture import from_batch
 from fl.data import Source, datasets
-from fl.data.stored import read
+from fl.data.stored import KEYS, read
 from fl.method import Method
 from fl.registry import UnknownNameError, close
 from fl.simulate import Truth
@@ -145,33 +147,27 @@ def _check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
         raise ValueError(f"expected {target} to give one label per image, int64 ({len(inputs)},), got {got}")
 
 
-def images(source: str, count: int, option: str = "--count") -> Batch:
-    """The first images of a data set, by its name or as settings, or of an `.npz` file.
-
-    Args:
-        source: of the images.
-        count: how many.
-        option: by which fewer can be asked for.
-
-    Raises:
-        UnknownNameError: there is no such data set.
-        FileNotFoundError: there is no such file or folder.
-        ValueError: a damaged file, a setting that is missing or does not fit, or fewer images than asked for.
-    """
-    return first(whole(source), count, source, option)
-
-
 def whole(source: str) -> Batch:
     """All images of a data set or an `.npz` file.
 
     Raises:
-        UnknownNameError, FileNotFoundError, ValueError: as `images`.
+        UnknownNameError: there is no such data set.
+        FileNotFoundError: there is no such file or folder.
+        ValueError: a damaged file, one without images or labels, or a setting that is missing or does not fit.
     """
     if not source.endswith(".npz"):
         return data_set(source).load().train
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}; expected arrays `images` and `labels` in it (see --help)")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            keys = [*file.files]
+    except (AttributeError, TypeError, *DAMAGED):
+        keys = [*KEYS]  # what is wrong with the file is said by what reads it
+    if absent := [key for key in KEYS if key not in keys]:
+        found = ", ".join(map(repr, keys)) or "no arrays"
+        raise ValueError(f"expected arrays {' and '.join(KEYS)} in {path}, got no {' or '.join(absent)} but {found}")
     return read(path)[0]
 
 

@@ -14,7 +14,7 @@ from eval.auditing import Audit, Finding
 from eval.report.summary import IMAGE, Group, Named, share
 from eval.request import Request
 from eval.score import score
-from eval.subjects import images
+from eval.subjects import first, whole
 from eval.verdict import verdict
 
 WORDS = {"dataset": "{name: faces, size: 8}", "model": "tiny", "attack": ("guess",), "device": "cpu"}
@@ -74,10 +74,10 @@ def test_images_come_from_a_folder_of_ones_own(tmp_path):
         (tmp_path / name).mkdir()
         for number in range(5):
             Image.new("L", (8, 8), grey).save(tmp_path / name / f"{number}.png")
-    found = images(f"{{name: folder, path: {tmp_path}, mode: grey, size: 8}}", 3)
+    found = first(whole(f"{{name: folder, path: {tmp_path}, mode: grey, size: 8}}"), 3, "folder")
     assert found.inputs.mean((1, 2, 3)).tolist() == found.labels.tolist()
     with pytest.raises(ValueError, match="did you mean 'path'"):
-        images("{name: folder, pathh: x}", 3)
+        whole("{name: folder, pathh: x}")
 
 
 def test_a_limit_that_guesses_exceed_is_said_to_be_one():

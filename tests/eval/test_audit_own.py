@@ -247,3 +247,23 @@ def test_a_module_that_raises_is_said_in_one_line(mine, tmp_path):
 def test_a_model_may_stand_in_the_place_of_its_function(mine):
     words = (f"{mine}:const", "--images", "{name: faces, size: 8}", "--count", 1, "--attack", "guess")
     assert audit(*words).exit_code == 0
+
+
+def test_a_file_of_few_images_is_taken_whole(mine, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 8, 8), np.uint8)
+    np.savez(tmp_path / "two.npz", images=pixels, labels=np.arange(2))
+    words = (f"{mine}:grey", "--images", "two.npz", "--attack", "guess")
+    for size in (1, 2):
+        found = json.loads(audit(*words, "--batch-size", size, "--json").stdout)
+        assert len(found["findings"][0]["images"]) == 2
+    assert "at least 3 images in two.npz, got 2; give a smaller --count" in audit(*words, "--count", 3).output
+    assert "at least 3 images in two.npz, got 2; give a smaller --batch" in audit(*words, "--batch-size", 3).output
+
+
+def test_a_file_of_other_arrays_is_said_to_hold_them(mine, tmp_path):
+    np.savez(tmp_path / "xy.npz", x=np.zeros(2), y=np.zeros(2))
+    result = audit(f"{mine}:grey", "--images", "xy.npz")
+    assert result.exit_code == terminal.USAGE
+    assert result.output == "error: expected arrays images and labels in xy.npz, got no images or labels but 'x', 'y'\n"
+    (tmp_path / "damaged.npz").write_text("no file of arrays")
+    assert "expected a .npz file without objects" in audit(f"{mine}:grey", "--images", "damaged.npz").output
