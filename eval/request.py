@@ -54,7 +54,7 @@ class Request:
         update: file of a captured update.
         images: file or data set of the true images.
         attack: names or settings; none tries `eval.tried.defaults`, each where it can still add something.
-        defense: likewise.
+        defense: likewise; a list is a chain of them.
         count: how many images; None takes `COUNT`, or as many as there are, or all that the function gives.
         batch_size: images in one update.
         rounds: of training before.
@@ -88,7 +88,7 @@ class Request:
         if self.update is not None:
             return f"{self.update.name} of {self.model or self.target}"
         method, size = yamlfile.named(self.method or "fedavg").get("name"), f"{self.batch_size} image(s) per update"
-        if (clients := defenses.build(yamlfile.named(self.defense)).group) > 1:
+        if (clients := defenses.build(_defense(self.defense)).group) > 1:
             size = f"{self.batch_size} image(s) per client, mean over groups of {clients}"
         if self.target:
             return f"{self.target} under {method}, {size}"
@@ -141,7 +141,7 @@ class Request:
             "task": {"dataset": yamlfile.named(self.dataset), "model": self._network()},
             "federation": {"partition": {"name": "iid", "clients": 4}, "rounds": self.rounds},
             "method": given,
-            "defense": yamlfile.named(self.defense),
+            "defense": _defense(self.defense),
             "attack": [{**plain.attack_spec(attack), "as": label} for label, attack in self.attacks.items()],
             "observe": {
                 "images": self._count,
@@ -179,7 +179,7 @@ class Request:
         data = built.data if self.images is None else self._images()
         rule: dict[str, Any] = {
             "method": methods.build(yamlfile.named(self.method)) if self.method else None,
-            "defense": defenses.build(yamlfile.named(self.defense)),
+            "defense": defenses.build(_defense(self.defense)),
             "mean": _numbers(self.mean, "mean"),
             "std": _numbers(self.std, "std"),
         }
@@ -329,6 +329,12 @@ def make_folder(path: Path | None) -> None:
             pass
     except OSError as error:
         raise ValueError(f"expected --out as a folder to write to, got {path}: {error.strerror}") from error
+
+
+def _defense(text: str) -> dict[str, Any]:
+    """Settings of a defence, given by name or as YAML, where a list of several is their chain."""
+    value = yamlfile.parse(text)
+    return {"name": "chain", "parts": value} if isinstance(value, list) else yamlfile.named(text)
 
 
 def _numbers(text: str, what: str) -> tuple[float, ...]:

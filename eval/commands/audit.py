@@ -63,7 +63,9 @@ Attacks = Annotated[
         "cascade, behind a hypernetwork peel+cascade; then ig or peel+ig for what none of these confirmed."
     ),
 ]
-Defense = Annotated[str, typer.Option(help="The client's defence, likewise.")]
+Defense = Annotated[
+    str, typer.Option(help="The client's defence, likewise; several one after the other: '[noise, prune]'.")
+]
 Count = Annotated[
     int | None,
     typer.Option(

@@ -267,3 +267,15 @@ def test_a_file_of_other_arrays_is_said_to_hold_them(mine, tmp_path):
     assert result.output == "error: expected arrays images and labels in xy.npz, got no images or labels but 'x', 'y'\n"
     (tmp_path / "damaged.npz").write_text("no file of arrays")
     assert "expected a .npz file without objects" in audit(f"{mine}:grey", "--images", "damaged.npz").output
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_list_of_defences_is_a_chain(mine, own):
+    words = ((f"{mine}:whole", "--count", 1) if own else METHOD) + ("--attack", "guess", "--json")
+    short, long = (
+        audit(*words, "--defense", chain)
+        for chain in ("[prune, {name: clip, norm: 1}]", "{name: chain, parts: [prune, {name: clip, norm: 1}]}")
+    )
+    assert short.exit_code == 0, short.output
+    assert json.loads(short.stdout) == json.loads(long.stdout)
+    assert "did you mean 'prune'" in audit(*words, "--defense", "[prun]").output
