@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from defenses import Defense
 from eval import yamlfile
 from eval.audit import prediction_error
+from eval.faults import IMPORTING
 from eval.fitting import classes, said_for_the_command
 from eval.imports import line_in
 from eval.report.load import DAMAGED
@@ -108,7 +109,7 @@ def _module(name: str) -> ModuleType:
         if error.name != name.partition(".")[0] and error.name != name:
             raise ValueError(f"{name} needs {error.name}, which is not installed") from error
         raise ValueError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
-    except Exception as error:  # theirs may raise anything
+    except IMPORTING as error:
         raise ValueError(_raised(error, name, name)) from error
 
 
@@ -116,7 +117,7 @@ def _called(function: Callable[[], object], name: str, target: str) -> object:
     """What a function of the user's returns; its errors are said in a line."""
     try:
         return function()
-    except Exception as error:  # theirs may raise anything
+    except IMPORTING as error:
         raise ValueError(_raised(error, name, target)) from error
 
 

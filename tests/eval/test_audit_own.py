@@ -40,7 +40,7 @@ const = grey()
 def needing(width):
     return grey()
 
-class Odd(Exception):
+class Odd(RuntimeError):
     pass
 
 def raising():
@@ -274,7 +274,7 @@ def test_a_list_of_defences_is_a_chain(mine, own):
     words = ((f"{mine}:whole", "--count", 1) if own else METHOD) + ("--attack", "guess", "--json")
     short, long = (
         audit(*words, "--defense", chain)
-        for chain in ("[prune, {name: clip, norm: 1}]", "{name: chain, parts: [prune, {name: clip, norm: 1}]}")
+        for chain in ("[prune, {name: clip, max_norm: 1}]", "{name: chain, parts: [prune, {name: clip, max_norm: 1}]}")
     )
     assert short.exit_code == 0, short.output
     assert json.loads(short.stdout) == json.loads(long.stdout)
