@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 import attacks
 from attacks.base import NotApplicable, Reconstruction
 from eval import auditing, cli, harness, proof, terminal, training, tried
+from eval import subjects as audited
 from eval.request import Request
 from eval.rundir import RunDir
-from eval.subjects import Subject, images
+from eval.subjects import Subject
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
@@ -172,7 +173,7 @@ def test_a_part_of_a_batch_settles_nothing():
 
 def test_only_updates_that_are_open_are_attacked_again(mine):
     model = __import__(mine).flat()
-    faces = images("{name: faces, size: 12}", 2)
+    faces = audited.first(audited.whole("{name: faces, size: 12}"), 2, "faces")
     pairs = [from_batch(model, faces.inputs[i : i + 1], faces.labels[i : i + 1]) for i in range(2)]
     view, truth = pairs[1]
     noise = torch.randn(16, 144, generator=torch.Generator().manual_seed(0))
@@ -189,7 +190,7 @@ def test_only_updates_that_are_open_are_attacked_again(mine):
 
 
 def test_what_an_attack_says_of_a_captured_update_is_said_without_the_images(mine):
-    face = images("{name: faces, size: 12}", 1)
+    face = audited.first(audited.whole("{name: faces, size: 12}"), 1, "faces")
     view, _ = from_batch(__import__(mine).pooled(), face.inputs, face.labels)
     np.savez("update.npz", **{name: value.numpy() for name, value in view.update.items()})
     result = audit("--update", "update.npz", "--model", f"{mine}:pooled", "--input-shape", "1,12,12")
