@@ -178,15 +178,16 @@ def attacked(attack: Attack, views: Sequence[ServerView], seeds: Sequence[int]) 
     Raises:
         TypeError: it returned something else, or changed a view's tensors in place.
     """
+    name = getattr(attack, "name", type(attack).__name__)  # of a class that is not registered in this process
     before = [_versions(view) for view in views]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         results = attack.run(views, seeds)
     if len(results) != len(views):
-        raise TypeError(f"expected a result of attack {attack.name!r} for each of {len(views)} views")
+        raise TypeError(f"expected a result of attack {name!r} for each of {len(views)} views")
     for result in results:
-        _check_result(attack.name, result)
+        _check_result(name, result)
     if [_versions(view) for view in views] != before:
-        raise TypeError(f"attack {attack.name!r} changed tensors of the view in place, which others attack too: clone")
+        raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
     return results
 
 
