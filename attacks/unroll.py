@@ -160,13 +160,14 @@ def _trace(model: nn.Module, probe: Tensor) -> tuple[_Call, ...] | NotApplicable
 
     leaves = {name: module for name, module in model.named_modules() if not any(True for _ in module.children())}
     hooks = [module.register_forward_hook(keep(name)) for name, module in leaves.items()]
-    with torch.no_grad():
-        try:
+    try:
+        with torch.no_grad():
             returned = model(probe)
-        except RuntimeError as error:
-            return NotApplicable(f"the network does not run on one image by itself: {error}")
-    for hook in hooks:
-        hook.remove()
+    except RuntimeError as error:
+        return NotApplicable(f"the network does not run on one image by itself: {error}")
+    finally:
+        for hook in hooks:
+            hook.remove()
     if odd:
         other = f"{odd[0]} takes or returns something else than one tensor"
         return NotApplicable(f"the network is no plain chain of modules: {other}")
