@@ -17,6 +17,7 @@ from attacks.exact.fixed import fixed_pixels
 from attacks.exact.invert import ROUGHLY, solve
 from attacks.exact.separate import Apart
 from attacks.headless import exact_gradient
+from attacks.past import USED, repeated
 from attacks.rounding import ROUNDED, rounding
 from attacks.training import training
 from attacks.units import in_unit
@@ -57,6 +58,9 @@ class Cascade(Attack):
     Every search is bounded (docs/sharp-edges.md says by what), and `note` names the layers whose equations it did not
     satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
     the end: its input is returned under `features/layer`, image by image, and no picture.
+
+    Where the server kept earlier rounds on the same images, and the last one's result is not verified, each is tried,
+    the oldest first, until one is: a network gives away less of images the better it has learnt them.
     """
 
     plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
@@ -68,6 +72,15 @@ class Cascade(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
+        found = self._round(view)
+        for earlier in repeated(view):
+            if isinstance(found, Reconstruction) and found.verified:
+                break
+            found = _noted(min(found, self._round(earlier), key=_rank))
+        return found
+
+    def _round(self, view: ServerView) -> Result:
+        """What one round gives away."""
         gradient = exact_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
@@ -98,6 +111,20 @@ class Cascade(Attack):
             labels, note = single(view)
             return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
         return found if found.inputs is None else replace(found, labels=whose(view, gradients, found.inputs))
+
+
+def _rank(result: Result) -> tuple[bool, bool, bool, bool, float]:
+    """Rounds compared without the truth, better ones first."""
+    if isinstance(result, NotApplicable):
+        return True, True, True, True, math.inf
+    return False, result.inputs is None, not result.verified, bool(result.note), result.objective
+
+
+def _noted(result: Result) -> Result:
+    """The result, of which earlier rounds were tried as well."""
+    if isinstance(result, NotApplicable) or USED in result.knowledge:
+        return result
+    return replace(result, knowledge=(*result.knowledge, USED))
 
 
 def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
+from attacks.past import with_past
 from attacks.training import training
 from attacks.units import in_unit
 from fl.decay import decay_shares, without_decay
@@ -111,7 +112,11 @@ class Headless(ViewAttack):
     layer: str | None = None
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view of the network up to the layer, without labels."""
+        """The view of the network up to the layer, without labels, and with earlier rounds on the same image."""
+        easier = self._rewrite(view)
+        return with_past(view, easier, self._rewrite) if isinstance(easier, ServerView) else easier
+
+    def _rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         reason = obstacle(view)
         if reason is not None:
             return NotApplicable(reason)

@@ -184,8 +184,10 @@ def let_through(view: ServerView, name: str) -> Tensor:
 def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
     """Which entries of the weight's update a known defence let through, and its trust in the bias's."""
     sent = let_through(view, weight).double() if overrides(view.client.defense, "surrogate") else None
-    trusts = view.client.defense.weights(view.update)
-    return sent, trusts[bias] / trusts[weight]
+    defense = view.client.defense
+    trusts, noise = defense.weights(view.update), defense.deviations(view.update)
+    cleaner = noise[weight] / noise[bias] if noise[weight] > 0 and noise[bias] > 0 else 1.0
+    return sent, cleaner * trusts[bias] / trusts[weight]
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -15,8 +15,9 @@ from attacks.latent import IMAGES, Space
 from attacks.memory import GIB, cached, per_trial, portions
 from attacks.movers import Adam, Quasi
 from attacks.order import dealt, ranked
+from attacks.past import USED, repeated
 from attacks.priors import Term
-from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, opaque, private_key, repeated, told_apart
+from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, opaque, private_key, told_apart
 from attacks.stack import Posed, Stack, stacked
 from attacks.surrogate import advice
 from attacks.watch import Found, Watch
@@ -25,6 +26,8 @@ from fl.seeds import stream
 from fl.tensors import Tensors, parts
 from fl.types import ServerView
 
+PRIVATE_LR = 0.01
+"""Step size of private tensors that no other is set for."""
 SURE = 5.0
 """Logit of a class that was read off, where the search for labels begins there; the others' are 0."""
 
@@ -50,6 +53,10 @@ class Matching(Attack):
         iterations: of the search.
         restarts: trials per view, from different random starts.
         objective: "cosine" or "l2".
+        balance: how much tensors of small entries count: each is divided by the power `balance` of the root mean square
+            of what was observed of it. 0 compares updates as they are; 1 gives every number of every tensor the same
+            say, and is the likelihood under noise relative to each tensor's size. Which is better depends on the
+            network, not on the noise (benchmarks/results/settings.md).
         optimizer: "adam", or "lbfgs" without line search.
         lr: step size for images, in normalised units.
         signed: move images by the sign of the gradient (adam only).
@@ -69,7 +76,9 @@ class Matching(Attack):
             matters which image has which (known order of small batches, whose first restart deals them out as is
             likeliest; most groups of clients); "random" reads none off.
         label_lr: step size for label logits (adam only; these are never signed).
-        private_lr: step size for private tensors (adam only; these are never signed).
+        private_lr: step size for private tensors (adam only; these are never signed): one for all, or one for each
+            group of them, by how their names begin: `{"embedding": 0.1, "head": 0.01}`. The longest beginning counts,
+            `""` begins all, and what none begins takes 0.01. Who optimises by "lbfgs" has no use for it.
         history: pairs kept by L-BFGS.
         max_step: longest step of L-BFGS, as the root of its mean square over all unknowns; infinity is no limit.
         tolerance: a trial ends where its objective falls below this share of its start.
@@ -91,6 +100,7 @@ class Matching(Attack):
     iterations: int = 1000
     restarts: int = 1
     objective: Literal["cosine", "l2"] = "cosine"
+    balance: float = 0.0
     optimizer: Literal["adam", "lbfgs"] = "adam"
     lr: float = 0.1
     signed: bool = True
@@ -105,7 +115,7 @@ class Matching(Attack):
     start: Literal["normal", "uniform", "grey"] = "normal"
     labels: Literal["auto", "joint", "random"] = "auto"
     label_lr: float = 0.1
-    private_lr: float = 0.01
+    private_lr: float | Mapping[str, float] = PRIVATE_LR
     history: int = 100
     max_step: float = 0.1
     tolerance: float = 0.0
@@ -123,12 +133,26 @@ class Matching(Attack):
         for name in ("memory", "max_step"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected {name} > 0 (infinity is no limit), got {getattr(self, name)}")
-        sizes = ("lr", "label_lr", "private_lr", "last_lr", "langevin", "tv", "landmarks")
-        for name in (*sizes, "warmup", "tolerance", "patience", "enough", "orders"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
-        if self.last_lr > 1:
-            raise ValueError(f"expected last_lr, a share of lr, in [0, 1], got {self.last_lr}")
+        sizes = ("lr", "label_lr", "langevin", "tv", "landmarks")
+        names = (*sizes, "warmup", "tolerance", "patience", "enough", "orders")
+        given = {name: getattr(self, name) for name in names}
+        given |= {f"private_lr{begins and f' of {begins!r}'}": size for begins, size in self._steps.items()}
+        for name, value in given.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"expected {name} >= 0 and finite, got {value}")
+        for name, what in (("last_lr", ", a share of lr,"), ("balance", "")):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"expected {name}{what} in [0, 1], got {getattr(self, name)}")
+
+    @property
+    def _steps(self) -> dict[str, float]:
+        """Step sizes for private tensors by how their names begin."""
+        return dict(self.private_lr) if isinstance(self.private_lr, Mapping) else {"": self.private_lr}
+
+    def private_step(self, name: str) -> float:
+        """The step size for the private tensor `name`."""
+        fits = [begins for begins in self._steps if name.startswith(begins)]
+        return self._steps[max(fits, key=len)] if fits else PRIVATE_LR
 
     @classmethod
     def example(cls) -> Matching:
@@ -229,7 +253,8 @@ class Matching(Attack):
         """What is searched for, and compared with what."""
         labels = fixed_labels(view, self._rule(view))
         space, terms = self._space(view), self._terms(view)
-        now = Problem(view, labels, self.objective, self.tv, self.landmarks, self.tv_units, space, terms)
+        compared = (self.objective, self.tv, self.landmarks, self.tv_units, space, terms, self.balance)
+        now = Problem(view, labels, *compared)
         told = [earlier for earlier in repeated(view) if self.refuse(earlier) is None]
         past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in told]
         return replace(now, earlier=tuple(ranked(problem, self.orders, 1)[0] for problem in past))
@@ -292,13 +317,17 @@ class Matching(Attack):
         if LABELS in row:
             labels = row[LABELS].argmax(-1)
         odd = problem.turned
+        notes = [SUSPECT] if odd else []
+        idle = [begins for begins in self._steps if not any(name.startswith(begins) for name in view.private)]
+        if view.private and idle:
+            notes.append(f"private_lr: no private tensor begins with {' or '.join(idle)}: {', '.join(view.private)}")
         private: Tensors = {name: row[private_key(name)] for name in view.private}
         known = {
             "labels": view.labels is not None,
             "order": view.order is not None,
             "draws": view.draws is not None,
             "private_init": bool(view.private and view.private_init),
-            "earlier rounds": bool(problem.earlier),
+            USED: bool(problem.earlier),
         }
         return Reconstruction(
             inputs=problem.pixels(row[INPUTS]).clamp(0, 1),
@@ -307,7 +336,7 @@ class Matching(Attack):
             history=history,
             private=private,
             knowledge=tuple(name for name, used in known.items() if used),
-            note=SUSPECT if odd else "",
+            note="; ".join(notes),
         )
 
     # ---- the search --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.lbfgs import StackedLBFGS
-from attacks.problem import INPUTS, LABELS, Variables
+from attacks.problem import INPUTS, LABELS, PRIVATE, Variables
 
 if TYPE_CHECKING:
     from attacks.matching import Matching
@@ -51,7 +51,6 @@ class Adam:
         """The next iterate."""
         factor = self.factor()
         self.steps += 1
-        sizes = {INPUTS: self.settings.lr, LABELS: self.settings.label_lr}
         result = {}
         for k, g in grads.items():
             if k == INPUTS and self.settings.signed:
@@ -59,12 +58,18 @@ class Adam:
             m = self.first[k] = 0.9 * self.first.get(k, torch.zeros_like(g)) + 0.1 * g
             v = self.second[k] = 0.999 * self.second.get(k, torch.zeros_like(g)) + 0.001 * g * g
             step = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
-            result[k] = variables[k] - sizes.get(k, self.settings.private_lr) * factor * step
+            result[k] = variables[k] - self._size(k) * factor * step
         if self.settings.langevin:
             size = result[INPUTS].shape[1:]
             noise = torch.stack([torch.randn(size, generator=draw) for draw in self.noise]).to(result[INPUTS])
             result[INPUTS] += self.settings.lr * factor * self.settings.langevin * noise
         return result
+
+    def _size(self, variable: str) -> float:
+        """The step size of a variable."""
+        if variable in {INPUTS, LABELS}:
+            return self.settings.lr if variable == INPUTS else self.settings.label_lr
+        return self.settings.private_step(variable.removeprefix(PRIVATE))
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these trials."""

@@ -14,6 +14,7 @@ from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.headless import Headless, Signal, astray
 from attacks.layer_inputs import given
 from attacks.opened import Opened, open_view
+from attacks.past import with_past
 from attacks.rank_one import HypernetUpdate
 from attacks.training import rested, training
 from fl.decay import decay_shares
@@ -153,7 +154,11 @@ class Peel(ViewAttack):
         return Reconstruction(inputs=None, private=peeled.read(), verified=peeled.verified)
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view of the generated network, its classifier private or cut off."""
+        """The view of the generated network, its classifier private or cut off; where it is, with earlier rounds."""
+        easier = self._rewrite(view)
+        return with_past(view, easier, self._rewrite) if isinstance(easier, ServerView) else easier
+
+    def _rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         peeled = self.solve(view)
         if isinstance(peeled, NotApplicable):
             return peeled

@@ -22,17 +22,15 @@ from fl.decay import decay_shares, without_decay
 from fl.defense import Defense, overrides
 from fl.group import as_one, in_turn
 from fl.predict import predict
-from fl.tensors import Tensors, scaled, times, total
+from fl.tensors import Tensors, rms, scaled, times, total
 from fl.types import Candidate, Order, Part, ServerView, frozen
 
 Variables = dict[str, Tensor]
 Evaluation = Callable[[Variables], tuple[Tensor, Variables]]
 """Objectives (T,) of a stack and their gradients by variable."""
-INPUTS, LABELS = "inputs", "labels"
-"""Names of the guessed images, in the units of the space searched, and label logits.
-
-Private tensors go under `private:name`.
-"""
+INPUTS, LABELS, PRIVATE = "inputs", "labels", "private:"
+"""Names of the guessed images, in the units of the space searched, and of label logits; what a private tensor's begins
+with."""
 
 
 def alike(view: ServerView) -> object:
@@ -57,7 +55,7 @@ def shapes(constants: Any) -> object:
 
 def private_key(name: str) -> str:
     """The variable that stands for the private tensor `name`."""
-    return f"private:{name}"
+    return PRIVATE + name
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,7 @@ class Problem:
         tv_units: whether the total variation is taken of "normalised" images or of their "pixels".
         space: what the images are made from.
         terms: what else the objective adds up.
+        balance: how far tensors of small entries count as much as those of large ones, in [0, 1].
         earlier: the same client's earlier rounds on the same images, whose distances count alike.
     """
 
@@ -84,6 +83,7 @@ class Problem:
     tv_units: str = "normalised"
     space: Space = IMAGES
     terms: tuple[Term, ...] = ()
+    balance: float = 0.0
     earlier: tuple[Problem, ...] = ()
 
     @cached_property
@@ -172,11 +172,7 @@ class Problem:
     @cached_property
     def constants(self) -> dict[str, Any]:
         """All tensors of the problem, as one tree."""
-        view = self.view
-        weights = None
-        if view.threat.knows_defense and overrides(view.defense, "weights"):
-            known = view.defense.weights(view.update)
-            weights = {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in view.update}
+        view, weights = self.view, self._weights()
         observed, size = direction(_weighed(self.observed, weights))
         spread = view.task.std if self.tv_units == "normalised" else (1.0,) * len(view.task.std)
         offset, scale = (
@@ -201,6 +197,23 @@ class Problem:
             "earlier": tuple(past.constants for past in self.earlier),
         }
 
+    def _weights(self) -> dict[str, Tensor] | None:
+        """Factors of every tensor on both sides, by a known defence's trust and the balance; None where all are 1."""
+        view, observed = self.view, self.observed
+        known: dict[str, float] = dict.fromkeys(observed, 1.0)
+        trusted = view.threat.knows_defense and overrides(view.defense, "weights")
+        if trusted:
+            known |= view.defense.weights(view.update)
+        if self.balance:
+            sizes = {name: rms(value) for name, value in direction(observed)[0].items()}
+            least = min((size for size in sizes.values() if size > 0), default=1.0)
+            known = {
+                n: known[n] * (least / size) ** self.balance if size > 0 else known[n] for n, size in sizes.items()
+            }
+        if not trusted and not self.balance:
+            return None
+        return {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in observed}
+
     def _marks(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
         """The landmarks' part of the update, of norm 1, and the norm it had."""
         marks = {n: observed[n] for n in self.view.method.landmarks() if n in observed}
@@ -221,6 +234,7 @@ class Problem:
             self.tv_units,
             self.space,
             self.terms,
+            self.balance,
             tuple(past.key for past in self.earlier),
         )
 
@@ -286,21 +300,6 @@ def _factor(observed: Tensors, predicted: Tensors) -> Tensor:
 
 def _weighed(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:
     return values if weights is None else {name: times(value, weights[name]) for name, value in values.items()}
-
-
-def repeated(view: ServerView) -> tuple[ServerView, ...]:
-    """The earlier views of the same images, oldest first: those of rounds in which a client feeds all it has.
-
-    That images stay the same (no augmentation, no new ones) is taken for granted. Where anything is private no view
-    counts, as it moves on between the rounds and would have to be searched for in each.
-    """
-    phases = view.method.phases(view.client.task, view.round)
-    whole = all(p.sampler != "poisson" and (p.epochs is not None or p.batch_size is None) for p in phases)
-    return tuple(
-        past
-        for past in view.history
-        if whole and past.update and not view.private and past.schedule and past.batch_size == view.batch_size
-    )
 
 
 def opaque(view: ServerView) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.headless import astray
-from attacks.problem import repeated
+from attacks.past import repeated
 from attacks.training import rested, training
 from fl.decay import decay_shares, without_decay
 from fl.finite import finite

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import hypot, prod
 from typing import ClassVar
 
 import torch
@@ -123,3 +123,8 @@ class Chain(Defense):
         joint = {name: prod(weights[name] for weights in each) for name in observed}
         largest = max(joint.values(), default=1.0)
         return {name: weight / largest for name, weight in joint.items()}
+
+    def deviations(self, observed: Tensors) -> dict[str, float]:
+        """Of all the noise together."""
+        each = [part.deviations(observed) for part in self.parts]
+        return {name: hypot(*(deviations[name] for deviations in each)) for name in observed}

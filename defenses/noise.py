@@ -10,7 +10,7 @@ import torch
 
 from defenses import defenses
 from fl.defense import Defense
-from fl.tensors import Tensors, Value, dense, inner
+from fl.tensors import Tensors, dense, rms
 
 
 @defenses.register("noise")
@@ -19,8 +19,9 @@ class Noise(Defense):
     """Independent Gaussian noise on every entry of the update (Zhu et al., NeurIPS 2019, section 5.1).
 
     A heuristic, no differential privacy: nothing bounds what one image contributes. Noise has full rank, so a
-    structured update leaves this defence dense. An attacker who knows it weights every tensor by the inverse of its
-    noise (whitening), which makes a squared distance the likelihood.
+    structured update leaves this defence dense. An attacker who knows it and solves equations weighs every tensor by
+    the inverse of its noise. A search doesn't by itself: whether that helps depends on the network, with and without
+    noise (`balance` of `attacks.matching.Matching`, whose 1 makes a squared distance the likelihood of relative noise).
 
     Attributes:
         std: standard deviation; 0 is no defence.
@@ -58,15 +59,9 @@ class Noise(Defense):
             noisy[name] = matrix + draw * scale
         return noisy
 
-    def weights(self, observed: Tensors) -> dict[str, float]:
-        """Inverse standard deviations of the noise, estimated from the update itself; the largest is 1."""
-        if self.std == 0 or self.unit == "absolute":
-            return dict.fromkeys(observed, 1.0)
-        sizes = {name: rms(value) for name, value in observed.items()}  # noise inflates all by one common factor
-        smallest = min((size for size in sizes.values() if size > 0), default=1.0)
-        return {name: smallest / size if size > 0 else 1.0 for name, size in sizes.items()}
-
-
-def rms(value: Value) -> float:
-    """Root mean square of the entries; structured values stay so."""
-    return math.sqrt(max(float(inner(value, value)), 0.0) / value.numel())
+    def deviations(self, observed: Tensors) -> dict[str, float]:
+        """The noise's, estimated from the update itself where they are relative to it."""
+        if self.unit == "absolute":
+            return dict.fromkeys(observed, self.std)
+        share = self.std / math.hypot(1.0, self.std)  # what was observed has the noise's share in it
+        return {name: share * rms(value) for name, value in observed.items()}

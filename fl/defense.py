@@ -130,6 +130,10 @@ class Defense:
         """How much an attacker who knows the defence trusts each tensor: factors on both sides of its objective."""
         return dict.fromkeys(observed, 1.0)
 
+    def deviations(self, observed: Tensors) -> dict[str, float]:
+        """Standard deviation of the noise in each tensor, in units of the update: 0 where it adds none."""
+        return dict.fromkeys(observed, 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown(Defense):

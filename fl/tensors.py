@@ -7,6 +7,7 @@ it in that form, so a HyperFL step costs what its target network costs and not w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -306,6 +307,11 @@ def norm(x: Mapping[str, Value]) -> Tensor:
     if flat.numel():
         squares = squares + flat.square().sum()
     return (squares + torch.finfo(squares.dtype).tiny).sqrt()
+
+
+def rms(x: Value) -> float:
+    """Root mean square of the entries."""
+    return math.sqrt(max(float(inner(x, x)), 0.0) / x.numel())
 
 
 def split(x: Mapping[str, Value]) -> tuple[Tensor, dict[str, LowRank]]:

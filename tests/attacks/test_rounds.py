@@ -12,7 +12,8 @@ import attacks
 from attacks.base import Reconstruction
 from attacks.matching import Matching
 from attacks.order import dealt, ranked
-from attacks.problem import INPUTS, LABELS, Problem, repeated
+from attacks.past import repeated
+from attacks.problem import INPUTS, LABELS, Problem
 from attacks.stack import Stack
 from attacks.surrogate import Surrogate
 from fl.client import Client

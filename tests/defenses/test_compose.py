@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from defenses import defenses
 from defenses.clip import Clip, Unscaled
 from defenses.compose import Chain
 from defenses.noise import Noise
+from defenses.precode import Precode
 from defenses.prune import Prune
 from defenses.signsgd import SignSGD
 from fl.defense import Defense, overrides
@@ -58,7 +60,8 @@ def test_what_it_is_made_of_decides_what_it_changes() -> None:
     inner = Chain(parts=(Clip(), Noise()))
     chain = Chain(parts=(inner, Prune()))
     assert chain.members() == (Clip(), Noise(), Prune())
-    assert overrides(chain, "weights")
+    assert overrides(chain, "deviations")
+    assert not overrides(chain, "weights")
     assert not overrides(chain, "wrap_model")
     assert not overrides(chain, "gradient")
     assert chain.keeps_ratios()
@@ -67,9 +70,18 @@ def test_what_it_is_made_of_decides_what_it_changes() -> None:
     assert left.members() == (Unscaled(scope="global"), Prune())
 
 
+def test_noise_is_that_of_all() -> None:
+    noise, more = Noise(std=0.3), Noise(std=0.4, unit="absolute")
+    assert Chain(parts=(Prune(), noise)).deviations(UPDATE) == noise.deviations(UPDATE)
+    both = Chain(parts=(noise, more)).deviations(UPDATE)
+    assert both == pytest.approx({name: math.hypot(x, 0.4) for name, x in noise.deviations(UPDATE).items()})
+
+
 def test_trust_is_that_of_all() -> None:
-    noise = Noise(std=0.3)
-    assert Chain(parts=(Prune(), noise)).weights(UPDATE) == noise.weights(UPDATE)
+    observed = {"body.0.weight": torch.ones(2), "body.bottleneck.encoder.weight": torch.ones(2)}
+    trust = Precode().weights(observed)
+    assert min(trust.values()) < 1
+    assert Chain(parts=(Precode(), Prune())).weights(observed) == trust
 
 
 def test_it_does_not_call_itself_no_defence() -> None:

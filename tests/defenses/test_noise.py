@@ -9,12 +9,12 @@ from support.compare import assert_near, assert_same
 from support.updates import numbers
 from torch import Tensor
 
-from defenses.noise import Noise, rms
+from defenses.noise import Noise
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import LowRank, Tensors, dense, scaled
+from fl.tensors import LowRank, Tensors, dense, rms, scaled
 
 UPDATE: Tensors = {
     "small": numbers(200, 50) * 1e-3,
@@ -63,7 +63,7 @@ def test_seeds(unit: Any) -> None:
 def test_no_noise_is_no_defence_bit_for_bit(unit: Any) -> None:
     nothing = Noise(std=0.0, unit=unit)
     assert nothing.transform_update(UPDATE, stream(0)) is UPDATE
-    assert set(nothing.weights(UPDATE).values()) == {1.0}
+    assert set(nothing.deviations(UPDATE).values()) == {0.0}
     for method in (FedAvg.example(), HyperFL.example()):
         with_, without = (worlds.federation(method, defense).train(0).upload for defense in (nothing, None))
         assert_same(with_.update, without.update)
@@ -75,20 +75,19 @@ def test_settings_are_checked(std: float) -> None:
         Noise(std=std)
 
 
-def test_weights_are_inverse_noise_and_have_no_unit() -> None:
+def test_deviations_are_those_of_the_noise() -> None:
     defense = Noise(std=0.3)
     observed = defense.transform_update(UPDATE, stream(0))
-    weights = defense.weights(observed)
-    assert max(weights.values()) == 1
-    sizes = {name: rms(UPDATE[name]) for name in ("small", "large", "structured")}
-    for name, size in sizes.items():
-        assert weights[name] == pytest.approx(sizes["small"] / size, rel=0.02)
-    assert weights == defense.weights(scaled(observed, 1024.0))
-    assert set(Noise(unit="absolute").weights(observed).values()) == {1.0}
+    found = defense.deviations(observed)
+    for name, value in UPDATE.items():
+        assert found[name] == pytest.approx(0.3 * rms(value), rel=0.02)
+    larger = defense.deviations(scaled(observed, 1024.0))
+    assert larger == pytest.approx({name: 1024 * value for name, value in found.items()})
+    assert set(Noise(std=0.3, unit="absolute").deviations(observed).values()) == {0.3}
 
 
-def test_weights_of_an_update_of_zeros() -> None:
-    assert Noise().weights({"a": torch.zeros(3)}) == {"a": 1.0}
+def test_deviations_of_an_update_of_zeros() -> None:
+    assert Noise().deviations({"a": torch.zeros(3)}) == {"a": 0.0}
 
 
 @pytest.mark.parametrize("method", [FedAvg.example(), HyperFL.example()], ids=lambda m: m.name)
