@@ -25,19 +25,17 @@ def opened(view: ServerView, *names: str) -> ServerView:
     return view
 
 
-@pytest.mark.parametrize("init", list(same_network.INITIALISATIONS))
-def test_both_clients_compute_the_same_gradient(init: str) -> None:
-    images = worlds.images(1, "same", shape=(1, 28, 28))
-    hidden, plain = same_network.pair(init, Batch(images.inputs.float(), images.labels), 0)
+@pytest.mark.parametrize(
+    ("network", "init"), [("hyperfl-grey", "scaled"), ("hyperfl-grey", "published"), ("hyperfl-colour", "scaled")]
+)
+def test_both_clients_compute_the_same_gradient(network: str, init: str) -> None:
+    own = fl.models.build(network, num_classes=10, seed=0)
+    images = worlds.images(1, "same", shape=own.input_shape)
+    hidden, plain = same_network.pair(network, init, Batch(images.inputs.float(), images.labels), 0)
     peeled, cut = opened(hidden[0][0], "peel", "headless"), opened(plain[0][0], "headless")
     assert set(peeled.shared) == set(cut.shared)
     for name, value in cut.shared.items():
         assert torch.allclose(dense(peeled.shared[name]), dense(value), rtol=1e-5, atol=1e-6)
     size = total(peeled.update, cut.update) / total(peeled.update, peeled.update)
     assert norm(combine(cut.update, scaled(peeled.update, size), -1.0)) < 1e-3 * norm(cut.update)
-    assert not torch.equal(dense(plain[0][0].shared["body.conv1.weight"]), fresh()["body.conv1.weight"])
-
-
-def fresh() -> dict[str, torch.Tensor]:
-    """The network's own initial weights."""
-    return fl.models.build(same_network.NETWORK, num_classes=10, seed=0).parameters
+    assert not torch.equal(dense(plain[0][0].shared["body.conv1.weight"]), own.parameters["body.conv1.weight"])
