@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import attacks
-from attacks.base import Attack
+from attacks.base import Attack, Chain
 from benchmarks.common import RESULTS, publish, table
 from benchmarks.leakage import rows, timed
 from benchmarks.sweeps import CLIENTS, IMAGES, SWEEPS, TESTED, Sweep, number
@@ -36,12 +36,13 @@ def own(sweep: Sweep, preset: str | None = None) -> dict[str, Any]:
     """What the attack has by default, or in a preset, of what the sweep varies."""
     settings = {"name": sweep.attack} if preset is None else {"name": sweep.attack, "preset": preset}
     built: Attack = attacks.build(settings)
+    built = built.then if isinstance(built, Chain) else built  # whose settings those of a chain are
     return {key: getattr(built, key) for key in sweep.grid}
 
 
 def named(sweep: Sweep) -> dict[str, dict[str, Any]]:
     """The default and the settings it is set beside, by what the page calls them."""
-    there = sweep.published and PUBLISHED in attacks.attacks.get(sweep.attack).presets
+    there = sweep.published and PUBLISHED in attacks.attacks.get(sweep.attack.rpartition("+")[2]).presets
     return {DEFAULT: own(sweep), **({PUBLISHED: own(sweep, PUBLISHED)} if there else {})}
 
 

@@ -133,6 +133,9 @@ LBFGS = {"objective": ("l2", "cosine"), "max_step": (0.03, 0.1, 0.3)}
 BILEVEL = {"tv": (1e-6, 1e-2), "head_lr": (1e-3, 1e-2)}
 LTI = {"width": (256, 512), "lr": (1e-3, 3e-3)}
 GROUP = {"tv": (1e-4, 1e-2), "group": (0.0, 0.01)}
+WITHOUT_GROUP = ({"tv": 1e-2, "group": 0.0},)
+BALANCE: dict[str, Any] = {"grid": {"balance": (0.0, 0.5, 1.0)}, "iterations": 1000, "published": False}
+PEEL = {"tv": (1e-6, 1e-3, 3e-3, 1e-2)}
 STATISTICS: dict[str, Any] = {
     "grid": {"statistics": (0.0, 1e-3, 1e-2, 1e-1)},
     "beside": ({"statistics": 0.0},),
@@ -143,6 +146,8 @@ HYPERFL = HyperFL(lr=0.01, head_epochs=0, parametrisation=Hypernetwork(init="sca
 GREY, COLOUR = ("hyperfl-grey", "fashion_mnist"), ("hyperfl-colour", "cifar10")
 CHARACTERS, SIGMOID = ("hyperfl-grey", "handwritten62"), ("lenet-zhu", "cifar10")
 NETWORKS = (GREY, COLOUR, SIGMOID)
+SIGMOID_GREY = ("lenet-zhu", "fashion_mnist")
+NOISE = {"name": "noise", "std": 0.1}
 LOWER = {"lower_iterations": 50}
 AUXILIARY = {"auxiliary": "fashion_mnist", "part": "train"}
 SWEEPS = (
@@ -156,19 +161,24 @@ SWEEPS = (
     Sweep("ig", *GREY, BOTH, 1000, rounds=5),
     *(Sweep("ig", *network, LONG, 3000) for network in (GREY, SIGMOID)),
     *(Sweep("rog", *network, ROG, 500) for network in (GREY, COLOUR)),
+    *(Sweep("ig", *network, **BALANCE) for network in (*NETWORKS, CHARACTERS, SIGMOID_GREY)),
+    *(Sweep("ig", *network, **BALANCE, rounds=5) for network in (GREY, SIGMOID)),
+    *(Sweep("ig", *network, **BALANCE, defense=NOISE) for network in (GREY, SIGMOID_GREY)),
+    *(Sweep("peel+ig", *network, PEEL, 1000, HYPERFL) for network in (GREY, COLOUR)),
     Sweep("rog", *SIGMOID, CODE, 500),
     *(Sweep("rog", *network, CODE, 500, rounds=5) for network in NETWORKS),
-    Sweep("rog", *GREY, CODE, 500, defense={"name": "noise", "std": 0.1}),
+    Sweep("rog", *GREY, CODE, 500, defense=NOISE),
     *(Sweep("rog", *network, **CLAMPED) for network in (GREY, CHARACTERS, COLOUR)),
-    Sweep("rog", *CHARACTERS, **CLAMPED, defense={"name": "noise", "std": 0.1}),
+    Sweep("rog", *CHARACTERS, **CLAMPED, defense=NOISE),
     Sweep("joint", *GREY, JOINT, 300, HYPERFL, images=4),
     Sweep("joint", *COLOUR, {"tv": (1e-6, 1e-2)}, 300, HYPERFL, images=4),
     Sweep("joint", *GREY, {"tv": (1e-6, 1e-2)}, 3000, HYPERFL, images=4),
+    Sweep("joint", *GREY, {"private_lr": (1e-3, 1e-2, 1e-1)}, 300, HYPERFL, images=4, published=False),
     Sweep("bilevel", *GREY, BILEVEL, 300, HYPERFL, fixed=LOWER, images=4),
     Sweep("bilevel", *COLOUR, {"tv": (1e-2,), "head_lr": (1e-2,)}, 300, HYPERFL, fixed=LOWER, images=4),
     *(Sweep(name, *network, LBFGS, 500) for network in (SIGMOID, GREY) for name in ("dlg", "idlg")),
-    Sweep("lti", "lenet-zhu", "fashion_mnist", LTI, 300, fixed=AUXILIARY, published=False),
-    Sweep("gradinversion", *GREY, GROUP, 300, images=4),
-    Sweep("gradinversion", *SIGMOID, GROUP, 300, images=4),
+    *(Sweep(name, *COLOUR, {"objective": ("l2", "cosine")}, 500, published=False) for name in ("dlg", "idlg")),
+    Sweep("lti", *SIGMOID_GREY, LTI, 300, fixed=AUXILIARY, published=False),
+    *(Sweep("gradinversion", *net, GROUP, 300, images=4, beside=WITHOUT_GROUP) for net in NETWORKS),
     Sweep("gradinversion", "resnet20", "cifar10", iterations=300, images=8, options={"blocks": 1}, **STATISTICS),
 )
