@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -188,7 +188,18 @@ def attacked(attack: Attack, views: Sequence[ServerView], seeds: Sequence[int]) 
         _check_result(name, result)
     if [_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
-    return results
+    return [_compared(view, result) for view, result in zip(views, results, strict=True)]
+
+
+def _compared(view: ServerView, result: Result) -> Result:
+    """The result, with a note where its labels are not those that the server knows, in whatever order."""
+    known, found = view.labels, getattr(result, "labels", None)
+    if not isinstance(result, Reconstruction) or known is None or found is None or not known.ndim == found.ndim == 1:
+        return result
+    if sorted(known.tolist()) == sorted(found.tolist()):
+        return result
+    odd = f"the labels found, {found.tolist()}, are not those known, {known.tolist()}"
+    return replace(result, note="; ".join(filter(None, (result.note, odd))))
 
 
 def _versions(view: ServerView) -> list[int]:

@@ -149,8 +149,8 @@ def _of_history(done: Done) -> list[str]:
     body = [[case.method, case.images, case.rounds, case.attack, *figures(case, value)] for case, value in done]
     return [
         "The attack is made in the fourth round, on one step of the client on all its images, with none or more of the "
-        "rounds before it beside; other clients train in these. Behind `peel` earlier rounds are not used, since the "
-        "private classifier may have moved on between them.",
+        "rounds before it beside; other clients train in these. `peel` cuts the private classifier off in each; where "
+        "it is searched for (several images or steps), earlier rounds are not used, as it may have moved on.",
         "",
         *table(head, body),
         "",

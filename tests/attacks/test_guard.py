@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -66,6 +66,19 @@ def test_a_result_is_owed_for_every_view() -> None:
 
     with pytest.raises(TypeError, match="a result of attack 'own' for each of 2 views"):
         attacked(Short(made=lambda view: NotApplicable("no")), [seen(), seen()], [0, 1])
+
+
+def test_labels_that_are_not_those_known_are_noted() -> None:
+    view = replace(seen(), labels=torch.tensor([2, 0, 1]), batch_size=3)
+    for found, odd in (([0, 1, 2], False), ([0, 1, 1], True)):
+        result = Own(made=lambda _, found=found: Reconstruction(None, torch.tensor(found), note="before"))(view)
+        assert isinstance(result, Reconstruction)
+        assert result.note == (
+            "before; the labels found, [0, 1, 1], are not those known, [2, 0, 1]" if odd else "before"
+        )
+    unknown = Own(made=lambda _: Reconstruction(None, torch.tensor([0, 1, 1])))(replace(view, labels=None))
+    assert isinstance(unknown, Reconstruction)
+    assert not unknown.note
 
 
 def test_what_is_no_view_is_refused_in_words() -> None:
