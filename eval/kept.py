@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import store
-from eval.rundir import RUN
+from eval.rundir import LOCK, RUN
 
 FILE = "audit.json"
 """Says in the folder which audit it is of."""
@@ -28,7 +28,7 @@ def check(path: Path, name: str, settings: Mapping[str, Any]) -> None:
     """
     if not path.is_dir():
         return
-    entries = sorted(entry.name for entry in path.iterdir())
+    entries = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if not entries:
         return
     what = _other(path, entries, name, settings)

@@ -41,6 +41,21 @@ class BusyError(ValueError):
     """Another process is writing to the folder."""
 
 
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep other processes from writing to a folder that is there; given up when the process ends, however.
+
+    Raises:
+        BusyError: another process has it.
+    """
+    with (path / LOCK).open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by worker processes
+        except OSError as error:
+            raise BusyError(f"{path} is in use by another process; wait for it or choose another --out") from error
+        yield
+
+
 class Checkpoints:
     """The stored states of one training, by round.
 
@@ -110,13 +125,7 @@ class RunDir:
         leave_if_unguarded()
         self.check()
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK).open("a") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by worker processes
-            except OSError as error:
-                raise BusyError(
-                    f"{self.path} is in use by another process; wait for it or choose another --out"
-                ) from error
+        with held(self.path):
             yield
 
     @contextmanager

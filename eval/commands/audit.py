@@ -200,20 +200,23 @@ def _interrupted(left: str) -> Iterator[None]:
 def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
     from eval import auditing, kept
     from eval.request import make_folder
+    from eval.rundir import held
 
-    with errors(USAGE):
-        tried = request.attacks
-        subjects, notes = request.subjects()
-        if limited and subjects[0].truth is None:
-            raise ValueError("expected the true images (--images) beside a limit: nothing can be scored without them")
-        if out is not None:
-            kept.check(out, request.name, request.settings)
-            make_folder(out)
-            kept.mark(out, request.name, request.settings)
-    with errors(FAILURE), progress(console(as_json=True)) as seen:  # on stderr: stdout is for what was found
-        found = auditing.examine(
-            request.name, subjects, tried, seed=request.seed, out=out, told=seen, thrifty=not request.attack
-        )
+    with ExitStack() as stack:
+        with errors(USAGE):
+            tried = request.attacks
+            subjects, notes = request.subjects()
+            if limited and subjects[0].truth is None:
+                raise ValueError("expected the true images (--images) beside a limit: nothing can be scored else")
+            if out is not None:
+                kept.check(out, request.name, request.settings)
+                make_folder(out)
+                stack.enter_context(held(out))
+                kept.mark(out, request.name, request.settings)
+        with errors(FAILURE), progress(console(as_json=True)) as seen:  # on stderr: stdout is for what was found
+            found = auditing.examine(
+                request.name, subjects, tried, seed=request.seed, out=out, told=seen, thrifty=not request.attack
+            )
     return replace(found, notes=(*notes, *found.notes))
 
 

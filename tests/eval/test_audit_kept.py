@@ -1,6 +1,8 @@
 """`hyperleak audit --out` : the folder is of one audit, and what Ctrl-C leaves of one."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -117,3 +119,22 @@ def test_ctrl_c_on_a_method_is_said_and_the_same_command_goes_on(mine, monkeypat
 
 def pressed(*_):
     raise KeyboardInterrupt
+
+
+def test_two_audits_do_not_write_to_one_folder(mine, tmp_path):
+    words, folder = (f"{mine}:whole", "--attack", "guess"), tmp_path / "kept"
+    folder.mkdir()
+    holding = (
+        "import sys; from pathlib import Path; from eval.rundir import held\n"
+        "with held(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", holding, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    try:
+        assert other.stdout.readline() == "held\n"
+        refused(folder, f"{folder} is in use by another process", *words)
+    finally:
+        other.communicate()
+    assert audit(*words, "--out", folder).exit_code == 0  # its lock file is no stranger's
