@@ -122,13 +122,13 @@ def sources(settings: object) -> Iterator[Source]:
             yield from sources(getattr(settings, field.name))
 
 
-LATER = ("compiled", "clamped")
-"""Settings of attacks that came after the first cells, and change nothing where they are off."""
+LATER = ("compiled", "clamped", "balance")
+"""Settings of attacks that came after the first cells, and change nothing where they are off (0)."""
 
 
 def _without_off(spec: dict[str, Any]) -> dict[str, Any]:
     """`spec` without `LATER` settings that are off, as in cells from before there were these."""
-    kept = {key: value for key, value in spec.items() if not (key in LATER and value is False)}
+    kept = {key: value for key, value in spec.items() if not (key in LATER and not value)}
     return {key: _without_off(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 

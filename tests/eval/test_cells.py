@@ -143,7 +143,7 @@ def test_a_setting_that_came_later_renames_no_cell_where_it_is_off():
     assert ids("attack=[{name: rog, clamped: false}]") == before != clamped
     (first, *_) = harness.prepare(tiny("attack=rog"), device="cpu").trainings
     spec = first.watches[0].cell.settings["attack"]
-    assert not {"compiled", "clamped"} & set(spec)
+    assert not {"compiled", "clamped", "balance"} & set(spec)
     assert {"factor", "boxed"} <= set(spec)
 
 
