@@ -135,6 +135,7 @@ LTI = {"width": (256, 512), "lr": (1e-3, 3e-3)}
 GROUP = {"tv": (1e-4, 1e-2), "group": (0.0, 0.01)}
 WITHOUT_GROUP = ({"tv": 1e-2, "group": 0.0},)
 BALANCE: dict[str, Any] = {"grid": {"balance": (0.0, 0.5, 1.0)}, "iterations": 1000, "published": False}
+SMOOTH_BALANCE: dict[str, Any] = {**BALANCE, "grid": {"tv": (3e-3, 1e-2, 1e-1), "balance": (0.0, 1.0)}}
 PEEL = {"tv": (1e-6, 1e-3, 3e-3, 1e-2)}
 STATISTICS: dict[str, Any] = {
     "grid": {"statistics": (0.0, 1e-3, 1e-2, 1e-1)},
@@ -162,6 +163,7 @@ SWEEPS = (
     *(Sweep("ig", *network, LONG, 3000) for network in (GREY, SIGMOID)),
     *(Sweep("rog", *network, ROG, 500) for network in (GREY, COLOUR)),
     *(Sweep("ig", *network, **BALANCE) for network in (*NETWORKS, CHARACTERS, SIGMOID_GREY)),
+    *(Sweep("ig", *network, **SMOOTH_BALANCE) for network in (SIGMOID, SIGMOID_GREY)),
     *(Sweep("ig", *network, **BALANCE, rounds=5) for network in (GREY, SIGMOID)),
     *(Sweep("ig", *network, **BALANCE, defense=NOISE) for network in (GREY, SIGMOID_GREY)),
     *(Sweep("peel+ig", *network, PEEL, 1000, HYPERFL) for network in (GREY, COLOUR)),
