@@ -17,7 +17,7 @@ from attacks.exact.fixed import fixed_pixels
 from attacks.exact.invert import ROUGHLY, solve
 from attacks.exact.separate import Apart
 from attacks.headless import exact_gradient
-from attacks.past import USED, repeated
+from attacks.past import USED, same_images
 from attacks.rounding import ROUNDED, rounding
 from attacks.training import training
 from attacks.units import in_unit
@@ -60,7 +60,8 @@ class Cascade(Attack):
     the end: its input is returned under `features/layer`, image by image, and no picture.
 
     Where the server kept earlier rounds on the same images, and the last one's result is not verified, each is tried,
-    the oldest first, until one is: a network gives away less of images the better it has learnt them.
+    the oldest first, until one is: a network gives away less of images the better it has learnt them. `note` says of
+    which round the picture is, and so is `verified`; that the last round fed the same is taken for granted.
     """
 
     plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
@@ -72,12 +73,14 @@ class Cascade(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
-        found = self._round(view)
-        for earlier in repeated(view):
-            if isinstance(found, Reconstruction) and found.verified:
+        best, taken, tried = self._round(view), view, False
+        for earlier in same_images(view):
+            if isinstance(best, Reconstruction) and best.verified:
                 break
-            found = _noted(min(found, self._round(earlier), key=_rank))
-        return found
+            other, tried = self._round(earlier), True
+            if _rank(other) < _rank(best):
+                best, taken = other, earlier
+        return _of_round(best, taken.round, view.round) if tried else best
 
     def _round(self, view: ServerView) -> Result:
         """What one round gives away."""
@@ -120,11 +123,13 @@ def _rank(result: Result) -> tuple[bool, bool, bool, bool, float]:
     return False, result.inputs is None, not result.verified, bool(result.note), result.objective
 
 
-def _noted(result: Result) -> Result:
+def _of_round(result: Result, taken: int, last: int) -> Result:
     """The result, of which earlier rounds were tried as well."""
-    if isinstance(result, NotApplicable) or USED in result.knowledge:
+    if isinstance(result, NotApplicable):
         return result
-    return replace(result, knowledge=(*result.knowledge, USED))
+    whence = f"the picture is that of round {taken}" if taken != last else ""
+    note = "; ".join(filter(None, (result.note, whence)))
+    return replace(result, knowledge=(*result.knowledge, USED), note=note)
 
 
 def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:

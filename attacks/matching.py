@@ -54,9 +54,9 @@ class Matching(Attack):
         restarts: trials per view, from different random starts.
         objective: "cosine" or "l2".
         balance: how much tensors of small entries count: each is divided by the power `balance` of the root mean square
-            of what was observed of it. 0 compares updates as they are; 1 gives every number of every tensor the same
-            say, and is the likelihood under noise relative to each tensor's size. Which is better depends on the
-            network, not on the noise (benchmarks/results/settings.md).
+            of what was observed of it, a thousandth of the largest at least. 0 compares updates as they are; 1 gives
+            every number of every tensor the same say, and is the likelihood under noise relative to each tensor's size.
+            Which is better depends on network and images, not on the noise (benchmarks/results/settings.md).
         optimizer: "adam", or "lbfgs" without line search.
         lr: step size for images, in normalised units.
         signed: move images by the sign of the gradient (adam only).
@@ -78,7 +78,7 @@ class Matching(Attack):
         label_lr: step size for label logits (adam only; these are never signed).
         private_lr: step size for private tensors (adam only; these are never signed): one for all, or one for each
             group of them, by how their names begin: `{"embedding": 0.1, "head": 0.01}`. The longest beginning counts,
-            `""` begins all, and what none begins takes 0.01. Who optimises by "lbfgs" has no use for it.
+            `""` begins all, and what none begins takes 0.01. Unused with "lbfgs".
         history: pairs kept by L-BFGS.
         max_step: longest step of L-BFGS, as the root of its mean square over all unknowns; infinity is no limit.
         tolerance: a trial ends where its objective falls below this share of its start.

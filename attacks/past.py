@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from fl.defense import overrides
 from fl.finite import finite
 from fl.types import Phase, ServerView
 
@@ -13,12 +14,14 @@ USED = "earlier rounds"
 
 
 def same_images(view: ServerView) -> tuple[ServerView, ...]:
-    """The earlier views of the same images, oldest first: those of rounds in which a client feeds all it has.
+    """The earlier views of the same images, oldest first: those of rounds in which a client feeds all it has, unmixed.
 
     That images stay the same (no augmentation, no new ones) is taken for granted.
     """
     phases = view.method.phases(view.client.task, view.round)
-    if not all(_whole(phase, steps) for phase, steps in zip(phases, view.schedule or (), strict=False)):
+    if view.schedule is None or overrides(view.client.defense, "transform_batch"):
+        return ()
+    if not all(_whole(phase, steps) for phase, steps in zip(phases, view.schedule, strict=False)):
         return ()
     return tuple(
         past
@@ -33,7 +36,7 @@ def _whole(phase: Phase, steps: Sequence[Sequence[int]]) -> bool:
         return False
     if phase.epochs is not None or phase.batch_size is None or not steps:
         return True
-    return sum(steps[0]) < phase.batch_size  # a first batch that is not full is all there is
+    return max(steps[0]) < phase.batch_size  # a first batch that is not full is all there is
 
 
 def repeated(view: ServerView) -> tuple[ServerView, ...]:

@@ -25,6 +25,8 @@ from fl.predict import predict
 from fl.tensors import Tensors, rms, scaled, times, total
 from fl.types import Candidate, Order, Part, ServerView, frozen
 
+SMALL = 1e-3
+"""Relative to the largest tensor's entries: those of a tensor may be rounding, and count as if they were so large."""
 Variables = dict[str, Tensor]
 Evaluation = Callable[[Variables], tuple[Tensor, Variables]]
 """Objectives (T,) of a stack and their gradients by variable."""
@@ -206,10 +208,8 @@ class Problem:
             known |= view.defense.weights(view.update)
         if self.balance:
             sizes = {name: rms(value) for name, value in direction(observed)[0].items()}
-            least = min((size for size in sizes.values() if size > 0), default=1.0)
-            known = {
-                n: known[n] * (least / size) ** self.balance if size > 0 else known[n] for n, size in sizes.items()
-            }
+            floor = SMALL * max(sizes.values())
+            known = {n: known[n] * (floor / max(size, floor)) ** self.balance for n, size in sizes.items()}
         if not trusted and not self.balance:
             return None
         return {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in observed}

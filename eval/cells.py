@@ -94,7 +94,7 @@ def attack_cell(
             "training": training.id,
             "round": number,
             "method": methods.spec(observed),
-            "attack": _without_off(attack_spec(attack)),
+            "attack": _as_before(attack_spec(attack), training.settings["defense"]),
             "threat": section_spec(threat),
             "observe": watched,
             # whether LPIPS can be taken depends on the weights at hand, and so do the figures
@@ -122,14 +122,30 @@ def sources(settings: object) -> Iterator[Source]:
             yield from sources(getattr(settings, field.name))
 
 
-LATER = ("compiled", "clamped", "balance")
+LATER = frozenset({"compiled", "clamped", "balance"})
 """Settings of attacks that came after the first cells, and change nothing where they are off (0)."""
 
 
-def _without_off(spec: dict[str, Any]) -> dict[str, Any]:
-    """`spec` without `LATER` settings that are off, as in cells from before there were these."""
-    kept = {key: value for key, value in spec.items() if not (key in LATER and not value)}
-    return {key: _without_off(value) if isinstance(value, dict) else value for key, value in kept.items()}
+def _as_before(attack: dict[str, Any], defense: object) -> dict[str, Any]:
+    """`attack` without `LATER` settings that are off, as in cells from before there were these.
+
+    Noise once weighed tensors itself, so under noise no balance is another attack than what had none to set.
+    """
+    return _without_off(attack, LATER - {"balance"} if "noise" in _names(defense) else LATER)
+
+
+def _without_off(spec: dict[str, Any], later: frozenset[str]) -> dict[str, Any]:
+    kept = {key: value for key, value in spec.items() if not (key in later and not value)}
+    nested = {key: value for key, value in kept.items() if isinstance(value, dict) and "name" in value}
+    return {**kept, **{key: _without_off(value, later) for key, value in nested.items()}}
+
+
+def _names(spec: object) -> Iterator[str]:
+    """Of everything that settings name, however deep."""
+    if isinstance(spec, dict):
+        yield str(spec.get("name"))
+    for part in spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else ():
+        yield from _names(part)
 
 
 def _measuring(federation: dict[str, Any]) -> dict[str, Any]:

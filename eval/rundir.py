@@ -45,6 +45,8 @@ class BusyError(ValueError):
 def held(path: Path) -> Iterator[None]:
     """Keep other processes from writing to a folder that is there; given up when the process ends, however.
 
+    The lock is the process's: who holds a folder twice gives it up with the first end.
+
     Raises:
         BusyError: another process has it.
     """

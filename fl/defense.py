@@ -131,7 +131,7 @@ class Defense:
         return dict.fromkeys(observed, 1.0)
 
     def deviations(self, observed: Tensors) -> dict[str, float]:
-        """Standard deviation of the noise in each tensor, in units of the update: 0 where it adds none."""
+        """Standard deviation of the noise in each tensor, in units of the update; 0 where none is known."""
         return dict.fromkeys(observed, 0.0)
 
 

@@ -310,8 +310,8 @@ def norm(x: Mapping[str, Value]) -> Tensor:
 
 
 def rms(x: Value) -> float:
-    """Root mean square of the entries."""
-    return math.sqrt(max(float(inner(x, x)), 0.0) / x.numel())
+    """Root mean square of the entries; 0 where there are none."""
+    return math.sqrt(max(float(inner(x, x)), 0.0) / max(x.numel(), 1))
 
 
 def split(x: Mapping[str, Value]) -> tuple[Tensor, dict[str, LowRank]]:

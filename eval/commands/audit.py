@@ -207,11 +207,13 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
             tried = request.attacks
             subjects, notes = request.subjects()
             if limited and subjects[0].truth is None:
-                raise ValueError("expected the true images (--images) beside a limit: nothing can be scored else")
+                missing = "expected the true images (--images) beside a limit: nothing can be scored without them"
+                raise ValueError(missing)
             if out is not None:
                 kept.check(out, request.name, request.settings)
                 make_folder(out)
                 stack.enter_context(held(out))
+                kept.check(out, request.name, request.settings)  # again: another audit may have come and gone
                 kept.mark(out, request.name, request.settings)
         with errors(FAILURE), progress(console(as_json=True)) as seen:  # on stderr: stdout is for what was found
             found = auditing.examine(

@@ -70,7 +70,7 @@ def test_a_result_is_owed_for_every_view() -> None:
 
 def test_labels_that_are_not_those_known_are_noted() -> None:
     view = replace(seen(), labels=torch.tensor([2, 0, 1]), batch_size=3)
-    for found, odd in (([0, 1, 2], False), ([0, 1, 1], True)):
+    for found, odd in (([0, 1, 2], False), ([1], False), ([0, 1, 1], True)):
         result = Own(made=lambda _, found=found: Reconstruction(None, torch.tensor(found), note="before"))(view)
         assert isinstance(result, Reconstruction)
         assert result.note == (

@@ -14,16 +14,19 @@ from attacks.matching import Matching
 from attacks.past import USED, same_images
 from attacks.problem import INPUTS
 from attacks.stack import Stack
+from defenses.mixup import Mixup
 from defenses.noise import Noise
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.method import Method
+from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch, ServerView, ThreatModel
 
+APART = FedPer(lr=1e-3, steps=1)
 SLOW = replace(STEP, lr=1e-3)
 GENERATED = HyperFL(
     lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")
@@ -80,7 +83,7 @@ def test_rounds_whose_classifier_is_searched_for_stay_apart() -> None:
     assert len(same_images(view)) == 2
 
 
-@pytest.mark.parametrize(("name", "method"), [("cascade", SLOW), ("peel+cascade", GENERATED)])
+@pytest.mark.parametrize(("name", "method"), [("cascade", SLOW), ("cascade", APART), ("peel+cascade", GENERATED)])
 def test_a_noisy_round_is_made_up_for_by_an_earlier_one(name: str, method: Method) -> None:
     view, photo = kept(method)
     attack = attacks.build(name)
@@ -91,5 +94,15 @@ def test_a_noisy_round_is_made_up_for_by_an_earlier_one(name: str, method: Metho
     assert found.verified
     assert error(found, photo) < 1e-5
     assert USED in found.knowledge
+    assert found.note == "the picture is that of round 0"
     assert isinstance(calm, Reconstruction)
     assert USED not in calm.knowledge
+
+
+def test_rounds_count_where_a_client_is_known_to_feed_all_it_has() -> None:
+    view, _ = kept(SLOW)
+    assert len(same_images(view)) == 2  # its one image does not fill a batch of 50
+    full = replace(view, method=replace(SLOW, batch_size=1))
+    assert same_images(full) == ()  # it may have others
+    assert same_images(replace(view, schedule=None)) == ()
+    assert same_images(replace(view, defense=Mixup())) == ()  # blended anew in every round

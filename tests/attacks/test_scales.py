@@ -13,7 +13,7 @@ import attacks
 from attacks.base import Reconstruction
 from attacks.matching import PRIVATE_LR, Matching
 from attacks.movers import Adam
-from attacks.problem import INPUTS, private_key
+from attacks.problem import INPUTS, SMALL, private_key
 from attacks.stack import Stack
 from defenses.noise import Noise
 from defenses.precode import UNTRUSTED, Precode
@@ -21,9 +21,10 @@ from fl.defense import Defense
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import dense, rms
+from fl.tensors import LowRank, dense, rms
 from fl.types import Candidate, ServerView
 
 ONE: dict[str, int | None] = {"steps": 1, "batch_size": None}
@@ -70,6 +71,29 @@ def test_a_balanced_objective_has_no_unit() -> None:
     tiny = replace(view, update={name: dense(x) * 1e-140 for name, x in view.update.items()}, scaled=True)
     at_scale = value(replace(view, scaled=True), guess, balance=1.0)
     assert value(tiny, guess, balance=1.0) == pytest.approx(at_scale, rel=1e-6)
+
+
+def test_small_tensors_count_as_a_thousandth_of_the_largest() -> None:
+    view = seen()
+    first, *others = view.update
+    noise = {first: dense(view.update[first]) * 1e-9, **{name: view.update[name] for name in others}}
+    weights = search(balance=1.0)._problem(replace(view, update=noise)).constants["weights"]
+    largest = max(rms(view.update[name]) for name in others)
+    for name, value in noise.items():
+        size = max(rms(value), SMALL * largest)
+        assert float(weights[name]) == pytest.approx(SMALL * largest / size, rel=1e-6)
+
+
+def test_structured_updates_are_balanced_as_dense_ones() -> None:
+    view = worlds.federation(HyperFL(lr=0.1, **ONE)).observe(0, data=worlds.images(1, "scales"))[0]  # type: ignore[arg-type]
+    flat = replace(view, update={name: dense(value) for name, value in view.update.items()})
+    assert any(isinstance(value, LowRank) for value in view.update.values())
+    found = []
+    for seen_as in (view, flat):
+        problem = search(balance=0.5)._problem(seen_as)
+        rows = search(balance=0.5)._start(problem, 0, 0)
+        found.append(Stack([problem]).evaluate({key: row[None] for key, row in rows.items()})[0].item())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_noise_weighs_no_tensor_and_precode_withholds_some() -> None:

@@ -147,6 +147,14 @@ def test_a_setting_that_came_later_renames_no_cell_where_it_is_off():
     assert {"factor", "boxed"} <= set(spec)
 
 
+@pytest.mark.parametrize("defense", ["[{name: noise, std: 0.1}]", "[{name: chain, parts: [clip, noise]}]"])
+def test_a_search_under_noise_is_another_than_the_one_that_weighed_by_it(defense):
+    (first, *_) = harness.prepare(tiny("attack=rog", f"defense={defense}"), device="cpu").trainings
+    spec = first.watches[0].cell.settings["attack"]
+    assert spec["balance"] == 0.0
+    assert not {"compiled", "clamped"} & set(spec)
+
+
 def test_a_server_reads_its_images_as_they_are_when_a_training_begins(tmp_path):
     seen = []
     for level in (1, 2):
