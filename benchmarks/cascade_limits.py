@@ -93,8 +93,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=SETS, default="fashion_mnist", help="of the images")
-    parser.add_argument("--images", type=int, default=16)
-    parser.add_argument("--first", type=int, default=600, help="number of the first test image")
+    parser.add_argument("--images", type=int, default=12)
+    parser.add_argument("--first", type=int, default=1100, help="number of the first test image")
     parser.add_argument("--iterations", type=int, default=1000, help="of the search")
     parser.add_argument("--updates", nargs="+", choices=UPDATES, default=list(UPDATES))
     parser.add_argument("--methods", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
