@@ -134,8 +134,13 @@ BILEVEL = {"tv": (1e-6, 1e-2), "head_lr": (1e-3, 1e-2)}
 LTI = {"width": (256, 512), "lr": (1e-3, 3e-3)}
 GROUP = {"tv": (1e-4, 1e-2), "group": (0.0, 0.01)}
 WITHOUT_GROUP = ({"tv": 1e-2, "group": 0.0},)
-BALANCE: dict[str, Any] = {"grid": {"balance": (0.0, 0.5, 1.0)}, "iterations": 1000, "published": False}
-SMOOTH_BALANCE: dict[str, Any] = {**BALANCE, "grid": {"tv": (3e-3, 1e-2, 1e-1), "balance": (0.0, 1.0)}}
+BALANCE: dict[str, Any] = {
+    "grid": {"balance": (0.0, 0.5, 1.0)},
+    "iterations": 1000,
+    "beside": ({"balance": 1.0},),
+    "published": False,
+}
+SMOOTH_BALANCE = {**BALANCE, "grid": {"tv": (3e-3, 1e-2, 1e-1), "balance": (0.0, 1.0)}, "beside": ()}
 PEEL = {"tv": (1e-6, 1e-3, 3e-3, 1e-2)}
 STATISTICS: dict[str, Any] = {
     "grid": {"statistics": (0.0, 1e-3, 1e-2, 1e-1)},
