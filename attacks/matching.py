@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -148,6 +148,14 @@ class Matching(Attack):
     def _steps(self) -> dict[str, float]:
         """Step sizes for private tensors by how their names begin."""
         return dict(self.private_lr) if isinstance(self.private_lr, Mapping) else {"": self.private_lr}
+
+    def _idle(self, private: Iterable[str]) -> list[str]:
+        """Which step sizes, if not those by default, are of no private tensor: slips of the pen."""
+        own = next(field for field in fields(self) if field.name == "private_lr")
+        default = own.default if own.default_factory is MISSING else own.default_factory()
+        if self.private_lr == default:
+            return []
+        return [begins for begins in self._steps if not any(name.startswith(begins) for name in private)]
 
     def private_step(self, name: str) -> float:
         """The step size for the private tensor `name`."""
@@ -318,8 +326,7 @@ class Matching(Attack):
             labels = row[LABELS].argmax(-1)
         odd = problem.turned
         notes = [SUSPECT] if odd else []
-        idle = [begins for begins in self._steps if not any(name.startswith(begins) for name in view.private)]
-        if view.private and idle:
+        if view.private and (idle := self._idle(view.private)):
             notes.append(f"private_lr: no private tensor begins with {' or '.join(idle)}: {', '.join(view.private)}")
         private: Tensors = {name: row[private_key(name)] for name in view.private}
         known = {

@@ -115,8 +115,10 @@ def trained(network: str, dataset: str, rounds: int, **options: Any) -> Federati
     return run
 
 
-def number(value: float | str) -> str:
+def number(value: float | str | Mapping[str, float]) -> str:
     """A setting's value, short."""
+    if isinstance(value, Mapping):
+        return " and ".join(f"{key} {number(each)}" for key, each in value.items())
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value if isinstance(value, str) else f"{value:g}"
@@ -147,7 +149,8 @@ STATISTICS: dict[str, Any] = {
     "beside": ({"statistics": 0.0},),
     "published": False,  # it weighs the statistics as the default does
 }
-JOINT = {"tv": (1e-6, 1e-3, 1e-2)}
+JOINT = {"tv": (1e-6, 1e-2), "private_lr": (0.01, {"embedding": 0.1})}
+SLOW = ({"tv": 1e-2, "private_lr": 0.01},)
 HYPERFL = HyperFL(lr=0.01, head_epochs=0, parametrisation=Hypernetwork(init="scaled"), **STEP)
 GREY, COLOUR = ("hyperfl-grey", "fashion_mnist"), ("hyperfl-colour", "cifar10")
 CHARACTERS, SIGMOID = ("hyperfl-grey", "handwritten62"), ("lenet-zhu", "cifar10")
@@ -177,10 +180,9 @@ SWEEPS = (
     Sweep("rog", *GREY, CODE, 500, defense=NOISE),
     *(Sweep("rog", *network, **CLAMPED) for network in (GREY, CHARACTERS, COLOUR)),
     Sweep("rog", *CHARACTERS, **CLAMPED, defense=NOISE),
-    Sweep("joint", *GREY, JOINT, 300, HYPERFL, images=4),
-    Sweep("joint", *COLOUR, {"tv": (1e-6, 1e-2)}, 300, HYPERFL, images=4),
-    Sweep("joint", *GREY, {"tv": (1e-6, 1e-2)}, 3000, HYPERFL, images=4),
-    Sweep("joint", *GREY, {"private_lr": (1e-3, 1e-2, 1e-1)}, 300, HYPERFL, images=4, published=False),
+    *(Sweep("joint", *network, JOINT, 300, HYPERFL, images=4, beside=SLOW) for network in (GREY, COLOUR)),
+    Sweep("joint", *GREY, {"private_lr": (0.01, 0.1, {"embedding": 0.3})}, 300, HYPERFL, images=4, published=False),
+    Sweep("joint", *GREY, {"tv": (1e-2,), "private_lr": (0.01, {"embedding": 0.1})}, 3000, HYPERFL, images=4),
     Sweep("bilevel", *GREY, BILEVEL, 300, HYPERFL, fixed=LOWER, images=4),
     Sweep("bilevel", *COLOUR, {"tv": (1e-2,), "head_lr": (1e-2,)}, 300, HYPERFL, fixed=LOWER, images=4),
     *(Sweep(name, *network, LBFGS, 500) for network in (SIGMOID, GREY) for name in ("dlg", "idlg")),

@@ -134,6 +134,18 @@ def test_a_step_of_no_private_tensor_is_noted() -> None:
     assert not plain.note
 
 
+def test_the_steps_that_an_attack_has_by_default_are_no_slip() -> None:
+    built = attacks.build({"name": "joint", "iterations": 2})
+    assert isinstance(built, Matching)
+    assert {name: built.private_step(name) for name in ("embedding", "head.bias")} == {
+        "embedding": 0.1,
+        "head.bias": 0.01,
+    }
+    found = built(seen(FedPer(lr=0.1, **ONE)))  # type: ignore[arg-type]
+    assert isinstance(found, Reconstruction)
+    assert not found.note
+
+
 def test_steps_are_read_from_plain_data_and_checked() -> None:
     read = search(private_lr={"head": "1e-2", "": 1})
     assert read.private_lr == {"head": 0.01, "": 1.0}
