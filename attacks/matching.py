@@ -133,7 +133,7 @@ class Matching(Attack):
         for name in ("memory", "max_step"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected {name} > 0 (infinity is no limit), got {getattr(self, name)}")
-        sizes = ("lr", "label_lr", "langevin", "tv", "landmarks")
+        sizes = ("lr", "label_lr", "last_lr", "langevin", "tv", "landmarks")
         names = (*sizes, "warmup", "tolerance", "patience", "enough", "orders")
         given = {name: getattr(self, name) for name in names}
         given |= {f"private_lr{begins and f' of {begins!r}'}": size for begins, size in self._steps.items()}
