@@ -182,7 +182,6 @@ SWEEPS = (
     Sweep("rog", *CHARACTERS, **CLAMPED, defense=NOISE),
     *(Sweep("joint", *network, JOINT, 300, HYPERFL, images=4, beside=SLOW) for network in (GREY, COLOUR)),
     Sweep("joint", *GREY, {"private_lr": (0.01, 0.1, {"embedding": 0.3})}, 300, HYPERFL, images=4, published=False),
-    Sweep("joint", *GREY, {"tv": (1e-2,), "private_lr": (0.01, {"embedding": 0.1})}, 3000, HYPERFL, images=4),
     Sweep("bilevel", *GREY, BILEVEL, 300, HYPERFL, fixed=LOWER, images=4),
     Sweep("bilevel", *COLOUR, {"tv": (1e-2,), "head_lr": (1e-2,)}, 300, HYPERFL, fixed=LOWER, images=4),
     *(Sweep(name, *network, LBFGS, 500) for network in (SIGMOID, GREY) for name in ("dlg", "idlg")),
