@@ -29,6 +29,7 @@ class Adam:
         self.first: Variables = {}
         self.second: Variables = {}
         self.steps = 0
+        self.sizes: dict[str, float] = {}
 
     @property
     def settled(self) -> int:
@@ -58,7 +59,9 @@ class Adam:
             m = self.first[k] = 0.9 * self.first.get(k, torch.zeros_like(g)) + 0.1 * g
             v = self.second[k] = 0.999 * self.second.get(k, torch.zeros_like(g)) + 0.001 * g * g
             step = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
-            result[k] = variables[k] - self._size(k) * factor * step
+            if k not in self.sizes:
+                self.sizes[k] = self._size(k)
+            result[k] = variables[k] - self.sizes[k] * factor * step
         if self.settings.langevin:
             size = result[INPUTS].shape[1:]
             noise = torch.stack([torch.randn(size, generator=draw) for draw in self.noise]).to(result[INPUTS])

@@ -11,7 +11,7 @@ import torch
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.headless import astray
-from attacks.past import repeated
+from attacks.past import with_past
 from attacks.training import rested, training
 from fl.decay import decay_shares, without_decay
 from fl.finite import finite
@@ -75,7 +75,6 @@ class Surrogate(ViewAttack):
         phases, _ = training(view)
         known = view.labels is not None and len(view.labels) == images
         clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
-        past = [self.rewrite(earlier) for earlier in repeated(view)]
         along = 0.0 if exact(view) else self.along
         easier = replace(
             view,
@@ -93,11 +92,11 @@ class Surrogate(ViewAttack):
             # else the classifier has moved on before the first step on what is shared
             private_init=view.private_init if len(phases) == 1 else None,
             scaled=view.scaled or view.schedule is None or clipped,
-            history=tuple(earlier for earlier in past if isinstance(earlier, ServerView)),
+            history=(),
         )
         mine = easier.client.task.parameters  # without what a method has put beside the network
         shared, update = ({n: v for n, v in part.items() if n in mine} for part in (easier.shared, gradient))
-        return replace(easier, shared=shared, update=update)
+        return with_past(view, replace(easier, shared=shared, update=update), self.rewrite)
 
     def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result; of several steps no check of it can tell more than that the approximation fits."""
