@@ -83,7 +83,7 @@ def _inseparable(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: 
 def _share(stage: Stage) -> Tensor | None:
     """By how much the activation is given more if a bias of the layer grows by one (C,); None where that varies."""
     with torch.no_grad():
-        zero = torch.zeros_like(stage.layer(stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64))))
+        zero = torch.zeros_like(stage.layer(stage.given(stage.blank())))
         share: Tensor = stage.after(zero + 1) - stage.after(zero)
     share = share.view(len(zero[0]), -1)
     return share[:, 0] if torch.allclose(share, share[:, :1]) else None

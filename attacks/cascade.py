@@ -54,6 +54,8 @@ class Cascade(Attack):
     pooling never looked (corners of flat regions) a pixel counts as fixed if moving it, whatever else moves that no
     equation fixes, would have made another output the largest. What neither fixes comes from a smooth prior.
 
+    All is solved in float64 where the view lies, but for what sorts out a batch or a few loose pixels.
+
     `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
     Every search is bounded (docs/sharp-edges.md says by what), and `note` names the layers whose equations it did not
     satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
@@ -87,11 +89,12 @@ class Cascade(Attack):
         gradient = exact_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
-        stages = unroll(view, max_pooling=True)
+        place = _place(view)
+        stages = unroll(view, max_pooling=True, device=place)
         if isinstance(stages, NotApplicable):
             return stages
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
-        even, _ = in_unit({n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()})
+        even, _ = in_unit({n: dense(g).detach().to(place, torch.float64) for n, g in gradient.items()})
         gradients = {n: dense(g) for n, g in even.items()}
         top = first_told(stages, gradients)
         if top is None:
@@ -114,6 +117,11 @@ class Cascade(Attack):
             labels, note = single(view)
             return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
         return found if found.inputs is None else replace(found, labels=whose(view, gradients, found.inputs))
+
+
+def _place(view: ServerView) -> torch.device:
+    """Where to solve: where the view is, but for a device without double precision."""
+    return torch.device("cpu") if view.device.type == "mps" else view.device
 
 
 def _rank(result: Result) -> tuple[bool, bool, bool, bool, float]:
@@ -194,8 +202,9 @@ def _descend(
             if i < top:
                 values = torch.linalg.solve(signal @ signal.mT, signal @ weight)
             left = weight - signal.mT @ values
-            residuals[stage.name] = torch.stack([left.norm() / weight.norm(), left.new_tensor(first.left * (i == top))])
-            off = max(float(residuals[stage.name][0]), ROUNDED * torch.finfo(view.dtype).eps, first.off)
+            share = float(left.norm() / weight.norm())
+            residuals[stage.name] = torch.tensor([share, first.left * (i == top)], dtype=weight.dtype)
+            off = max(share, ROUNDED * torch.finfo(view.dtype).eps, first.off)
             if not off < MISSED:
                 verified = False
                 notes.append(f"{stage.name}: its gradient explained up to {off:.1e}")

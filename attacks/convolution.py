@@ -155,7 +155,7 @@ def equations(
         seen,
         loose,
         doubt,
-        grain=_grain(view, stage),
+        grain=_grain(view, stage, gradient),
     )
 
 
@@ -170,10 +170,10 @@ def normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
         return norm(like.new_ones(1, len(like), 1, 1)).flatten() - shift, shift
 
 
-def _grain(view: ServerView, stage: Stage) -> Tensor | None:
-    """Rounding of each of the equations of a convolution's gradient (O, M), where no normalisation is between."""
+def _grain(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
+    """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalisation is between."""
     found = None if any(isinstance(m, nn.BatchNorm2d) for m in stage.after) else grain(view, f"{stage.name}.weight")
-    return None if found is None else found.flatten(1)
+    return None if found is None else found.flatten(1).to(gradient.device)
 
 
 def statistics(stage: Stage) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ def solve(
     right = gradient.flatten(2).transpose(1, 2) if gradient.ndim == 4 else gradient
     small, right = triangular(rows, right.reshape(len(rows), -1))
     if not bool(small.isfinite().all() and right.isfinite().all() and small.any()):
-        nothing = torch.zeros(count, *stage.shape, dtype=torch.float64)
+        nothing = stage.blank(count)
         return Solved(nothing, nothing.numel(), 0, 0, math.inf)
     left, sizes, directions = torch.linalg.svd(small / small.norm())
     right = right / small.norm()

@@ -222,7 +222,7 @@ def sizes(stage: Stage, count: int = 1) -> tuple[float, float, float]:
     if not isinstance(layer, nn.Conv2d):
         return before, before, 8e-9 * outputs * unknowns
     with torch.no_grad():
-        positions = count * stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64))[0, 0].numel()
+        positions = count * stage.given(stage.blank())[0, 0].numel()
     whole = 8e-9 * unknowns * (positions * layer.in_channels + outputs)
     gradient = 8e-9 * layer.weight[:, 0].numel() * positions
     return max(whole, before), max(gradient, before), 8e-9 * outputs * unknowns
@@ -237,7 +237,7 @@ def _apart(x: Tensor, y: Tensor) -> float:
 def returned(stage: Stage) -> torch.Size:
     """The shape of what a stage's layer returns, without the batch."""
     with torch.no_grad():
-        shape: torch.Size = stage.layer(stage.given(torch.zeros(1, *stage.shape, dtype=torch.float64))).shape
+        shape: torch.Size = stage.layer(stage.given(stage.blank())).shape
     return shape[1:]
 
 

@@ -27,7 +27,7 @@ POOLING = (nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
 @dataclass(frozen=True)
 class Stage:
-    """A weighted layer with the linear maps around it and the activation above, in float64 on the CPU.
+    """A weighted layer with the linear maps around it and the activation above, in float64.
 
     Attributes:
         name: of the layer, as in the update.
@@ -53,19 +53,24 @@ class Stage:
     @property
     def taken(self) -> torch.Size:
         """Shape of what the layer is given, which pooling below makes smaller than what comes in."""
-        return self.given(torch.zeros(1, *self.shape, dtype=torch.float64)).shape[1:]
+        return self.given(self.blank()).shape[1:]
 
     def given(self, values: Tensor) -> Tensor:
         """What the layer is given, from what comes in (N, *shape)."""
         result: Tensor = self.before(values)
         return result
 
+    def blank(self, count: int = 1) -> Tensor:
+        """Zeros that may come in (count, *shape), where the layer's weight is."""
+        weight: Tensor = self.layer.weight  # type: ignore[assignment]
+        return weight.new_zeros(count, *self.shape)
+
     def affine(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Offset and slope (1, ...) of what comes in on its way to the layer; for pointwise maps.
 
         Max pooling may lie there, too: behind an activation that rises it passes on what that makes of pooled outputs.
         """
-        zero = torch.zeros(1, *self.shape, dtype=dtype)
+        zero = self.blank().to(dtype)
         offset = self.given(zero)
         return offset, self.given(zero + 1) - offset
 
@@ -80,15 +85,17 @@ class Stage:
         return result
 
 
-def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] | NotApplicable:
-    """The network of `view` as stages, bottom first, or why it is no such chain.
+def unroll(
+    view: ServerView, *, max_pooling: bool = False, device: torch.device | str = "cpu"
+) -> tuple[Stage, ...] | NotApplicable:
+    """The network of `view` as stages on `device`, bottom first, or why it is no such chain.
 
     `max_pooling` lets it stand among the linear maps, for attacks that know what to do with it.
 
     The order is traced on an image of noise: each module without children must take what the one before it returned,
     flattened or not, and the stages must give every layer what the network gives it.
     """
-    model = copy.deepcopy(view.client.predictor).to(device="cpu", dtype=torch.float64)
+    model = copy.deepcopy(view.client.predictor).to(device=device, dtype=torch.float64)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.padding = _numbers(module)
@@ -97,7 +104,7 @@ def unroll(view: ServerView, *, max_pooling: bool = False) -> tuple[Stage, ...] 
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             if name in known:
                 value.copy_(dense(known[name]))
-    probe = torch.rand(1, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64)
+    probe = torch.rand(1, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64).to(device)
     calls = _trace(model, probe)
     if isinstance(calls, NotApplicable):
         return calls

@@ -1,8 +1,8 @@
 """Searches and rounds on a GPU: `python -m benchmarks.gpu`.
 
 Searches: image-iterations per second of the clock, one by one as one writes it by hand, one by one and in stacks as we
-do it; the whole evaluation of 50 images and 10,000 iterations. Rounds: seconds of 20 clients, client by client and in
-stacks.
+do it; the whole evaluation of 50 images and 10,000 iterations. Exact inversion: seconds of an image there and on the
+machine's CPU. Rounds: seconds of 20 clients, client by client and in stacks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import attacks
 import fl.data
 import fl.models
+from attacks.base import Reconstruction
 from attacks.graphed import Graph
 from attacks.matching import Matching
 from attacks.stack import Stack
@@ -36,6 +37,8 @@ from fl.seeds import stream
 from fl.types import ServerView
 
 REPEATS = 3
+EXACT = {"hyperfl-grey": 8, "hyperfl-colour": 4}
+"""Photographs that are solved for on each network."""
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -106,6 +109,19 @@ def whole(name: str) -> dict[str, float]:
     return {f"{name} on {WHOLE[name].name}": taken}
 
 
+def exact(name: str, mode: Literal["colour", "grey"], size: int, device: str) -> dict[str, Any]:
+    """Seconds of the clock that `cascade` takes for an image on the device, the first one left out, and its answers."""
+    task = fl.models.build(name, num_classes=10, seed=0).to(device=device)
+    views = victims(task, photographs(mode, size, device), FedAvg(lr=1.0, steps=1, batch_size=None), EXACT[name] + 1)
+    attack, taken, verified = attacks.build("cascade"), [], 0
+    for view in views:
+        began = time.perf_counter()
+        result = attack(view)
+        verified += isinstance(result, Reconstruction) and bool(result.verified)  # on the CPU: the device is done
+        taken.append(time.perf_counter() - began)
+    return {"seconds": statistics.median(taken[1:]), "verified": verified, "of": len(views)}
+
+
 def rounds() -> Iterator[tuple[str, str, EngineName, float]]:
     """Network, method, engine, seconds of a round of 20 clients of 600 images each, 5 epochs in batches of 50."""
     methods: dict[str, tuple[Method, tuple[EngineName, ...]]] = {
@@ -149,6 +165,10 @@ def page(result: dict[str, Any]) -> list[str]:
     if result["whole"]:
         lines += ["", f"The whole search, {COUNT} images, {ITERATIONS:,} iterations, recording included:", ""]
         lines += table(["search", "seconds"], [[k, f"{v:.0f}"] for k, v in result["whole"].items()])
+    if result.get("exact"):
+        lines += ["", "Exact inversion (`cascade`), there and on the CPU, median seconds an image:", ""]
+        rows = [[*r[:2], f"{r[2]['seconds']:.1f}", f"{r[2]['verified']} of {r[2]['of']}"] for r in result["exact"]]
+        lines += table(["network", "on", "seconds", "verified"], rows)
     if result["rounds"]:
         lines += ["", "One round of 20 clients, 600 images each, 5 epochs in batches of 50:", ""]
         lines += table(["network", "method", "engine", "seconds"], [[*r[:3], f"{r[3]:.2f}"] for r in result["rounds"]])
@@ -166,12 +186,17 @@ def main() -> None:
         "copy_bytes_per_second": copied(),
         "searches": {},
         "whole": {},
+        "exact": [],
         "rounds": [],
     }
     for name, mode, size in NETWORKS:
         result["searches"][name] = searches(name, mode, size)
         publish("gpu", result, page(result))
     result["whole"] |= whole("ig")
+    for name, mode, size in NETWORKS:
+        for device in ("cuda", "cpu") if name in EXACT else ():
+            result["exact"].append([name, device, exact(name, mode, size, device)])
+    publish("gpu", result, page(result))
     for row in rounds():
         result["rounds"].append(row)
         publish("gpu", result, page(result))

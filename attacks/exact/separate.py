@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, islice
 
@@ -76,6 +76,11 @@ class Sum:
     below: Tensor
     share: Tensor
 
+    def cpu(self) -> Sum:
+        """The same on the CPU."""
+        parts = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **parts)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class Apart:
@@ -93,6 +98,10 @@ class Apart:
     off: float
     left: float
 
+    def to(self, device: torch.device) -> Apart:
+        """The same on `device`."""
+        return replace(self, signals=self.signals.to(device), inputs=self.inputs.to(device))
+
 
 def most(channels: int) -> int:
     """How many images so many biases of the layer below tell apart: B images are B (B - 1) unknowns."""
@@ -108,15 +117,15 @@ def separate(known: Sum, count: int) -> Apart | None:
     A rough A tells most of them: what an activation lets through below zero is small or nothing, so that a row of A^-1
     is nearly orthogonal to many columns of R (as in SPEAR, Dimitrov et al., 2024, where zeros are exact) and nowhere
     far below zero. Many random A near it are then moved to where most channels are explained exactly, whatever the
-    others leave, until all are.
+    others leave, until all are. Its least squares need a driver that torch has on the CPU alone, where all of it runs.
     """
-    mixture = Mixture.of(known, count)
+    mixture = Mixture.of(known.cpu(), count)
     if mixture is None:
         return None
     for start in islice(mixture.starts(), TRIED):
         found = mixture.refined(start)
         if found is not None and found.left < FITS and found.off < KNOWN:
-            return found
+            return found.to(known.gradient.device)
     return None
 
 

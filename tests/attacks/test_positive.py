@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.elsewhere import ELSEWHERE, elsewhere
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
@@ -59,6 +60,28 @@ def test_what_is_not_positive_definite_has_no_factor(value: float, at: int) -> N
     assert Factor.of(matrix) is None
     with pytest.raises(ValueError, match="not positive definite"):
         inverted(matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_another_device_gives_the_same_and_keeps_it(dtype: torch.dtype) -> None:
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
+    here = rows(7, dtype)
+    ours = Factor.of(gram(here))
+    assert ours is not None
+    with elsewhere():
+        made = here.to(ELSEWHERE)
+        factor = Factor.of(gram(made))
+        assert factor is not None
+        pairs = [
+            (factor.inverse(), ours.inverse()),
+            (factor.variances(), ours.variances()),
+            (factor.solve(made[0]), ours.solve(here[0])),
+            (factor.solve(made[:3].mT), ours.solve(here[:3].mT)),
+            (inverted(gram(made)), inverted(gram(here))),
+        ]
+        assert all(far.is_meta and torch.allclose(far.cpu(), near, **close) for far, near in pairs)
+        assert Factor.of(-gram(made)) is None
+        assert Factor.of(gram(made) * torch.nan) is None
 
 
 def threads() -> set[int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.elsewhere import ELSEWHERE, elsewhere
 from support.pictures import LEAKY, POOLED, STEP, network, photograph
 from torch import Tensor, nn
 
@@ -114,6 +115,20 @@ def test_a_batch_comes_back_to_rounding_in_no_order() -> None:
         assert torch.allclose(found.inputs, TWO[which], atol=1e-5)
         assert found.labels is not None
         assert torch.equal(found.labels, which)  # image i is of class i
+
+
+def test_a_batch_on_another_device_is_told_apart_on_the_cpu_and_comes_back_there() -> None:
+    task = network(*WIDE)
+    here = Cascade()(seen(task, TWO))
+    assert isinstance(here, Reconstruction)
+    with elsewhere():
+        there = Cascade()(seen(task.to(device=ELSEWHERE), TWO.to(ELSEWHERE), torch.arange(2).to(ELSEWHERE)))
+        assert isinstance(there, Reconstruction)
+        assert there.inputs is not None
+        assert there.inputs.is_meta
+        assert there.verified
+        assert here.inputs is not None
+        assert torch.allclose(there.inputs.cpu(), here.inputs, atol=1e-6)
 
 
 def test_pooling_may_come_behind_the_activation() -> None:
