@@ -119,6 +119,7 @@ def places(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
 
     Raises:
         UnknownNameError: there are none; says which key is close.
+        ValueError: what should hold the next key is a single value.
     """
     free = list(keys[:2]) == ["observe", "method"] and len(keys) == 3
     found: list[dict[str, Any]] = [data]
@@ -131,6 +132,9 @@ def places(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
         if last:
             return found if free else holders
         found = [item for place in holders for item in _inside(place[key], keys[depth + 1])]
+        if not found:
+            whole, value = ".".join(keys[: depth + 1]), holders[0][key]
+            raise ValueError(f"{whole} is {value!r}, with no {keys[depth + 1]!r} in it; set {whole} as a whole")
     return found
 
 

@@ -92,7 +92,8 @@ def test_override(experiment, override, read):
         ("=3", "expected key=value"),
         ("seeds=[1", "line"),
         ("observe.method.epochs=2", "no effect"),
-        ("title.x=1", "unknown key 'title.x'"),
+        ("title.x=1", "title is '[^']*', with no 'x' in it; set title as a whole"),
+        ("attack.ig.private_lr.head=0.1", "attack.ig.private_lr is 0.01, with no 'head' in it"),
     ],
 )
 def test_bad_overrides_say_what_is_wrong(experiment, override, said):
