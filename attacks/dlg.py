@@ -40,7 +40,7 @@ class DLG(Matching):
     }
 
     iterations: int = 10_000
-    objective: Literal["cosine", "l2"] = "cosine"
+    objective: Literal["cosine", "l2", "l1", "simlocal"] = "cosine"
     optimizer: Literal["adam", "lbfgs"] = "lbfgs"
     lr: float = 1.0
     boxed: bool = False

@@ -52,7 +52,7 @@ class Matching(Attack):
     Attributes:
         iterations: of the search.
         restarts: trials per view, from different random starts.
-        objective: "cosine" or "l2".
+        objective: "cosine", "l2", "l1" or "simlocal" (`attacks.objectives`).
         balance: how much tensors of small entries count: each is divided by the power `balance` of the root mean square
             of what was observed of it, a thousandth of the largest at least. 0 compares updates as they are; 1 gives
             every number of every tensor the same say, and is the likelihood under noise relative to each tensor's size.
@@ -99,7 +99,7 @@ class Matching(Attack):
 
     iterations: int = 1000
     restarts: int = 1
-    objective: Literal["cosine", "l2"] = "cosine"
+    objective: Literal["cosine", "l2", "l1", "simlocal"] = "cosine"
     balance: float = 0.0
     optimizer: Literal["adam", "lbfgs"] = "adam"
     lr: float = 0.1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attacks.units import in_unit
-from fl.tensors import LowRank, Tensors, length, norm, scaled, split, squared_distance
+from fl.tensors import LowRank, Tensors, dense, length, norm, scaled, split, squared_distance
 
 
 def direction(observed: Tensors) -> tuple[Tensors, Tensor]:
@@ -52,6 +52,51 @@ def squared(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
         size: the norm it had.
     """
     return _distance(predicted, observed, 1 / size, fixed=True)
+
+
+def absolute(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
+    """Sum of absolute differences relative to the observed entries' own (the cost "l1" of the code of IG).
+
+    Of an update in factored form this takes the whole matrix.
+
+    Args:
+        predicted: by the names of `observed`, or more.
+        observed: of norm 1.
+        size: the norm it had.
+    """
+    pairs = [(dense(predicted[name]) / size, dense(value)) for name, value in observed.items()]
+    apart = torch.stack([(mine - theirs).abs().sum() for mine, theirs in pairs]).sum()
+    return apart / torch.stack([theirs.abs().sum() for _, theirs in pairs]).sum().clamp_min(SMALLEST)
+
+
+def by_tensor(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
+    """Mean of `cosine` over the tensors, each by itself; of those that are zero nothing is asked.
+
+    The cost "simlocal" of the code of IG. Every tensor counts as much as any other, however small. Of an update in
+    factored form it takes the whole matrix.
+
+    Args:
+        predicted: by the names of `observed`, or more.
+        observed: of norm 1.
+        size: the norm it had.
+    """
+    each, there = [], []
+    for name, value in observed.items():
+        mine, theirs = dense(predicted[name]) / size, dense(value)
+        reach = theirs.square().sum()
+        each.append((_unit(mine) - _unit(theirs)).square().sum() / 2)
+        there.append((reach > SMALLEST).to(reach))
+    asked = torch.stack(there)
+    return (torch.stack(each) * asked).sum() / asked.sum().clamp_min(1)
+
+
+SMALLEST = 1e-30
+"""Of a square, relative to that of the whole update, below which it is rounding."""
+
+
+def _unit(value: Tensor) -> Tensor:
+    """The direction, next to nothing where there is none."""
+    return value * (value.square().sum() + SMALLEST).rsqrt()
 
 
 LARGE = 2**20
@@ -140,4 +185,4 @@ class _Directions(torch.autograd.Function):
         return torch.addcmul(apart, x, -along) * (2 * grad / size), None
 
 
-OBJECTIVES = {"cosine": cosine, "l2": squared}
+OBJECTIVES = {"cosine": cosine, "l2": squared, "l1": absolute, "simlocal": by_tensor}

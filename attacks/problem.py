@@ -67,7 +67,7 @@ class Problem:
     Attributes:
         view: the server's.
         labels: (N,) given or recovered, or None where they are searched for.
-        objective: "cosine" or "l2".
+        objective: a name in `attacks.objectives.OBJECTIVES`.
         tv: weight of the total variation.
         landmarks: weight of the squared distance at the method's landmarks.
         tv_units: whether the total variation is taken of "normalised" images or of their "pixels".

@@ -68,7 +68,7 @@ class ROG(Matching):
     factor: Literal[1, 2, 4] = 2
     decoder: str | None = None
     enhancer: str | None = None
-    objective: Literal["cosine", "l2"] = "cosine"
+    objective: Literal["cosine", "l2", "l1", "simlocal"] = "cosine"
     lr: float = 0.05
     signed: bool = False
     schedule: Literal["step", "cosine", "none"] = "cosine"

@@ -143,6 +143,12 @@ BALANCE: dict[str, Any] = {
     "published": False,
 }
 SMOOTH_BALANCE = {**BALANCE, "grid": {"tv": (3e-3, 1e-2, 1e-1), "balance": (0.0, 1.0)}, "beside": ()}
+DISTANCES: dict[str, Any] = {
+    "grid": {"objective": ("cosine", "l2", "l1", "simlocal")},
+    "iterations": 1000,
+    "beside": ({"objective": "l1"}, {"objective": "simlocal"}),
+    "published": False,
+}
 PEEL = {"tv": (1e-6, 1e-3, 3e-3, 1e-2)}
 STATISTICS: dict[str, Any] = {
     "grid": {"statistics": (0.0, 1e-3, 1e-2, 1e-1)},
@@ -174,6 +180,8 @@ SWEEPS = (
     *(Sweep("ig", *network, **SMOOTH_BALANCE) for network in (SIGMOID, SIGMOID_GREY)),
     *(Sweep("ig", *network, **BALANCE, rounds=5) for network in (GREY, SIGMOID)),
     *(Sweep("ig", *network, **BALANCE, defense=NOISE) for network in (GREY, SIGMOID_GREY)),
+    *(Sweep("ig", *network, **DISTANCES) for network in NETWORKS),
+    Sweep("ig", *GREY, **DISTANCES, rounds=5),
     *(Sweep("peel+ig", *network, PEEL, 1000, HYPERFL) for network in (GREY, COLOUR)),
     Sweep("rog", *SIGMOID, CODE, 500),
     *(Sweep("rog", *network, CODE, 500, rounds=5) for network in NETWORKS),

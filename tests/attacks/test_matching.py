@@ -24,6 +24,7 @@ from fl.federation import ClientData, Federation
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbn import FedBN
+from fl.methods.hyperfl import HyperFL
 from fl.models import build as build_model
 from fl.seeds import stream
 from fl.simulate import ClientState, Truth, observe
@@ -263,6 +264,17 @@ def test_a_distance_does_not_depend_on_an_unknown_factor() -> None:
         value, _ = Stack([problem]).evaluate({k: v[None] for k, v in row.items()})
         assert value.item() >= least
     assert value.item() < 1e-12
+
+
+@pytest.mark.parametrize("objective", ["l1", "simlocal"])
+@pytest.mark.parametrize("name", ["ig", "joint"])
+def test_further_distances_fall_in_a_search(objective: str, name: str) -> None:
+    """Also of an update in factored form."""
+    method = one_step() if name == "ig" else worlds.one_step(HyperFL.example())
+    view = worlds.federation(method).observe(1, data=worlds.images(1, "victim"))[0]
+    result = attacks.build({"name": name, "iterations": 150, "objective": objective})(view, seed=0)
+    assert isinstance(result, Reconstruction)
+    assert result.history[-1] < 0.6 * result.history[0]
 
 
 @pytest.mark.parametrize("objective", ["l2", "cosine"])

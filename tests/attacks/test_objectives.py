@@ -9,7 +9,7 @@ from torch.func import grad, vmap
 
 from attacks import objectives
 from attacks.labels import idlg
-from attacks.objectives import cosine, direction, squared
+from attacks.objectives import OBJECTIVES, absolute, by_tensor, cosine, direction, squared
 from attacks.priors import total_variation
 from fl.capture import from_batch
 from fl.client import Client
@@ -49,6 +49,24 @@ def test_squared_distance_is_relative_to_the_observed() -> None:
     assert squared(x, *direction(y)).item() == pytest.approx(((p - q).norm() / q.norm()).item() ** 2)
 
 
+def test_absolute_distance_is_relative_to_the_observed() -> None:
+    x, y = updates()
+    p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
+    assert absolute(x, *direction(y)).item() == pytest.approx(((p - q).abs().sum() / q.abs().sum()).item())
+
+
+def test_by_tensor_every_tensor_has_its_own_cosine_and_those_of_nothing_none() -> None:
+    x, y = updates()
+    each = [1 - torch.cosine_similarity(x[k].flatten(), y[k].flatten(), dim=0).item() for k in x]
+    assert by_tensor(x, *direction(y)).item() == pytest.approx(sum(each) / 2)
+    small = {"a": 1e-6 * y["a"], "b": y["b"]}
+    assert by_tensor(x, *direction(small)).item() == pytest.approx(sum(each) / 2)
+    there = {"a": torch.zeros_like(y["a"]), "b": y["b"]}
+    assert by_tensor(x, *direction(there)).item() == pytest.approx(each[1])
+    slope = grad(lambda a: by_tensor({"a": a, "b": x["b"]}, *direction(y)))(torch.zeros(4, 3, dtype=torch.float64))
+    assert slope.isfinite().all()
+
+
 def test_an_update_whose_squares_run_under_has_its_direction() -> None:
     y = updates()[1]
     usual, tiny = ({k: size * v.float() for k, v in y.items()} for size in (1.0, 1e-30))
@@ -86,7 +104,7 @@ def test_structured_values_give_the_dense_figures() -> None:
     for extra in (None, LowRank.of(base) * 0.1):
         x = {"a": LowRank.outer(p[0], p[1])}
         y = {"a": LowRank.outer(q[0], q[1]) if extra is None else LowRank.outer(q[0], q[1]) + extra}
-        for distance in (cosine, squared):
+        for distance in OBJECTIVES.values():
             dense = distance({"a": x["a"].dense()}, *direction({"a": y["a"].dense()}))
             assert distance(x, *direction(y)).item() == pytest.approx(dense.item())  # type: ignore[arg-type]
 
