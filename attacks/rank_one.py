@@ -119,7 +119,9 @@ class HypernetUpdate:
         misfit = self.trunk_residual(embedding)
         of_embedding = self._error(embedding, misfit, weight.numel())
         of_hidden = self._error(hidden, self.heads_residual(hidden), count)
-        of_length = max(self._length_error(hidden) if self.bias else misfit, self.rounding)
+        # over thousands of entries rounding averages out: a length is known far better than any of them
+        least = torch.finfo(torch.float64).eps
+        of_length = max(self._length_error(hidden), least) if self.bias else max(misfit, self.rounding)
         live = self.hidden(embedding) > 0
         system = torch.cat([weight[live], -hidden[live, None]], dim=1)
         gap = (hidden - bias - weight @ embedding)[live]
