@@ -128,6 +128,25 @@ def test_a_pixel_off_its_level_is_not_fixed_whatever_told_the_others(monkeypatch
     assert int((~fixed_pixels(Solved(known, between), MEAN, STD)).sum()) == 1
 
 
+@pytest.mark.parametrize(("away", "told"), [(1e-3, False), (0.3, True)])
+def test_numbers_next_to_levels_are_told_no_better_than_these_explain(
+    away: float, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equations that are all off a little have a solution beside the levels, which leaves nothing of them."""
+    known, truth = problem(6, 12)
+    x = truth + away * LEVELS.step
+    known = replace(known, target=known.layer.pooled_outputs(x))
+    known = replace(known, gradient=known.gradient - known.residual(x, passed(known, x)))
+    assert fit(known, x).error < 1e-12
+    some = torch.zeros_like(truth)
+    some[0, 2, 2] = fixed.LOOSE / 3 * LEVELS.step[0]
+    monkeypatch.setattr(fixed, "spans", lambda *_: torch.full((1,), float("inf")))
+    monkeypatch.setattr(Solved, "deviations", lambda _: some)
+    sure = fixed_pixels(Solved(known, fit(known, x)), MEAN, STD)
+    assert bool(sure[0, 2, 2]) == told
+    assert int((~sure).sum()) == (not told)
+
+
 def test_outputs_that_hardly_see_a_channel_do_not_confirm_it() -> None:
     known, truth = problem(6, 12)
     weight = known.layer.weight.clone()

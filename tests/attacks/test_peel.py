@@ -96,6 +96,17 @@ def test_the_published_network_in_single_precision(n: int, bias: bool, init: str
     assert max(off(rounded, truth)) < 1e-5
 
 
+@pytest.mark.parametrize("seed", [4, 5])
+def test_how_long_the_activations_are_is_told_by_thousands_of_entries(seed: int) -> None:
+    """Not by the embedding, of which an update in single precision tells far less: it put the length off by 1e-6."""
+    method = replace(STEP, lr=0.01, parametrisation=Hypernetwork(init="scaled"))
+    view, truth = victim(network("hyperfl-grey", num_classes=10, seed=seed), method)
+    peeled = Peel().solve(uploaded(view))
+    assert isinstance(peeled, Peeled)
+    own = peeled.update.hidden(dense(truth.private[EMBEDDING]).double())
+    assert float(peeled.hidden @ own / (own @ own)) == pytest.approx(1, abs=1.5e-7)
+
+
 @pytest.mark.parametrize("route", ["trunk", "heads"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_each_route_stands_alone(bias: bool, route: str) -> None:
