@@ -55,14 +55,16 @@ def told_apart(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: in
         gentle=slope_below(stage.activation),
         below=gradients[f"{stage.name}.bias"],
         share=share,
-    )
+    ).cpu()
     if Mixture.of(known, count) is None:
         return NotApplicable(
             f"the gradient of {above.name} is not of rank {count}: of the {count} images of the batch some are alike "
             "or leave nothing, or more than these were fed"
         )
     found = separate(known, count)
-    return NotApplicable(f"the {count} images of the batch could not be told apart") if found is None else found
+    if found is None:
+        return NotApplicable(f"the {count} images of the batch could not be told apart")
+    return found.to(gradients[f"{above.name}.weight"].device)
 
 
 def _inseparable(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int) -> str | None:

@@ -21,9 +21,11 @@ class InvertingGradients(Matching):
     untrained, and is worse after training (benchmarks/results/presets.md). Private tensors, where a method has any, are
     searched for together with the images.
 
-    Of the authors' code are left out: the cost "max", weights by layer (`weights`), a choice of tensors (`indices`),
-    the median filter every 500 iterations, SGD, and restarts chosen by total variation or Inception score or averaged.
-    Their scripts have none of these by default, and so none of the presets needs one.
+    Of the authors' code the costs "l1" and "simlocal" are made unit-free, so that a weight of the total variation means
+    something else beside them; both are behind the cosine (benchmarks/results/settings.md). Left out are the cost
+    "max", weights by layer (`weights`), a choice of tensors (`indices`), the median filter every 500 iterations, SGD,
+    and restarts chosen by total variation or Inception score or averaged. Their scripts have none of these by default,
+    and so none of the presets needs one.
 
     Threat model: an honest-but-curious server that sees one client's update and knows its local training and the
     number of its images. Labels are read off a shared classifier where they are not known, else searched for.

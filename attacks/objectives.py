@@ -55,7 +55,7 @@ def squared(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
 
 
 def absolute(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
-    """Sum of absolute differences relative to the observed entries' own (the cost "l1" of the code of IG).
+    """Sum of absolute differences, relative to the sum of the observed entries (IG's code has it as "l1", unscaled).
 
     Of an update in factored form this takes the whole matrix.
 
@@ -66,14 +66,14 @@ def absolute(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     """
     pairs = [(dense(predicted[name]) / size, dense(value)) for name, value in observed.items()]
     apart = torch.stack([(mine - theirs).abs().sum() for mine, theirs in pairs]).sum()
-    return apart / torch.stack([theirs.abs().sum() for _, theirs in pairs]).sum().clamp_min(SMALLEST)
+    return apart / torch.stack([theirs.abs().sum() for _, theirs in pairs]).sum()
 
 
 def by_tensor(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
-    """Mean of `cosine` over the tensors, each by itself; of those that are zero nothing is asked.
+    """Mean of `cosine` over the tensors, each by itself; of those that are zero, or rounding, nothing is asked.
 
-    The cost "simlocal" of the code of IG. Every tensor counts as much as any other, however small. Of an update in
-    factored form it takes the whole matrix.
+    Every other tensor counts as much as any, however small. IG's code has it as "simlocal", summed over the tensors.
+    Of an update in factored form it takes the whole matrix.
 
     Args:
         predicted: by the names of `observed`, or more.
@@ -83,20 +83,15 @@ def by_tensor(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     each, there = [], []
     for name, value in observed.items():
         mine, theirs = dense(predicted[name]) / size, dense(value)
-        reach = theirs.square().sum()
         each.append((_unit(mine) - _unit(theirs)).square().sum() / 2)
-        there.append((reach > SMALLEST).to(reach))
+        there.append((theirs.square().sum() > torch.finfo(theirs.dtype).eps ** 2).to(theirs))
     asked = torch.stack(there)
     return (torch.stack(each) * asked).sum() / asked.sum().clamp_min(1)
 
 
-SMALLEST = 1e-30
-"""Of a square, relative to that of the whole update, below which it is rounding."""
-
-
 def _unit(value: Tensor) -> Tensor:
-    """The direction, next to nothing where there is none."""
-    return value * (value.square().sum() + SMALLEST).rsqrt()
+    """The direction; next to nothing of what is rounding beside a whole update of norm 1."""
+    return value * (value.square().sum() + torch.finfo(value.dtype).eps ** 2).rsqrt()
 
 
 LARGE = 2**20

@@ -54,17 +54,20 @@ def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tens
 
 
 def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What the classifier is given for each image (N, d), and the logits (N, K); None if that can't be told."""
-    model = copy.deepcopy(view.client.predictor).double()
+    """What the classifier is given for each image (N, d), and the logits (N, K); None if that can't be told.
+
+    In double precision on the CPU, as some devices have none.
+    """
+    model = copy.deepcopy(view.client.predictor).to("cpu", torch.float64)
     known = {**frozen(model), **view.shared}
     if any(name not in known for name, _ in model.named_parameters()):
         return None
     weights = {name: dense(known[name]).to(p) for name, p in model.named_parameters()}
-    buffers = {n: v.double() if v.is_floating_point() else v for n, v in view.buffers.items()}
+    buffers = {n: v.to("cpu", torch.float64 if v.is_floating_point() else v.dtype) for n, v in view.buffers.items()}
     given: list[Tensor] = []
     handle = model.get_submodule(layer).register_forward_hook(lambda _, args, __: given.append(args[0]))
     with torch.no_grad():
-        outputs = functional_call(model, {**weights, **buffers}, (images.double(),))
+        outputs = functional_call(model, {**weights, **buffers}, (images.to("cpu", torch.float64),))
     handle.remove()
     if len(given) != 1 or given[0].ndim != 2 or len(given[0]) != len(images):
         return None

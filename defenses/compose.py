@@ -125,6 +125,6 @@ class Chain(Defense):
         return {name: weight / largest for name, weight in joint.items()}
 
     def deviations(self, observed: Tensors) -> dict[str, float]:
-        """Of all the noise together; no less than it is where a part behind shortens it with the update."""
+        """Of all the noise together; an upper bound where a later part, such as a clip, shortens the noise, too."""
         each = [part.deviations(observed) for part in self.parts]
         return {name: hypot(*(deviations[name] for deviations in each)) for name in observed}

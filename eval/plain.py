@@ -119,7 +119,7 @@ def places(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
 
     Raises:
         UnknownNameError: there are none; says which key is close.
-        ValueError: what should hold the next key is a single value.
+        ValueError: what should hold the next key is a single value, or empty.
     """
     free = list(keys[:2]) == ["observe", "method"] and len(keys) == 3
     found: list[dict[str, Any]] = [data]

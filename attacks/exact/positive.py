@@ -106,7 +106,7 @@ class _Torch(Factor):
         return torch.cholesky_solve(right.reshape(len(right), -1), self.lower).reshape(right.shape)
 
     def variances(self) -> Tensor:
-        whole = torch.eye(len(self.lower)).to(self.lower)
+        whole = torch.eye(len(self.lower), dtype=self.lower.dtype, device=self.lower.device)
         return torch.linalg.solve_triangular(self.lower, whole, upper=False).square().sum(0)
 
     def inverse(self) -> Tensor:

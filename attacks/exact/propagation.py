@@ -15,6 +15,7 @@ from attacks.exact.layer import Layer, joined
 from attacks.exact.levels import Levels
 from attacks.exact.part import Part
 from attacks.exact.positive import Factor, inverted
+from attacks.exact.spectrum import bounded, eigenvalues
 
 SINGLE = 1e-6
 """Relative noise down to which single precision tells outputs apart, at half the cost."""
@@ -318,14 +319,14 @@ def sites(
     outputs, spread = _outputs(known, mean, patches)
     tiny = 1e-5 * noise * scale * torch.eye(outputs.shape[-1]).to(outputs)
     inverse = torch.linalg.inv(spread + tiny)
-    cavity = _bounded(inverse - state.precision, 1e-6 / scale)
+    cavity = bounded(inverse - state.precision, 1e-6 / scale)
     hidden = torch.linalg.inv(cavity)
     centre = (hidden @ ((inverse @ outputs[..., None])[..., 0] - state.shift)[..., None])[..., 0]
     variance = (noise * scale + known.loose**2)[..., None]
     shares, tilted, covariance = conditioned(known, centre, hidden, variance)
-    precision = _bounded(torch.linalg.inv(covariance + tiny) - cavity, torch.zeros_like(variance), 1 / variance)
+    precision = bounded(torch.linalg.inv(covariance + tiny) - cavity, torch.zeros_like(variance), 1 / variance)
     shift = ((cavity + precision) @ tilted[..., None] - cavity @ centre[..., None])[..., 0]
-    own = torch.linalg.eigvalsh(inverse - state.precision)[..., :1]
+    own = eigenvalues(inverse - state.precision)[..., :1]
     sure = own > OWN * inverse.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
     seen = spread.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True) > 0
     moved = damping * (sure & seen).to(own)
@@ -384,9 +385,3 @@ def _below(mean: Tensor, covariance: Tensor, bound: Tensor, noise: Tensor) -> tu
     part = variance / (variance + noise)
     moved = mean - deviation * ratio * part
     return moved, (1 - at * ratio - ratio**2).clamp(1e-6, 1).sqrt(), log
-
-
-def _bounded(matrices: Tensor, low: Tensor, high: Tensor | None = None) -> Tensor:
-    """Symmetric matrices with their eigenvalues moved into [low, high]."""
-    values, vectors = torch.linalg.eigh(0.5 * (matrices + matrices.mT))
-    return (vectors * values.clamp(low, high)[..., None, :]) @ vectors.mT

@@ -248,7 +248,7 @@ class Near:
 
 def _even(matrix: Tensor, least: float) -> Tensor:
     """With as much more for every pixel as that it is on one of its levels."""
-    return matrix + least**2 * torch.eye(len(matrix)).to(matrix)
+    return matrix + least**2 * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _deviations(matrix: Tensor, least: float) -> Tensor:

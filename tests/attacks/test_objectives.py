@@ -61,10 +61,21 @@ def test_by_tensor_every_tensor_has_its_own_cosine_and_those_of_nothing_none() -
     assert by_tensor(x, *direction(y)).item() == pytest.approx(sum(each) / 2)
     small = {"a": 1e-6 * y["a"], "b": y["b"]}
     assert by_tensor(x, *direction(small)).item() == pytest.approx(sum(each) / 2)
-    there = {"a": torch.zeros_like(y["a"]), "b": y["b"]}
-    assert by_tensor(x, *direction(there)).item() == pytest.approx(each[1])
-    slope = grad(lambda a: by_tensor({"a": a, "b": x["b"]}, *direction(y)))(torch.zeros(4, 3, dtype=torch.float64))
-    assert slope.isfinite().all()
+    for rounding in (0.0, 1e-17):
+        there = {"a": rounding * y["a"], "b": y["b"]}
+        assert by_tensor(x, *direction(there)).item() == pytest.approx(each[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seen", [0.0, 1.0])
+@pytest.mark.parametrize("guessed", [0.0, 1e-15, 1e-8])
+@pytest.mark.parametrize("distance", OBJECTIVES.values())
+def test_a_tensor_of_next_to_nothing_leaves_a_finite_slope(distance, dtype, seen, guessed) -> None:
+    x, y = ({name: value.to(dtype) for name, value in side.items()} for side in updates())
+    unit, size = direction({"a": seen * y["a"], "b": y["b"]})
+    slopes = grad(lambda given: distance(given, unit, size))({"a": guessed * x["a"], "b": x["b"]})
+    assert all(slope.isfinite().all() for slope in slopes.values())
+    assert slopes["b"].any()
 
 
 def test_an_update_whose_squares_run_under_has_its_direction() -> None:

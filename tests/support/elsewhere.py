@@ -25,7 +25,9 @@ aten = torch.ops.aten
 ACROSS = (aten._to_copy, aten.copy_)
 """May take a tensor of another device."""
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
-"""May take indices that lie on the CPU, as on a GPU."""
+"""May take indices that lie on the CPU, as on a GPU, for what lies elsewhere, but not the other way round."""
+JOINING = (aten.cat, aten.stack)
+"""Take no number of another device either, which elsewhere counts as one of Python's."""
 
 
 @contextmanager
@@ -76,9 +78,13 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     far = [x for x in given if isinstance(x, _Far)]
     packet = func.overloadpacket
-    mixed = any(x.ndim and not isinstance(x, _Far) for x in given)
-    if far and mixed and packet not in (*ACROSS, *INDEXING):
+    if packet in INDEXING:  # and values
+        given = [x for x in (args[0], *args[2:3]) if isinstance(x, Tensor)]
+    mixed = any((x.ndim or packet in JOINING) and not isinstance(x, _Far) for x in given)
+    if far and mixed and packet not in ACROSS:
         raise RuntimeError(f"expected all tensors on one device, but {func} got some of the CPU and some of another")
+    if kwargs.get("generator") is not None and torch.device(kwargs.get("device") or "cpu").type == ELSEWHERE:
+        raise RuntimeError("expected a generator of the device, got the CPU's")
     if far and packet is aten.linalg_lstsq and kwargs.get("driver") not in (None, "gels"):
         raise RuntimeError("expected the driver gels, the only one that a GPU has")
     goes = isinstance(args[0], _Far) if packet is aten.copy_ else bool(far)
