@@ -120,8 +120,9 @@ class HypernetUpdate:
         of_embedding = self._error(embedding, misfit, weight.numel())
         of_hidden = self._error(hidden, self.heads_residual(hidden), count)
         # over thousands of entries rounding averages out: a length is known far better than any of them
-        least = torch.finfo(torch.float64).eps
-        of_length = max(self._length_error(hidden), least) if self.bias else max(misfit, self.rounding)
+        told = sum(gradient.numel() for gradient in self._biases().values()) if self.bias else 1
+        length = self._length_error(hidden) if self.bias else misfit
+        of_length = max(length, self.rounding / math.sqrt(told))
         live = self.hidden(embedding) > 0
         system = torch.cat([weight[live], -hidden[live, None]], dim=1)
         gap = (hidden - bias - weight @ embedding)[live]

@@ -117,7 +117,8 @@ def separate(known: Sum, count: int) -> Apart | None:
     A rough A tells most of them: what an activation lets through below zero is small or nothing, so that a row of A^-1
     is nearly orthogonal to many columns of R (as in SPEAR, Dimitrov et al., 2024, where zeros are exact) and nowhere
     far below zero. Many random A near it are then moved to where most channels are explained exactly, whatever the
-    others leave, until all are. Its least squares need a driver that torch has on the CPU alone.
+    others leave, until all are. Its least squares need a driver that torch has on the CPU alone:
+    `known` has to be there (`Sum.cpu`).
     """
     mixture = Mixture.of(known, count)
     if mixture is None:

@@ -10,13 +10,13 @@ AT_ONCE = 2**14
 
 
 def eigenvalues(matrices: Tensor) -> Tensor:
-    """Of symmetric matrices (..., n, n), rising (..., n)."""
+    """Of symmetric matrices (..., m, n, n), rising (..., m, n)."""
     parts = matrices.flatten(0, -3).split(AT_ONCE)
     return torch.cat([torch.linalg.eigvalsh(part) for part in parts]).view(matrices.shape[:-1])
 
 
 def bounded(matrices: Tensor, low: Tensor, high: Tensor | None = None) -> Tensor:
-    """Symmetric matrices with their eigenvalues moved into [low, high]."""
+    """Symmetric matrices (..., m, n, n) with their eigenvalues moved into [low, high]."""
     parts = (0.5 * (matrices + matrices.mT)).flatten(0, -3).split(AT_ONCE)
     values, vectors = (torch.cat(side) for side in zip(*map(torch.linalg.eigh, parts), strict=True))
     values, vectors = values.view(matrices.shape[:-1]), vectors.view(matrices.shape)

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.pictures import LEAKY, network, victim
 from support.pixels import LEVELS, MEAN, STD, problem
-from torch import Tensor
+from torch import Tensor, nn
 
+from attacks import Reconstruction
+from attacks.cascade import Cascade
 from attacks.exact import fixed, propagation
 from attacks.exact.confirmed import confirmed
 from attacks.exact.equations import Equations
@@ -17,6 +20,7 @@ from attacks.exact.levels import Levels
 from attacks.exact.polish import fit, passed
 from attacks.exact.propagation import Schedule, State, image_prior, propagate, sites
 from attacks.exact.solved import Solved
+from fl.seeds import stream
 
 
 def off(truth: Tensor, *places: tuple[int, int]) -> Tensor:
@@ -141,10 +145,23 @@ def test_numbers_next_to_levels_are_told_no_better_than_these_explain(
     some = torch.zeros_like(truth)
     some[0, 2, 2] = fixed.LOOSE / 3 * LEVELS.step[0]
     monkeypatch.setattr(fixed, "spans", lambda *_: torch.full((1,), float("inf")))
-    monkeypatch.setattr(Solved, "deviations", lambda _: some)
+    monkeypatch.setattr(Solved, "deviations", lambda of: some * (1 if of.found.error < 1e-9 else 10))
     sure = fixed_pixels(Solved(known, fit(known, x)), MEAN, STD)
     assert bool(sure[0, 2, 2]) == told
     assert int((~sure).sum()) == (not told)
+
+
+def test_black_ground_is_no_sign_of_levels() -> None:
+    """A picture that is on none but for its ground is verified as any other."""
+    draw = stream(0, "ground")
+    picture = (torch.rand(1, 1, 8, 8, generator=draw, dtype=torch.float64) * 16).round() / 16
+    picture[torch.rand(picture.shape, generator=draw) < 0.6] = 0
+    task = network(nn.Conv2d(1, 16, 3, stride=2, padding=1), LEAKY, size=8)
+    result = Cascade()(victim(task, picture))
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert (result.inputs - picture).abs().max() < 1e-4
+    assert result.verified
 
 
 def test_outputs_that_hardly_see_a_channel_do_not_confirm_it() -> None:

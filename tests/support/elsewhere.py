@@ -83,7 +83,8 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     mixed = any((x.ndim or packet in JOINING) and not isinstance(x, _Far) for x in given)
     if far and mixed and packet not in ACROSS:
         raise RuntimeError(f"expected all tensors on one device, but {func} got some of the CPU and some of another")
-    if kwargs.get("generator") is not None and torch.device(kwargs.get("device") or "cpu").type == ELSEWHERE:
+    wanted = torch.device(kwargs.get("device") or "cpu").type
+    if kwargs.get("generator") is not None and (far or wanted == ELSEWHERE):
         raise RuntimeError("expected a generator of the device, got the CPU's")
     if far and packet is aten.linalg_lstsq and kwargs.get("driver") not in (None, "gels"):
         raise RuntimeError("expected the driver gels, the only one that a GPU has")
