@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from attacks.base import Preset, attacks
 from attacks.matching import Matching
+from attacks.objectives import Objective
 
 
 @attacks.register("dlg")
@@ -40,7 +41,7 @@ class DLG(Matching):
     }
 
     iterations: int = 10_000
-    objective: Literal["cosine", "l2", "l1", "simlocal"] = "cosine"
+    objective: Objective = "cosine"
     optimizer: Literal["adam", "lbfgs"] = "lbfgs"
     lr: float = 1.0
     boxed: bool = False

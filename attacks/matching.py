@@ -14,6 +14,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.latent import IMAGES, Space
 from attacks.memory import GIB, cached, per_trial, portions
 from attacks.movers import Adam, Quasi
+from attacks.objectives import Objective
 from attacks.order import dealt, ranked
 from attacks.past import USED, repeated
 from attacks.priors import Term
@@ -99,7 +100,7 @@ class Matching(Attack):
 
     iterations: int = 1000
     restarts: int = 1
-    objective: Literal["cosine", "l2", "l1", "simlocal"] = "cosine"
+    objective: Objective = "cosine"
     balance: float = 0.0
     optimizer: Literal["adam", "lbfgs"] = "adam"
     lr: float = 0.1

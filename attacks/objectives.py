@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -180,4 +180,6 @@ class _Directions(torch.autograd.Function):
         return torch.addcmul(apart, x, -along) * (2 * grad / size), None
 
 
+Objective = Literal["cosine", "l2", "l1", "simlocal"]
 OBJECTIVES = {"cosine": cosine, "l2": squared, "l1": absolute, "simlocal": by_tensor}
+"""The distances by their names, which are those of `Objective`."""

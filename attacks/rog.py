@@ -11,6 +11,7 @@ from attacks import autoencoder
 from attacks.base import NotApplicable, Preset, Reconstruction, attacks
 from attacks.latent import Decoded, Space, Upsampled
 from attacks.matching import Matching
+from attacks.objectives import Objective
 from attacks.problem import Problem, Variables
 from fl.types import ServerView
 
@@ -68,7 +69,7 @@ class ROG(Matching):
     factor: Literal[1, 2, 4] = 2
     decoder: str | None = None
     enhancer: str | None = None
-    objective: Literal["cosine", "l2", "l1", "simlocal"] = "cosine"
+    objective: Objective = "cosine"
     lr: float = 0.05
     signed: bool = False
     schedule: Literal["step", "cosine", "none"] = "cosine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support.pictures import LEAKY, POOLED, STEP, attack, error, network, photog
 from torch import nn
 
 import fl.models
-from attacks import NotApplicable, Reconstruction
+from attacks import NotApplicable, Reconstruction, cascade
 from attacks.cascade import Cascade
 from defenses.clip import Clip
 from fl.client import Client
@@ -253,3 +254,9 @@ def test_a_picture_beyond_its_range_has_a_note() -> None:
     result = attack(view)
     assert not result.verified
     assert result.note == "the picture came out beyond [0, 1] and was cut off there"
+
+
+@pytest.mark.parametrize(("device", "place"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("mps", "cpu")])
+def test_it_solves_where_the_view_is_unless_there_is_no_double_precision(device: str, place: str) -> None:
+    view = SimpleNamespace(device=torch.device(device))
+    assert cascade._place(view) == torch.device(place)  # type: ignore[arg-type]

@@ -12,10 +12,7 @@ from support.matrix import COLUMNS, ROWS, cells, shares
 
 from attacks import NotApplicable, Reconstruction, attacks
 from attacks.base import Attack, Result
-from fl.client import Client
 from fl.federation import Federation
-from fl.simulate import observe
-from fl.types import ServerView
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,16 +45,10 @@ def test_a_round_and_a_view_are_those_of_the_cpu(row: str, column: str) -> None:
         assert list(runs[1].accuracy(tuned=tuned)) == list(runs[0].accuracy(tuned=tuned))
 
 
-def victim(row: str, device: str) -> ServerView:
-    """One step on a single image in the second round."""
-    run = federation(row, "none", device)
-    client = Client(run.client.base, worlds.one_step(run.client.method), run.client.defense)
-    image = worlds.moved(worlds.images(1, "victim"), device)
-    return observe(client, run.clients[1], run.download(1), image, round=1)[0]
-
-
 def answers(attack: Attack, row: str) -> list[Result]:
-    return [attack(victim(row, device), seed=3) for device in ("cpu", "cuda")]
+    probe = ROWS[row]
+    views = (worlds.victim(probe.method, probe.defense, probe.task, device) for device in ("cpu", "cuda"))
+    return [attack(view, seed=3) for view in views]
 
 
 @pytest.mark.parametrize("row", ["fedavg", "hyperfl", "hyperfednet"])

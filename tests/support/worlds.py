@@ -16,7 +16,8 @@ from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.models import build
 from fl.seeds import stream
-from fl.types import Batch, Task
+from fl.simulate import observe
+from fl.types import Batch, ServerView, Task
 
 CLASSES = 3
 ADAPTERS: dict[str, Any] = {"stages": 2, "blocks": 1, "width": 4, "image_size": 16, "input_shape": (1, 8, 8)}
@@ -97,6 +98,14 @@ def federation(
     for _ in range(rounds):
         run.run_round()
     return run
+
+
+def victim(method: Method, defense: Defense, task_: Task, device: str) -> ServerView:
+    """What the server sees of one step on a single image in the second round."""
+    run = federation(method, defense, task_, device=device)
+    client = Client(run.client.base, one_step(run.client.method), run.client.defense)
+    image = moved(images(1, "victim"), device)
+    return observe(client, run.clients[1], run.download(1), image, round=1)[0]
 
 
 def one_step(method: Method) -> Method:
