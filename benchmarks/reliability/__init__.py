@@ -1,0 +1,1 @@
+"""Experiments that try to make an audit wrong: each has a goal, a count, and a command of its own."""
