@@ -38,6 +38,8 @@ class Reconstruction:
         fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
             among levels of 8 bits; None if it can't tell.
         note: how far an attack got that did not get to its end; empty where it did.
+        given_up: what stopped the search before it could explain the update (a budget of iterations or time), in
+            words; empty where nothing did. It is a limit of the search, as `NotApplicable.limit` is one of an attack.
     """
 
     inputs: Tensor | None
@@ -49,13 +51,21 @@ class Reconstruction:
     verified: bool | None = None
     fixed: Tensor | None = None
     note: str = ""
+    given_up: str = ""
 
 
 @dataclass(frozen=True)
 class NotApplicable:
-    """The attack says nothing about this view, and why: a result, not an error."""
+    """The attack says nothing about this view, and why: a result, not an error.
+
+    Attributes:
+        reason: in words.
+        limit: whether this is a limit of the attack as it is built, and no fact about the update: how the model is
+            written, a layer that it does not undo, a search given up. Such a refusal says nothing of what leaks.
+    """
 
     reason: str
+    limit: bool = False
 
 
 Result = Reconstruction | NotApplicable

@@ -111,7 +111,7 @@ def _hash(view: ServerView) -> str:
 
 def _plain(result: Result) -> dict[str, Any]:
     if isinstance(result, NotApplicable):
-        return {"reason": result.reason}
+        return {"reason": result.reason, "limit": result.limit}
     history = [float(value) for value in result.history]
     return {
         "objective": float(result.objective),
@@ -119,6 +119,7 @@ def _plain(result: Result) -> dict[str, Any]:
         "knowledge": list(result.knowledge),
         "verified": result.verified,
         "note": result.note,
+        "given_up": result.given_up,
     }
 
 
@@ -132,7 +133,7 @@ def _arrays(result: Result) -> dict[str, Any]:
 
 def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
     if "reason" in told:
-        return NotApplicable(told["reason"])
+        return NotApplicable(told["reason"], told["limit"])
     private: Tensors = {
         name.removeprefix(f"{_PRIVATE}/"): value for name, value in tensors.items() if name.startswith(f"{_PRIVATE}/")
     }
@@ -145,6 +146,7 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
         knowledge=tuple(told["knowledge"]),
         verified=told["verified"],
         note=told["note"],
+        given_up=told["given_up"],
         private=private,
     )
 

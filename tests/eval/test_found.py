@@ -45,6 +45,7 @@ def whole() -> Reconstruction:
         knowledge=("labels", "defense"),
         verified=False,
         note="as far as the second layer",
+        given_up="it stopped at 10 iterations",
         fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
     )
 
@@ -63,11 +64,11 @@ def views(count: int) -> list[ServerView]:
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     kept, given = Found(tmp_path / "found", views(5)), whole()
     assert kept.known() == {}
-    kept.keep([4, 2], [given, NotApplicable("not in the mood")])
+    kept.keep([4, 2], [given, NotApplicable("not in the mood", limit=True)])
     kept.keep([0], [Reconstruction(inputs=None)])
     back = kept.known()
     assert set(back) == {0, 2, 4}
-    assert back[2] == NotApplicable("not in the mood")
+    assert back[2] == NotApplicable("not in the mood", limit=True)
     assert isinstance(back[0], Reconstruction)
     assert back[0].inputs is None
     assert math.isnan(back[0].objective)
