@@ -14,7 +14,7 @@ from torch import Tensor
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.filter_equations import FilterUpdate
 from attacks.headless import astray, signs_only
-from attacks.training import training
+from attacks.training import rescaled, training
 from fl.decay import decay_shares, without_decay
 from fl.methods.fedavg import FedAvg
 from fl.models.filter_hypernetwork import EMBEDDINGS, HYPERNET, Filters, Shape, embedded, embeddings_name, tiled
@@ -215,8 +215,10 @@ def _obstacle(view: ServerView) -> str | None:
     if not method.plain_loss(view.client.task, view.round):
         return f"{method.name} has a loss of its own that a plain view does not have"
     phases, _ = training(view)
-    if len(phases) != 1 or phases[0].optimizer != "sgd":
-        return "it takes one phase of SGD: Adam rescales every number apart"
+    if len(phases) != 1:
+        return "it takes one phase of SGD"
+    if (reason := rescaled(phases)) is not None:
+        return reason
     owners = phases[0].assign(dict.fromkeys(name for name in view.update if name.startswith(HYPERNET)))
     if len({id(group) for group in owners.values()}) > 1:
         return "parts of the hypernetwork are trained apart: their ratios are not the gradients'"

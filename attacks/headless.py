@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.past import with_past
-from attacks.training import training
+from attacks.training import rescaled, training
 from attacks.units import in_unit
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
@@ -209,8 +209,8 @@ def one_gradient(view: ServerView) -> Tensors | NotApplicable:
     phases, schedule = training(view)
     assert schedule is not None
     (phase,) = [phase for phase, steps in zip(phases, schedule, strict=True) if steps]
-    if phase.optimizer != "sgd":
-        return NotApplicable(f"{phase.optimizer} rescales every number apart: its step is not the gradient's direction")
+    if (reason := rescaled([phase])) is not None:
+        return NotApplicable(reason)
     groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
     if any(signs_only(view.update[n]) for n in groups if len(view.update[n].shape) > 1):
         return NotApplicable("only signs are sent: they look like a rank-one gradient whatever its factors are")

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from attacks.counts import nearest
 from attacks.headless import astray
 from attacks.linear import let_through
-from attacks.training import training
+from attacks.training import rescaled, training
 from fl.defense import overrides
 from fl.seeds import stream
 from fl.tensors import Tensors, add, dense
@@ -45,7 +45,8 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     Under cross entropy the logit gradient p - y is negative for the true class alone (iDLG, Zhao et al. 2020, Eq. 3).
     It is the classifier's bias gradient; without a bias, each row of the weight gradient is it times the features, so
     the true row alone points against all others (Eq. 4, which needs no sign of the features). Of two rows each points
-    against the other, so two classes can't be told apart like this.
+    against the other, so two classes can't be told apart like this. An optimiser that divides every number by a size
+    of its own (Adam) keeps the signs and no sizes: then one entry must be negative, and one only.
 
     Args:
         view: of one image in one or more steps.
@@ -54,7 +55,10 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     if view.batch_size != 1:
         return None
     weight, bias = classifier(view, update)
+    normalised = rescaled(training(view)[0]) is not None
     if bias is not None:
+        if normalised and int((bias < 0).sum()) != 1:  # no size tells which of several it is
+            return None
         return bias.argmin().view(1) if bool(bias.any()) else None
     if weight is None:
         return None
@@ -118,6 +122,8 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     in their mean than an image of another, or if what each client sends is of a size that does not tell: clipping gives
     every client a factor of its own.
 
+    Of an optimiser that divides every number by its own size (Adam) a first step tells labels that all differ.
+
     Where clients tell the shares of their labels themselves (FedGen), these are the answer, if they come to whole
     images. If a defence has changed them they do not, and then the gradient is asked where it is of the images alone.
 
@@ -138,11 +144,28 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
         moved = any(name.startswith("memory/") for name in view.private) and astray(view) is not None
         # what is remembered may outweigh the loss in the bias
         return None if moved or seems_turned(view, update) else idlg(view, update)
+    if rescaled(training(view)[0]) is not None:
+        return _by_signs(view, update)
     head = _Head.of(view, update)
     if head is None or view.batch_size is None:
         return None
     counts = head.counts(view.batch_size)
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts.long())
+
+
+def _by_signs(view: ServerView, update: Tensors) -> Tensor | None:
+    """The labels (N,) of as many images as the bias of the classifier has negative entries; None of other numbers.
+
+    The first step of an optimiser that divides every number by its own size shows the signs of the gradient, and a
+    class is negative only if an image is of it. Further steps mix.
+    """
+    bias = classifier(view, update)[1]
+    steps = [step for steps in training(view)[1] or () for step in steps]
+    plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
+    if bias is None or len(steps) != 1 or not plain or overrides(view.client.defense, "transform_update"):
+        return None
+    negative = (bias < 0).nonzero().flatten()
+    return negative if len(negative) == view.batch_size == sum(steps[0]) else None
 
 
 def _whole(view: ServerView, shares: Tensor, images: int) -> Tensor | None:

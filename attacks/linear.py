@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from attacks.base import NotApplicable
 from attacks.headless import astray, signs_only
-from attacks.training import training
+from attacks.training import rescaled, training
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.method import Step
@@ -149,9 +149,7 @@ def _obstacle(view: ServerView) -> str | None:
         return reason
     if not view.client.defense.keeps_ratios():
         return f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
-    if any(phase.optimizer != "sgd" for phase in view.method.phases(view.client.task, view.round)):
-        return "Adam rescales every number apart: its step is not the gradient's direction"
-    return None
+    return rescaled(view.method.phases(view.client.task, view.round))
 
 
 def _moving(view: ServerView, name: str) -> list[tuple[Phase, int | None]]:

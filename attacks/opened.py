@@ -11,6 +11,7 @@ import torch
 from attacks.base import NotApplicable
 from attacks.headless import astray, signs_only
 from attacks.rank_one import HypernetUpdate, layers
+from attacks.training import rescaled
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.dp import Private
@@ -120,8 +121,8 @@ def _obstacle(view: ServerView) -> str | None:
     owners = _training(view)
     if len(owners) != 1:
         return f"expected one phase that trains the hypernetwork, got {len(owners)}"
-    if phases[owners[0]].optimizer != "sgd":
-        return f"{phases[owners[0]].optimizer} rescales every number apart: its steps are not sums of outer products"
+    if (reason := rescaled([phases[owners[0]]])) is not None:
+        return reason
     if not view.client.defense.keeps_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
     if signs_only(view.update[TRUNK_WEIGHT]):

@@ -12,7 +12,7 @@ import torch
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.headless import astray
 from attacks.past import with_past
-from attacks.training import rested, training
+from attacks.training import rescaled, rested, training
 from fl.decay import decay_shares, without_decay
 from fl.finite import finite
 from fl.methods.fedavg import FedAvg
@@ -142,8 +142,8 @@ def obstacle(view: ServerView) -> str | None:
 def mean_gradient(view: ServerView) -> Tensors | NotApplicable:
     """The mean of the gradients along the round, by name; up to a factor where clipping or the schedule hides it."""
     phases, schedule = training(view)
-    if any(phase.optimizer != "sgd" for phase in phases):
-        return NotApplicable("only SGD's update is a sum of gradients; Adam rescales every number apart")
+    if (reason := rescaled(phases)) is not None:
+        return NotApplicable(f"only SGD's update is a sum of gradients: {reason}")
     sent = {n: v for n, v in view.update.items() if n in view.shared}
     if schedule is None and (len(phases) > 1 or any(g.weight_decay for g in phases[0].groups)):
         return NotApplicable("the local schedule is unknown, so phases and weight decay can't be told apart")

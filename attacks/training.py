@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fl.types import Phase, Schedule, ServerView, Task, frozen
@@ -14,6 +15,21 @@ def training(view: ServerView) -> tuple[tuple[Phase, ...], Schedule | None]:
     chosen = [p for p, phase in enumerate(phases) if view.method.trains(phase)]
     schedule = None if view.schedule is None else tuple(view.schedule[p] for p in chosen)
     return tuple(phases[p] for p in chosen), schedule
+
+
+def rescaled(phases: Iterable[Phase]) -> str | None:
+    """That an optimiser of local training divides every number by a size of its own, or None where it is SGD.
+
+    Its step is then no multiple of a gradient, and no equation of gradients holds for it.
+    """
+    odd = next((phase.optimizer for phase in phases if phase.optimizer != "sgd"), None)
+    if odd is None:
+        return None
+    return f"{odd} rescales every number apart: its step is not the gradient's direction; {SEARCH}"
+
+
+SEARCH = "a search that takes the same step on its guess can be tried: ig"
+"""What there is where no equation of gradients holds."""
 
 
 def rested(view: ServerView) -> Task:

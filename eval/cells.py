@@ -63,7 +63,7 @@ def training_cell(
             "task": section_spec(world.task_spec),
             "data": world.digest,
             "federation": _measuring(section_spec(federation)),
-            "method": methods.spec(method),
+            "method": _without_optimizer(methods.spec(method)),
             "defense": _spec(defense),
             "seed": seed,
             "device": world.device.type,
@@ -93,7 +93,7 @@ def attack_cell(
             "kind": "attack",
             "training": training.id,
             "round": number,
-            "method": methods.spec(observed),
+            "method": _without_optimizer(methods.spec(observed)),
             "attack": _as_before(attack_spec(attack), training.settings["defense"]),
             "threat": section_spec(threat),
             "observe": watched,
@@ -134,6 +134,17 @@ def _as_before(attack: dict[str, Any], defense: object) -> dict[str, Any]:
     return _without_off(attack, LATER - {"balance"} if "noise" in _names(defense) else LATER)
 
 
+CHOSE_OPTIMIZER = frozenset({"hfedf", "hfedf-latent", "hyperfedzero", "hypergenfl"})
+"""Methods whose settings named an optimiser when the others' did not yet."""
+
+
+def _without_optimizer(method: dict[str, Any]) -> dict[str, Any]:
+    """A method's settings without an optimiser of SGD, as in cells from before there was a choice."""
+    if method.get("optimizer") != "sgd" or method["name"] in CHOSE_OPTIMIZER:
+        return method
+    return {key: value for key, value in method.items() if key != "optimizer"}
+
+
 def _without_off(spec: dict[str, Any], later: frozenset[str]) -> dict[str, Any]:
     kept = {key: value for key, value in spec.items() if not (key in later and not value)}
     nested = {key: value for key, value in kept.items() if isinstance(value, dict) and "name" in value}
@@ -157,6 +168,7 @@ def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
 def run_id(experiment: Experiment) -> str:
     """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
     plain = {key: value for key, value in config.plain(experiment).items() if key != "imports"}
+    plain["method"] = [*map(_without_optimizer, plain["method"])]
     return short_hash({"config": plain, "version": version()})
 
 

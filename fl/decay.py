@@ -24,8 +24,9 @@ def decay_shares(phases: Sequence[Phase], schedule: Schedule | None, names: Iter
         names: of parameters.
 
     Returns:
-        By name, 0 where nothing decays; names whose share can't be told are left out: Adam mixes the decay into its
-        normalised steps, and an unknown schedule leaves the number of steps open where `Phase.steps` does not say it.
+        By name, 0 where nothing decays; names whose share can't be told are left out: Adam, RMSprop and Adagrad mix the
+        decay into their normalised steps, and an unknown schedule leaves the number of steps open where `Phase.steps`
+        does not say it.
     """
     counts = [phase.steps for phase in phases] if schedule is None else [len(steps) for steps in schedule]
     kept: dict[tuple[int | None, ...], float | None] = {}
@@ -71,7 +72,7 @@ def _kept(phases: Sequence[Phase], counts: Sequence[int | None], owners: Sequenc
     for phase, count, owner in zip(phases, counts, owners, strict=True):
         if owner is None or phase.groups[owner].weight_decay == 0:
             continue
-        if count is None or phase.optimizer == "adam":
+        if count is None or phase.optimizer not in {"sgd", "adamw"}:
             return None
         value *= _left(phase, phase.groups[owner], count)
     return value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from fl.tensors import LowRank, Tensors, add, combine, norm, scaled, times
+from fl.tensors import LowRank, Tensors, Value, add, combine, norm, scaled, times
 from fl.types import Group, Phase
 
 
@@ -31,7 +33,7 @@ def optimise(
     decays = {name: groups[name].weight_decay for name in grads}
     apart = phase.optimizer == "adamw"
     directions = grads if apart else {n: add(g, params[n], decays[n]) if decays[n] else g for n, g in grads.items()}
-    update, state = _sgd(phase, directions, state) if phase.optimizer == "sgd" else _adam(directions, state)
+    update, state = _sgd(phase, directions, state) if phase.optimizer == "sgd" else _adaptive(phase, directions, state)
     moved = dict(params)
     for name, change in update.items():
         lr = groups[name].lr
@@ -61,23 +63,59 @@ def _sgd(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Tensors,
     return update, OptimState(state.step + 1, buffer)
 
 
+def _adaptive(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Tensors, OptimState]:
+    """A step of an optimiser that divides every number by a size of its own, with torch.optim's default constants."""
+    for name, g in directions.items():
+        if isinstance(g, LowRank):
+            raise TypeError(
+                f"expected dense gradients for {phase.optimizer}, got a structured one for {name!r}: use SGD"
+            )
+    if phase.optimizer in {"adam", "adamw"}:
+        return _adam(directions, state)
+    return _rmsprop(directions, state) if phase.optimizer == "rmsprop" else _adagrad(directions, state)
+
+
 def _adam(
     directions: Tensors, state: OptimState, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> tuple[Tensors, OptimState]:
+    """Adam (Kingma and Ba, ICLR 2015, Algorithm 1)."""
     step = state.step + 1
-    first: Tensors = {}
-    second: Tensors = {}
-    update: Tensors = {}
+    first = _moved(directions, state.first, lambda before, g: add(before * betas[0], g, 1 - betas[0]))
+    second = _moved(directions, state.second, lambda before, g: add(before * betas[1], g * g, 1 - betas[1]))
+    update: Tensors = {
+        name: first[name] / (1 - betas[0] ** step) / (_root(second[name] / (1 - betas[1] ** step)) + eps)
+        for name in directions
+    }
+    return update, OptimState(step, {**first}, {**second})
+
+
+def _rmsprop(
+    directions: Tensors, state: OptimState, alpha: float = 0.99, eps: float = 1e-8
+) -> tuple[Tensors, OptimState]:
+    """RMSprop (Tieleman and Hinton, Coursera lecture 6.5, 2012), neither centered nor with momentum."""
+    second = _moved(directions, state.second, lambda before, g: add(before * alpha, g * g, 1 - alpha))
+    update: Tensors = {name: times(g, 1 / (_root(second[name]) + eps)) for name, g in directions.items()}
+    return update, OptimState(state.step + 1, {}, {**second})
+
+
+def _adagrad(directions: Tensors, state: OptimState, eps: float = 1e-10) -> tuple[Tensors, OptimState]:
+    """Adagrad (Duchi et al., JMLR 2011), without decay of the step size."""
+    second = _moved(directions, state.second, lambda before, g: add(before, g * g))
+    update: Tensors = {name: times(g, 1 / (_root(second[name]) + eps)) for name, g in directions.items()}
+    return update, OptimState(state.step + 1, {}, {**second})
+
+
+def _moved(directions: Tensors, moment: Tensors, rule: Callable[[Tensor, Tensor], Value]) -> dict[str, Tensor]:
+    """`rule(moment, direction)` for every tensor; moments start at zero."""
+    moved = {}
     for name, g in directions.items():
-        if isinstance(g, LowRank):
-            raise TypeError(f"expected dense gradients for Adam, got a structured one for {name!r}: use SGD")
-        before = state.first.get(name, torch.zeros_like(g)), state.second.get(name, torch.zeros_like(g))
-        m = add(before[0] * betas[0], g, 1 - betas[0])
-        v = add(before[1] * betas[1], g * g, 1 - betas[1])
-        assert isinstance(m, torch.Tensor)
-        assert isinstance(v, torch.Tensor)
-        first[name], second[name] = m, v
-        # the square root of 0 has no derivative: start it one rounding above
-        root = (v / (1 - betas[1] ** step) + torch.finfo(v.dtype).tiny).sqrt()
-        update[name] = m / (1 - betas[0] ** step) / (root + eps)
-    return update, OptimState(step, first, second)
+        assert isinstance(g, Tensor)
+        value = rule(moment.get(name, torch.zeros_like(g)), g)  # type: ignore[arg-type]
+        assert isinstance(value, Tensor)
+        moved[name] = value
+    return moved
+
+
+def _root(square: Tensor) -> Tensor:
+    """Its square root, differentiable at 0: that has no derivative, so it starts one rounding above."""
+    return (square + torch.finfo(square.dtype).tiny).sqrt()

@@ -27,6 +27,8 @@ class Parametrisation:
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Parametrisation]] = parametrisations
+    structured: ClassVar[bool] = False
+    """Whether gradients come as sums of outer products, which only SGD leaves what they are."""
 
     def initial(self, task: Task, generator: torch.Generator) -> Tensors:
         """Initial parameters; the network's own come from `task.model`."""

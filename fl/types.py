@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -153,14 +153,19 @@ class Group:
         return name.startswith(self.prefixes)
 
 
+Optimizer = Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"]
+OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
+"""What a client may train by. All but the first divide every number of a gradient by a size of its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """A stretch of local training in which some groups move and all else stands still.
 
     Attributes:
         groups: what moves, and how.
-        optimizer: "sgd", "adam" or "adamw" (Adam whose decay stays out of the normalised step), fresh at the start of
-            the phase.
+        optimizer: one of `OPTIMIZERS` ("adamw" is Adam whose decay stays out of the normalised step), as torch.optim
+            has it with its default constants, fresh at the start of the phase.
         momentum: of SGD.
         nesterov: Nesterov's form of it.
         epochs: passes over the client's data; exactly one of `epochs` and `steps` is set.
@@ -189,8 +194,8 @@ class Phase:
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"expected exactly one of epochs and steps, got epochs={self.epochs}, steps={self.steps}")
-        if self.optimizer not in {"sgd", "adam", "adamw"}:
-            raise ValueError(f"expected optimizer 'sgd', 'adam' or 'adamw', got {self.optimizer!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"expected optimizer {', '.join(map(repr, OPTIMIZERS))}, got {self.optimizer!r}")
         if self.sampler not in {"shuffle", "poisson", "sequential"}:
             raise ValueError(f"expected sampler 'shuffle', 'poisson' or 'sequential', got {self.sampler!r}")
         if not 0 <= self.momentum < 1:

@@ -47,6 +47,7 @@ class Ditto(FedAvg):
     def __post_init__(self) -> None:
         if self.epochs is not None:  # steps is only a default: naming epochs replaces it
             object.__setattr__(self, "steps", None)
+        self.check_optimizer()
         if not self.lam >= 0:
             raise ValueError(f"expected lam >= 0, got {self.lam}")
 

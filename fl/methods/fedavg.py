@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fl.method import Method, methods
-from fl.types import Group, Phase, Task
+from fl.types import OPTIMIZERS, Group, Optimizer, Phase, Task
 
 
 @methods.register("fedavg")
@@ -15,9 +15,10 @@ class FedAvg(Method):
     """Federated averaging (McMahan et al., AISTATS 2017, Algorithm 1); with `steps=1` it is FedSGD.
 
     Attributes:
-        lr: step size of local SGD.
+        lr: step size of local training.
+        optimizer: of local training, fresh in every round: as torch.optim has it, with its default constants.
         momentum: of local SGD.
-        weight_decay: of local SGD.
+        weight_decay: of local training; "adamw" shrinks weights by it, the others add it to the gradient.
         max_norm: clip each step's gradient to this norm, or None.
         epochs: local passes over the client's data; set to None when `steps` is given.
         steps: local steps instead of epochs.
@@ -27,7 +28,11 @@ class FedAvg(Method):
 
     plain: ClassVar[str] = "clients train the whole network and send how it changed; the server averages the changes."
 
+    optimizers: ClassVar[tuple[str, ...]] = OPTIMIZERS
+    """Those by which its clients can train."""
+
     lr: float = 0.01
+    optimizer: Optimizer = "sgd"
     momentum: float = 0.0
     weight_decay: float = 0.0
     max_norm: float | None = None
@@ -39,6 +44,25 @@ class FedAvg(Method):
     def __post_init__(self) -> None:
         if self.steps is not None:  # epochs is only a default: naming steps replaces it
             object.__setattr__(self, "epochs", None)
+        self.check_optimizer()
+
+    def check_optimizer(self) -> None:
+        """Refuse an optimiser that the method or its other settings can't go with.
+
+        Raises:
+            ValueError: says which and what to set.
+        """
+        if self.optimizer not in self.optimizers:
+            able = " or ".join(map(repr, self.optimizers))
+            raise ValueError(f"expected optimizer {able} for {self.name}, got {self.optimizer!r}")
+        if self.optimizer == "sgd":
+            return
+        if self.momentum:
+            raise ValueError(f"expected momentum 0 with optimizer {self.optimizer!r}, got {self.momentum}: it is SGD's")
+        if self.parametrisation.structured:
+            raise ValueError(
+                f"expected optimizer 'sgd' for weights from a {self.parametrisation.name}, got {self.optimizer!r}"
+            )
 
     @classmethod
     def example(cls) -> FedAvg:
@@ -51,6 +75,7 @@ class FedAvg(Method):
         return (
             Phase(
                 groups=(group,),
+                optimizer=self.optimizer,
                 momentum=self.momentum,
                 epochs=self.epochs,
                 steps=self.steps,

@@ -17,7 +17,7 @@ from fl.parametrisation import Parametrisation
 from fl.seeds import stream
 from fl.server_optim import server_step
 from fl.tensors import Tensors, add, combine, dense, norm, scaled, total
-from fl.types import Batch, Group, Phase, Task, Upload
+from fl.types import Batch, Group, Optimizer, Phase, Task, Upload
 
 KEYS, SEED = "keys", "seed"
 """A further payload of `ServerState.own`, and the name in it of what fresh embeddings come from."""
@@ -75,7 +75,7 @@ class HFedF(FedAvg):
     weight_decay: float = 1e-3
     epochs: int | None = 2
     batch_size: int | None = 64
-    optimizer: Literal["sgd", "adam"] = "sgd"
+    optimizer: Optimizer = "sgd"
     embedding: int | None = None
     hidden: tuple[int, ...] = (50, 50, 50, 50)
     embeddings: Literal["learned", "fixed", "random"] = "learned"
@@ -101,11 +101,6 @@ class HFedF(FedAvg):
         return cls(lr=0.1, epochs=2, batch_size=2, embedding=3, hidden=(5, 5), warmup=0)
 
     # ---- local rule --------------------------------------------------------------------------------------------------
-    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase in which everything moves."""
-        (phase,) = super().phases(task, round)
-        return (replace(phase, optimizer=self.optimizer),)
-
     def client_model(self, task: Task) -> nn.Module:
         """The network, with masks for its dropout to come."""
         return drawn(super().client_model(task))

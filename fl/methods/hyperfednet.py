@@ -44,6 +44,8 @@ class HyperFedNet(FedAvg):
         "codes, classifier and all other weights stay private."
     )
 
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)  # with Nesterov's momentum
+
     lr: float = 0.1
     momentum: float = 0.9
     nesterov: bool = True

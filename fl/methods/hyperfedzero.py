@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +16,7 @@ from fl.models.zero import JoinedNet, ZeroNet, draw_initial
 from fl.network import Network
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Phase, Task
+from fl.types import Batch, Optimizer, Task
 
 GENERATED_AT_ONCE = 2**25
 """Weights generated at once when images are scored: with a network for each, memory is what bounds a batch."""
@@ -45,7 +45,7 @@ class HyperFedZero(FedAvg):
         epochs: local passes; None, as `steps` is given.
         steps: local steps (K); set to None when `epochs` is given.
         batch_size: images per step: 800 divided by the number of participants in the paper.
-        optimizer: "adam" or "sgd", fresh in every round.
+        optimizer: of the clients, fresh in every round.
         embedding: size of e (P).
         extractor: layout of f and noisy: "conv" or "mlp" (`fl.models.zero.extractor`).
         hidden: units of h's hidden layers.
@@ -68,7 +68,7 @@ class HyperFedZero(FedAvg):
     epochs: int | None = None
     steps: int | None = 5
     batch_size: int | None = 80
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Optimizer = "adam"
     embedding: int = 16
     extractor: Literal["conv", "mlp"] = "conv"
     hidden: tuple[int, ...] = (300, 300)
@@ -93,11 +93,6 @@ class HyperFedZero(FedAvg):
         """Tiny networks, four steps of SGD."""
         sizes = {"embedding": 3, "hidden": (5,), "chunk": 64, "chunk_embedding": 2}
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, steps=4, batch_size=2, optimizer="sgd", **sizes)  # type: ignore[arg-type]
-
-    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase in which everything moves."""
-        (phase,) = super().phases(task, round)
-        return (replace(phase, optimizer=self.optimizer),)
 
     def client_model(self, task: Task) -> nn.Module:
         """The networks, around those of the task."""

@@ -17,7 +17,7 @@ from fl.models.attention_hypernetwork import AttentionHypernetwork
 from fl.parametrisation import Parametrisation
 from fl.server_optim import server_step
 from fl.tensors import Payloads, Tensors, Value, dense, minus, total
-from fl.types import Group, Phase, Task, Upload
+from fl.types import Group, Optimizer, Phase, Task, Upload
 
 HYPERNETWORK, OPTIMIZER, INITIAL = "hypernetwork", "optimizer", "initial"
 """Payloads of `ServerState.own`; `stored` names further ones."""
@@ -95,7 +95,7 @@ class HyperGenFL(FedAvg):
     weight_decay: float = 1e-5
     epochs: int | None = 10
     batch_size: int | None = 32
-    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    optimizer: Optimizer = "adamw"
     embedding: int = 128
     start: Literal["ones", "random", "one-hot"] = "ones"
     depth: int = 1
@@ -116,11 +116,6 @@ class HyperGenFL(FedAvg):
     def example(cls) -> HyperGenFL:
         """A tiny hypernetwork, two epochs of two steps."""
         return cls(lr=0.02, epochs=2, batch_size=2, embedding=4, heads=2, start="random")
-
-    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """FedAvg's, with the clients' optimiser."""
-        (phase,) = super().phases(task, round)
-        return (replace(phase, optimizer=self.optimizer),)
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def hypernetwork(self, server: ServerState) -> AttentionHypernetwork:

@@ -54,6 +54,7 @@ class PerFedAvg(FedAvg):
     def __post_init__(self) -> None:
         if self.epochs is not None:  # steps is only a default: naming epochs replaces it
             object.__setattr__(self, "steps", None)
+        self.check_optimizer()
         if not self.alpha >= 0:
             raise ValueError(f"expected alpha >= 0, got {self.alpha}")
         if not self.delta > 0:
@@ -73,7 +74,8 @@ class PerFedAvg(FedAvg):
     def unreleased(self) -> FedAvg:
         """Fine-tuning is more of the adaptation: plain SGD of step size alpha."""
         kept = {field.name: getattr(self, field.name) for field in fields(FedAvg)}
-        return FedAvg(**{**kept, "lr": self.alpha, "momentum": 0.0, "weight_decay": 0.0, "max_norm": None})
+        plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "max_norm": None}
+        return FedAvg(**{**kept, **plain, "lr": self.alpha})
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """One phase, two or three batches a step."""

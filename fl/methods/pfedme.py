@@ -55,6 +55,7 @@ class PFedMe(FedAvg):
     def __post_init__(self) -> None:
         if self.epochs is not None:  # steps is only a default: naming epochs replaces it
             object.__setattr__(self, "steps", None)
+        self.check_optimizer()
         for key in ("lam", "inner_lr", "beta"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"expected {key} > 0, got {getattr(self, key)}")
@@ -70,7 +71,7 @@ class PFedMe(FedAvg):
     def adapting(self) -> PFedMe:
         """One step that ends at theta: its size takes w by lam * (w - theta) / lam."""
         whole = replace(self, lr=1 / self.lam, epochs=None, steps=1)
-        return replace(whole, momentum=0.0, weight_decay=0.0, max_norm=None)
+        return replace(whole, optimizer="sgd", momentum=0.0, weight_decay=0.0, max_norm=None)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """Lam * (w - theta), the gradient of the Moreau envelope."""

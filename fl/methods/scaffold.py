@@ -49,6 +49,8 @@ class Scaffold(FedAvg):
         "sends that direction, too."
     )
 
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd",)  # what c_i learns from is the way that plain steps lead
+
     option: Literal["I", "II"] = "II"
     server_lr: float = 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class Hypernetwork(Generated):
     Raises:
         ValueError: `init` is "network" and there are no biases.
     """
+
+    structured: ClassVar[bool] = True
 
     embedding: int = 64
     hidden: int = 128

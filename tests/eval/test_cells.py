@@ -197,3 +197,12 @@ def test_run_ids_follow_config_and_version(monkeypatch):
     assert first != cells.run_id(tiny("title=Another"))
     monkeypatch.setattr(cells, "version", lambda: "9.9")
     assert first != cells.run_id(tiny())
+
+
+def test_cells_from_before_optimisers_could_be_chosen_keep_their_ids():
+    plain = ids()
+    assert ids("method.fedavg.optimizer=sgd") == plain
+    assert ids("method.fedavg.optimizer=adam")[0] != plain[0]
+    assert "optimizer" not in cells._without_optimizer({"name": "fedavg", "optimizer": "sgd"})
+    chosen = {"name": "hfedf", "optimizer": "sgd"}
+    assert cells._without_optimizer(chosen) == chosen

@@ -11,11 +11,18 @@ from support import worlds
 from support.compare import assert_near
 
 from fl.client import Client, gather, local_update
+from fl.engines import EngineName
+from fl.federation import ClientData, Federation
+from fl.method import methods
 from fl.methods.fedavg import FedAvg
+from fl.methods.fedbabu import FedBABU
+from fl.methods.scaffold import Scaffold
+from fl.models.hypernetwork import Hypernetwork
 from fl.optim import OptimState, optimise
+from fl.predict import predict
 from fl.sampling import plan
 from fl.seeds import stream
-from fl.tensors import LowRank, dense
+from fl.tensors import LowRank, Tensors, dense
 from fl.types import Group, Phase
 
 DATA = worlds.images(10)
@@ -44,6 +51,19 @@ def sgd(**settings: Any) -> tuple[FedAvg, Any]:
     return method, partial(torch.optim.SGD, lr=0.1, momentum=method.momentum, weight_decay=method.weight_decay)
 
 
+OPTIM = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+def adaptive(name: str, **settings: Any) -> tuple[FedAvg, Any]:
+    method = FedAvg(lr=0.01, epochs=3, batch_size=4, optimizer=name, **settings)  # type: ignore[arg-type]
+    return method, partial(OPTIM[name], lr=0.01, weight_decay=method.weight_decay)
+
+
 CASES = {
     "plain": sgd(),
     "momentum": sgd(momentum=0.9),
@@ -57,6 +77,8 @@ CASES = {
     "adam": (Adam(), partial(torch.optim.Adam, lr=0.01)),
     "adam with decay": (Adam(weight_decay=0.1, max_norm=0.05), partial(torch.optim.Adam, lr=0.01, weight_decay=0.1)),
     "adamw": (AdamW(weight_decay=0.1, max_norm=0.05), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)),
+    **{f"{name} by its setting": adaptive(name) for name in OPTIM},
+    **{f"{name} by its setting, with decay": adaptive(name, weight_decay=0.1, max_norm=0.05) for name in OPTIM},
     "adamw without decay": (AdamW(), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)),
 }
 
@@ -65,7 +87,7 @@ CASES = {
 def test_local_training_equals_torch_optim(name: str) -> None:
     method, optimizer = CASES[name]
     # a bias before batch norm has no gradient but rounding, which Adam divides by itself
-    task = worlds.task(batch_norm="adam" not in name)
+    task = worlds.task(batch_norm=not any(other in name for other in OPTIM))
     client = Client(task, method)
     order = plan(method.phases(task, 0), len(DATA), stream(0, "order"))
     assert [len(index) for (index,) in order[0]] == [4, 4, 2] * 3
@@ -131,16 +153,66 @@ def test_structured_parameters_move_as_dense_ones() -> None:
     torch.testing.assert_close(dense(one["w"]), dense(other["w"]), rtol=1e-12, atol=1e-13)
 
 
-def test_adam_refuses_structured_gradients() -> None:
-    phase = Phase(groups=(Group(lr=0.1),), optimizer="adam", steps=1)
+@pytest.mark.parametrize("name", list(OPTIM))
+def test_adaptive_optimisers_refuse_structured_gradients(name: str) -> None:
+    phase = Phase(groups=(Group(lr=0.1),), optimizer=name, steps=1)
     weights = LowRank.of(torch.zeros(2, 2))
-    with pytest.raises(TypeError, match="'w'"):
+    with pytest.raises(TypeError, match=f"{name}.*'w'"):
         optimise(phase, phase.assign({"w": None}), {"w": weights}, {"w": weights}, OptimState())
 
 
-def test_adam_is_differentiable_where_the_gradient_is_zero() -> None:
-    phase = Phase(groups=(Group(lr=0.1),), optimizer="adam", steps=1)
+@pytest.mark.parametrize("name", list(OPTIM))
+def test_adaptive_optimisers_are_differentiable_where_the_gradient_is_zero(name: str) -> None:
+    phase = Phase(groups=(Group(lr=0.1),), optimizer=name, steps=1)
     g = torch.zeros(2, requires_grad=True)
     moved, _ = optimise(phase, phase.assign({"w": None}), {"w": torch.ones(2)}, {"w": g}, OptimState())
     (back,) = torch.autograd.grad(dense(moved["w"]).sum(), g)
     assert back.isfinite().all()
+
+
+@pytest.mark.parametrize("name", list(OPTIM))
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_what_an_attacker_predicts_is_what_was_sent(name: str, decay: float) -> None:
+    method = FedAvg(optimizer=name, lr=0.01, weight_decay=decay, steps=3, batch_size=2)  # type: ignore[arg-type]
+    view, truth = worlds.federation(method).observe(1)
+    for key, value in predict(view, truth.candidate()).items():
+        assert torch.equal(dense(value), dense(view.update[key]))
+
+
+@pytest.mark.parametrize("name", list(OPTIM))
+@pytest.mark.parametrize("engine", ["vmap", "factored"])
+def test_engines_train_alike(name: str, engine: EngineName) -> None:
+    def moved(engine: EngineName) -> Tensors:
+        method = FedAvg(optimizer=name, lr=0.01, weight_decay=0.1, epochs=2, batch_size=2)  # type: ignore[arg-type]
+        data = [ClientData(worlds.images(n, "train"), worlds.images(2, "test", n)) for n in (3, 4, 5)]
+        run = Federation(Client(worlds.task(), method), data, engine=engine)
+        run.run_round()
+        run.run_round()
+        return run.server.shared
+
+    assert_near(moved(engine), moved("loop"), 1e-9)
+
+
+def test_optimiser_is_refused_where_it_means_nothing() -> None:
+    with pytest.raises(ValueError, match="momentum 0 with optimizer 'adam'"):
+        FedBABU(optimizer="adam")
+    with pytest.raises(ValueError, match="optimizer 'sgd' for scaffold, got 'adam'"):
+        Scaffold(optimizer="adam")
+    with pytest.raises(ValueError, match="weights from a hypernetwork"):
+        FedAvg(optimizer="adam", parametrisation=Hypernetwork())
+    with pytest.raises(ValueError, match="'sgd' or 'adam' or 'adamw' or 'rmsprop' or 'adagrad' for fedavg, got 'lion'"):
+        FedAvg(optimizer="lion")  # type: ignore[arg-type]
+
+
+def test_every_method_by_fedavg_takes_an_optimiser_or_says_that_it_does_not() -> None:
+    for kind in map(methods.get, methods.names()):
+        if not issubclass(kind, FedAvg):
+            continue
+        made = replace(kind.example(), momentum=0.0, optimizer="sgd")
+        for name in OPTIM:
+            if name in kind.optimizers:
+                phases = replace(made, optimizer=name).phases(worlds.task(), kind.example().first_round)
+                assert any(phase.optimizer == name for phase in phases), kind.name
+            else:
+                with pytest.raises(ValueError, match=f"for {kind.name}, got '{name}'"):
+                    replace(made, optimizer=name)
