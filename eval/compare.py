@@ -22,6 +22,7 @@ from eval.report.setting import label
 from eval.report.summary import IMAGE, Group, identity
 from eval.report.words import NONE, interval, percent_interval
 from eval.score import Row
+from eval.shown import in_markdown, visible
 from eval.statistics import Interval
 
 PAIRED, UNPAIRED = "paired", "unpaired"
@@ -89,22 +90,23 @@ class Comparison:
     def text(self) -> str:
         """For a terminal: columns padded with blanks."""
         parts = []
-        for title, columns, rows in self.tables():
+        for title, names, entries in self.tables():
+            columns, *rows = ([visible(cell) for cell in row] for row in [names, *entries])
             widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
             padded = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [columns, *rows]]
             body = [padded[0], "  ".join("-" * w for w in widths), *padded[1:]] if rows else ["none"]
             parts.append("\n".join([title, "", *(line.rstrip() for line in body)]))
-        return "\n\n".join([*parts, NOTE.format(first=self.runs[0])]) + "\n"
+        return "\n\n".join([*parts, NOTE.format(first=visible(self.runs[0]))]) + "\n"
 
     def markdown(self) -> str:
         """As Markdown."""
         parts = []
         for title, columns, rows in self.tables():
-            lines = [
-                f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in [columns, ["---"] * len(columns), *rows]
-            ]
+            cells = [[in_markdown(cell) for cell in row] for row in [columns, *rows]]
+            cells.insert(1, ["---"] * len(columns))
+            lines = [f"| {' | '.join(row)} |" for row in cells]
             parts.append("\n".join([f"## {title}", "", *(lines if rows else ["none"])]))
-        return "\n\n".join([*parts, NOTE.format(first=_escaped(self.runs[0]))]) + "\n"
+        return "\n\n".join([*parts, NOTE.format(first=in_markdown(self.runs[0]))]) + "\n"
 
     def plain(self) -> dict[str, Any]:
         """As JSON values, without NaN."""
@@ -258,7 +260,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

@@ -68,7 +68,7 @@ def load(
     if not path.is_file():
         raise FileNotFoundError(f"no config file {path}")
     try:
-        data = yamlfile.parse(path.read_text(encoding="utf-8"))
+        data = yamlfile.parse(yamlfile.read(path))
         experiment, sweep = _split(data, path.parent, imports)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

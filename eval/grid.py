@@ -16,6 +16,8 @@ from eval import yamlfile
 from eval.experiment import Entry, Experiment, check_published, check_taken
 from eval.plain import CHANGES, LISTS, build, changed, places, plain
 
+MOST = 2000
+"""Entries that a grid may come to: each is checked as a whole, and trained or run."""
 Scalar = str | int | float | bool | None
 
 
@@ -67,6 +69,9 @@ def spread(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
         ValueError: values that can't be told apart in a label, or a setting that is one for the whole table.
     """
     for key, values in sweep.items():
+        many = len(values) if isinstance(values, list) else 1
+        if many * sum(len(getattr(experiment, kind)) for kind in LISTS) > MOST:
+            raise ValueError(f"sweep, {key}: expected a grid of at most {MOST} methods, defenses and attacks, got more")
         try:
             experiment = _spread(experiment, str(key), values)
         except ValueError as error:

@@ -17,6 +17,7 @@ import attacks
 from attacks.base import Attack, Chain
 from defenses import defenses
 from eval.experiment import Entry, Experiment, FederationSpec, Observe, Published, Score, TaskSpec
+from eval.shown import cut
 from fl.method import methods
 from fl.registry import ListError, Registry, UnknownNameError, each_would_do
 from fl.types import ThreatModel
@@ -166,7 +167,7 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
         ValueError: it is not.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected settings (key: value), got {value!r}")
+        raise ValueError(f"{where}: expected settings (key: value), got {cut(repr(value), 200)}")
     return value
 
 

@@ -32,6 +32,7 @@ from eval.report.summary import (
     shown,
 )
 from eval.score import Row
+from eval.shown import in_markdown
 from eval.statistics import Interval
 
 __all__ = ["COLUMNS", "FIGURES", "FLOORS", "IMAGE", "Table", "markdown", "summary", "table"]
@@ -109,17 +110,21 @@ def table(rows: Sequence[Row], experiment: Experiment) -> Table:
 
 def markdown(content: Table) -> str:
     """The table in Markdown."""
-    lines = [f"# {content.title}", "", _cells(content.columns), _cells(["---"] * len(content.columns))]
+    lines = [f"# {in_markdown(content.title)}", "", _cells(content.columns), _rule(len(content.columns))]
     lines += [_cells(row) for row in (*content.rows, *content.floors)]
-    return "\n".join([*lines, "", *(f"- {sentence}" for sentence in content.legend)]) + "\n"
+    return "\n".join([*lines, "", *(f"- {in_markdown(sentence)}" for sentence in content.legend)]) + "\n"
 
 
 def _attacked(found: Sequence[Group]) -> bool:
     return any(group.attack != NOT_ATTACKED for group in found)
 
 
+def _rule(columns: int) -> str:
+    return f"| {' | '.join(['---'] * columns)} |"
+
+
 def _cells(words: Sequence[str]) -> str:
-    return f"| {' | '.join(word.replace('|', '/') for word in words)} |"
+    return f"| {' | '.join(in_markdown(word) for word in words)} |"
 
 
 def _line(group: Group, setting: Setting, several: bool, raised: dict[str, None]) -> tuple[str, ...]:

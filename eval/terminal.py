@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eval.shown import cut, visible
 from fl.guard import UnguardedError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from eval.harness import Progress
     from eval.tables import Table
@@ -38,6 +41,10 @@ Imports = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
+_ODD = re.compile(
+    r"[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""What JSON may hold as it is, and a terminal had better not."""
 
 
 @contextmanager
@@ -46,36 +53,57 @@ def errors(code: int) -> Iterator[None]:
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        say(f"error: {' '.join(str(error).split())}")
         raise typer.Exit(USAGE if isinstance(error, UnguardedError) else code) from error
 
 
 def emit(value: Any) -> None:
     """Print plain data as JSON on stdout."""
-    typer.echo(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False))
+    told = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
+    typer.echo(_ODD.sub(lambda found: json.dumps(found[0])[1:-1], told))
 
 
 def say(words: str) -> None:
-    """Print a line on stderr."""
-    typer.echo(words, err=True)
+    """Print a line on stderr, without its middle where it is very long."""
+    typer.echo(visible(cut(words)), err=True)
+
+
+def tell(words: str) -> None:
+    """Print a line on stdout."""
+    typer.echo(visible(words))
 
 
 def console(*, as_json: bool = False) -> Console:
     """Where words for people go: stdout, or stderr where stdout is for JSON."""
     from rich.console import Console
 
-    return Console(stderr=as_json)
+    return Console(stderr=as_json, emoji=False, markup=False, highlight=False)
 
 
-def line(screen: Console, words: str, style: str | None = None) -> None:
-    """Print words for people: in as many lines as a terminal needs, in one elsewhere."""
-    screen.print(words, style=style, highlight=False, markup=False, soft_wrap=not screen.is_terminal)
+def line(screen: Console, words: str, style: str | None = None, *, lines: bool = False, wrapped: bool = True) -> None:
+    """Print words for people: in as many lines as a terminal needs, in one elsewhere.
+
+    Args:
+        screen: where to.
+        words: from wherever; nothing in them is markup, and control characters are shown.
+        style: of the words.
+        lines: whether their own line ends are kept.
+        wrapped: whether a terminal's lines end between words.
+    """
+    screen.print(
+        visible(words, lines=lines),
+        style=style,
+        highlight=False,
+        markup=False,
+        soft_wrap=not screen.is_terminal or not wrapped,
+    )
 
 
 def rows(screen: Console, entries: Sequence[Sequence[str]]) -> None:
     """Print an entry a line, its cells set apart by tabs: for `grep`, `cut` and `awk`, where there is no terminal."""
     for entry in entries:
-        screen.file.write("\t".join(entry) + "\n")  # the console's own methods make blanks of tabs
+        # the console's own methods make blanks of tabs
+        screen.file.write("\t".join(visible(cell) for cell in entry) + "\n")
 
 
 @contextmanager
@@ -84,7 +112,7 @@ def warnings_on(screen: Console) -> Iterator[None]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            screen.print(f"warning: {record.getMessage()}", highlight=False, markup=False, soft_wrap=True)
+            line(screen, f"warning: {cut(record.getMessage())}", wrapped=False)
 
     handler = Lines(logging.WARNING)
     handler.addFilter(lambda record: record.levelno == logging.WARNING)  # errors are reported by the command itself
@@ -107,13 +135,13 @@ def progress(screen: Console) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(SpinnerColumn(), *columns, console=screen) as bars:
         known: dict[str, Any] = {}
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in known:
-                known[stage] = bars.add_task(stage, total=total)
+                known[stage] = bars.add_task(visible(stage), total=total)
             bars.update(known[stage], completed=done, total=total)
 
         yield show
@@ -132,7 +160,7 @@ class _Lines:
             return
         began = self.begun.setdefault(stage, time.monotonic())
         took = f", {time.monotonic() - began:.1f} s" if done and done == total else ""
-        self.screen.print(f"{stage} ({done}/{total}){took}", highlight=False, markup=False, soft_wrap=True)
+        line(self.screen, f"{stage} ({done}/{total}){took}", wrapped=False)
 
 
 def show_table(screen: Console, found: Table) -> None:
@@ -146,6 +174,13 @@ def show_table(screen: Console, found: Table) -> None:
         line(screen, f"• {sentence}")
 
 
+def cell(words: str) -> Text:
+    """Words in a drawn table, in which nothing is markup."""
+    from rich.text import Text
+
+    return Text(visible(words))
+
+
 def _draw(screen: Console, found: Table) -> None:
     """The table in columns, with the flags below."""
     from rich import box
@@ -153,15 +188,15 @@ def _draw(screen: Console, found: Table) -> None:
 
     from eval.tables import FIGURES
 
-    grid = Grid(title=found.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    grid = Grid(title=cell(found.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     *columns, _ = found.columns  # flags go below: there is no room for them on 80 columns
     for column in columns:
         grid.add_column(column, overflow="fold", no_wrap=column in FIGURES)
     for row in found.rows:
-        grid.add_row(*row[:-1])
+        grid.add_row(*map(cell, row[:-1]))
     grid.add_section()
     for row in found.floors:
-        grid.add_row(*row[:-1], style="dim")
+        grid.add_row(*map(cell, row[:-1]), style="dim")
     screen.print(grid)
     told = [columns.index(name) for name in ("method", "defence", "attack") if name in columns]
     for row in found.rows:

@@ -18,6 +18,8 @@ from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 Entry = TypeVar("Entry", bound=Callable[..., Any])
+LONGEST = 200
+"""Characters of a name that is worth looking for among others: it takes time that grows with their number."""
 OURS = frozenset({"fl", "defenses", "attacks", "eval"})
 """Packages whose absence is a fault, never a missing extra."""
 
@@ -46,6 +48,8 @@ class ListError(ValueError):
 
 def close(name: str, known: Collection[str]) -> str | None:
     """Which of `known` was probably meant by `name`, or None: few slips of the finger apart, or else alike."""
+    if len(name) > LONGEST:
+        return None
     slips = {candidate: _slips(name.lower(), candidate.lower()) for candidate in known}
     nearest = sorted(known, key=lambda candidate: (slips[candidate], abs(len(candidate) - len(name))))
     if nearest and slips[nearest[0]] <= max(1, len(name) // 4):

@@ -1,5 +1,22 @@
-"""One thread per process: on a shared two-core machine two OpenMP threads are many times slower than one."""
+"""How all tests run.
+
+One thread per process: on a shared two-core machine two OpenMP threads are many times slower than one.
+
+What hypothesis makes up is the same in every run and takes what it takes; `--hypothesis-profile nightly` (`make
+nightly`) makes up new examples, and many more.
+"""
 
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+settings.register_profile("default", derandomize=True, deadline=None)
+settings.register_profile(
+    "nightly",
+    derandomize=False,
+    deadline=None,
+    max_examples=5000,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("default")

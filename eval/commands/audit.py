@@ -27,6 +27,7 @@ from eval.terminal import (
     told,
     warnings_on,
 )
+from eval.terminal import line as print_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -248,9 +249,9 @@ def _print(screen: Console, found: Audit) -> None:
     from eval.proof import confirmed
 
     def line(words: str) -> None:
-        screen.print(words, highlight=False, markup=False, soft_wrap=True)
+        print_line(screen, words, wrapped=False)
 
-    screen.print(found.subject, style="bold", highlight=False, markup=False, soft_wrap=True)
+    print_line(screen, found.subject, "bold", wrapped=False)
     for note in found.notes:
         line(f"note: {note}")
     for finding in found.findings:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from eval.terminal import FAILURE, USAGE, Json, emit, errors, say
+from eval.terminal import FAILURE, USAGE, Json, emit, errors, say, tell
 
 
 def doctor(
@@ -44,8 +44,8 @@ def doctor(
         emit([asdict(check) for check in found])
     else:
         for check in found:
-            typer.echo(f"{check.state:6}  {check.what}: {check.found}")
+            tell(f"{check.state:6}  {check.what}: {check.found}")
             if check.remedy:
-                typer.echo(f"        -> {check.remedy}")
+                tell(f"        -> {check.remedy}")
     if any(check.state == health.FAULT for check in found):
         raise typer.Exit(FAILURE)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.terminal import USAGE, Imports, Json, console, emit, errors, rows
+from eval.terminal import USAGE, Imports, Json, cell, console, emit, errors, rows
 
 if TYPE_CHECKING:
     from fl.registry import Registry
@@ -52,7 +52,7 @@ def list_(
     for name, entries in found.items():
         grid = Grid(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for entry, summary in entries.items():
-            grid.add_row(entry, summary)
+            grid.add_row(cell(entry), cell(summary))
         screen.print(grid, highlight=False)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eval.terminal import USAGE, Json, emit, errors
+from eval.terminal import USAGE, Json, emit, errors, tell
 
 
 def report(
@@ -31,4 +31,4 @@ def report(
         emit([str(path) for path in paths])
         return
     for path in paths:
-        typer.echo(f"Written to {path}")
+        tell(f"Written to {path}")

@@ -21,6 +21,7 @@ from eval.terminal import (
     console,
     emit,
     errors,
+    line,
     progress,
     say,
     show_table,
@@ -117,8 +118,8 @@ def _tell(
     elif found is not None:
         show_table(screen, found)
     if found is not None:
-        written = f"\nWritten to {folder.path}; open {folder.path / 'report.html'}"
-        screen.print(written, highlight=False, soft_wrap=True)
+        screen.print()
+        line(screen, f"Written to {folder.path}; open {folder.path / 'report.html'}", wrapped=False)
     for failure in failures:
         say(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
     if found is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.commands.list_ import registries
-from eval.terminal import USAGE, Imports, Json, console, emit, errors, line, rows
+from eval.terminal import USAGE, Imports, Json, cell, console, emit, errors, line, rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,7 +142,7 @@ def _print(screen: Console, about: dict[str, Any]) -> None:
         line(screen, f"In plain words: {about['plain']}")
     if about["papers"]:
         line(screen, f"Paper: {'; '.join(about['papers'])}")
-    line(screen, about["text"])
+    line(screen, about["text"], lines=about["kind"] != "config")
     if about["kind"] == "config":
         _print_config(screen, about)
     settings = [(name, _shown(field), field["meaning"]) for name, field in about["fields"].items()]
@@ -180,5 +180,5 @@ def _print_settings(screen: Console, settings: Sequence[Sequence[str]]) -> None:
     for column in columns:
         grid.add_column(column, overflow="fold")
     for setting in settings:
-        grid.add_row(*setting)
+        grid.add_row(*map(cell, setting))
     screen.print(grid, highlight=False)

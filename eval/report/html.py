@@ -11,15 +11,21 @@ from jinja2 import Environment, StrictUndefined
 
 from eval.report import svg
 from eval.report.blocks import Block, Mark, Report
+from eval.shown import visible
 
 
 def render(report: Report) -> str:
     """The page; all words are escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     environment.filters["groupby_kind"] = _by_kind
     environment.globals |= {"kind_of": _kind, "png": _png, "swatch": _swatch}
     template = environment.from_string(_file("report.html.j2"))
     return template.render(report=report, css=_css())
+
+
+def _shown(value: object) -> object:
+    """Words with their control characters made visible; markup as it is."""
+    return visible(value, lines=True) if type(value) is str else value
 
 
 def _file(name: str) -> str:

@@ -136,8 +136,8 @@ def load(folder: str | Path) -> Run:
     for name in (CONFIG, ROWS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"no {name} in {folder}; expected a folder that `hyperleak run` has written")
-    config = (folder / CONFIG).read_text(encoding="utf-8")
     try:
+        config = yamlfile.read(folder / CONFIG)
         setting = Setting.of(yamlfile.parse(config))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error

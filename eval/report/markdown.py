@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from eval.report import svg
 from eval.report.blocks import Absent, Block, Code, Figure, Finding, Gallery, Grid, Items, Mark, Note, Report, Text
+from eval.shown import in_markdown as escape
+from eval.shown import visible
 
 FOLDER = "report"
 """Where the files lie, beside `report.md`."""
-_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&!])")
 _LIGHT = (
     "--paper:#fff;--ink:#1c1e21;--muted:#5a6068;--rule:#d9dce0;--sans:system-ui,'Liberation Sans',Arial,sans-serif;"
 )
@@ -25,11 +26,6 @@ def render(report: Report) -> tuple[str, dict[str, bytes]]:
         parts.append(f"## {escape(section.title)}")
         parts += [_block(block, files) for block in section.blocks]
     return "\n\n".join(parts) + "\n", files
-
-
-def escape(words: str) -> str:
-    """Words on one line in which nothing is markup."""
-    return _SPECIAL.sub(r"\\\1", " ".join(words.split(" ")).replace("\n", " ").replace("\r", " "))
 
 
 def standalone(drawing: str) -> bytes:
@@ -112,8 +108,9 @@ def _gallery(gallery: Gallery, files: dict[str, bytes]) -> str:
 
 
 def _code(code: Code) -> str:
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", code.text)), default=0))
-    text = f"{fence}text\n{code.text}\n{fence}"
+    shown = visible(code.text, lines=True)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
+    text = f"{fence}text\n{shown}\n{fence}"
     if code.folded:
         return f"<details><summary>{escape(code.title)}</summary>\n\n{text}\n\n</details>"
     return f"### {escape(code.title)}\n\n{text}"

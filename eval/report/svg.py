@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from eval.shown import visible
+
 SERIES = 8
 """Colours there are; shapes and dashes tell further series apart."""
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "12 4", "4 2")
@@ -43,7 +45,7 @@ def variables(colours: Sequence[str] = COLOURS) -> str:
 def tag(name: str, *children: str, **attributes: object) -> str:
     """An element; children are markup already, attributes are escaped (`class_` for `class`, `_` for `-`)."""
     words = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value), quote=True)}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escape(visible(_number(value)), quote=True)}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -52,7 +54,7 @@ def tag(name: str, *children: str, **attributes: object) -> str:
 
 def text(x: float, y: float, words: str, **attributes: object) -> str:
     """Words at a place, escaped."""
-    return tag("text", escape(words, quote=False), x=x, y=y, **attributes)
+    return tag("text", escape(visible(words), quote=False), x=x, y=y, **attributes)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
