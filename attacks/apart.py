@@ -36,13 +36,13 @@ def told_apart(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: in
     """
     reason = _inseparable(stages, gradients, top, count)
     if reason is not None:
-        return NotApplicable(reason)
+        return reason
     above, stage = stages[top], stages[top - 1]
     assert isinstance(above.layer, nn.Linear)
     offset, slope = (part.flatten() for part in above.affine())
     share = _share(stage)
     if share is None:
-        return NotApplicable(f"pooling with padding above {stage.name} weighs its outputs unevenly")
+        return NotApplicable(f"pooling with padding above {stage.name} weighs its outputs unevenly", limit=True)
     rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
     known = Sum(
         weight=above.layer.weight.detach(),
@@ -63,22 +63,26 @@ def told_apart(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: in
         )
     found = separate(known, count)
     if found is None:
-        return NotApplicable(f"the {count} images of the batch could not be told apart")
+        return NotApplicable(f"the {count} images of the batch could not be told apart", limit=True)
     return found.to(gradients[f"{above.name}.weight"].device)
 
 
-def _inseparable(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int) -> str | None:
+def _inseparable(
+    stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int
+) -> NotApplicable | None:
     """Why the equations for telling `count` images apart are too few, or None."""
     if top == 0:
-        return f"nothing below {stages[0].name} tells the {count} images of the batch apart"
+        return NotApplicable(f"nothing below {stages[0].name} tells the {count} images of the batch apart")
     above, stage = stages[top], stages[top - 1]
     if not isinstance(stage.activation, nn.LeakyReLU | nn.ReLU):
-        return f"it tells images apart by the bend of a (leaky) ReLU right below {above.name}: there is none"
+        bend = f"it tells images apart by the bend of a (leaky) ReLU right below {above.name}: there is none"
+        return NotApplicable(bend, limit=True)
     below = gradients.get(f"{stage.name}.bias")
     if below is None or not bool(below.any()):
-        return f"the update says nothing of the bias of {stage.name}, by which images are told apart"
+        return NotApplicable(f"the update says nothing of the bias of {stage.name}, by which images are told apart")
     if most(len(below)) < count:
-        return f"the {len(below)} biases of {stage.name} tell at most {most(len(below))} images apart, not {count}"
+        few = f"the {len(below)} biases of {stage.name} tell at most {most(len(below))} images apart, not {count}"
+        return NotApplicable(few)
     return None
 
 

@@ -107,7 +107,7 @@ class Cascade(Attack):
             return NotApplicable(still if there else missing)
         refused = _refusal(stages[: top + 1], gradients)
         if refused is not None:
-            return NotApplicable(refused)
+            return refused
         count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
         first = _single(stages, gradients, top) if count == 1 else _several(stages, gradients, top, count)
         if isinstance(first, NotApplicable):
@@ -140,24 +140,26 @@ def _of_round(result: Result, taken: int, last: int) -> Result:
     return replace(result, knowledge=(*result.knowledge, USED), note=note)
 
 
-def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:
+def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> NotApplicable | None:
     """Why the stages can't be undone, or None."""
     for below, stage in zip([None, *stages], stages, strict=False):
         weight = gradients.get(f"{stage.name}.weight")
         if weight is None or not bool(weight.any()):
-            return f"the update says nothing of {stage.name}: its weight moved by no more than rounding"
+            return NotApplicable(f"the update says nothing of {stage.name}: its weight moved by no more than rounding")
         if not bool(weight.isfinite().all()):
-            return f"the update of {stage.name} has numbers that are not finite"
+            return NotApplicable(f"the update of {stage.name} has numbers that are not finite")
         parts = (stage.before, stage.layer, stage.after)
         if not all(bool(value.isfinite().all()) for part in parts for value in part.state_dict().values()):
-            return f"the model has numbers at {stage.name} that are not finite"
+            return NotApplicable(f"the model has numbers at {stage.name} that are not finite")
         bias = gradients.get(f"{stage.name}.bias")
         if isinstance(stage.layer, nn.Linear) and bias is not None and not bool(bias.any()):
-            return f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
+            lost = f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
+            return NotApplicable(lost)
         if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
-            return f"{stage.name} is dilated, which is not handled; see the attack rconv"
+            return NotApplicable(f"{stage.name} is dilated, which is not handled; see the attack rconv", limit=True)
         if below is not None and isinstance(below.layer, nn.Conv2d) and pooling(below, stage) is None:
-            return f"what lies between {below.name} and {stage.name} can't be undone: {SIMPLE}"
+            between = f"what lies between {below.name} and {stage.name} can't be undone: {SIMPLE}"
+            return NotApplicable(between, limit=True)
     return None
 
 
@@ -177,7 +179,7 @@ def _several(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, co
     for lower in stages[:top]:
         if isinstance(lower.layer, nn.Conv2d) and count * lower.taken.numel() > MOST:
             numbers = f"{count * lower.taken.numel()} numbers, more than {MOST} at once"
-            return NotApplicable(f"{count} inputs of {lower.name} are {numbers}")
+            return NotApplicable(f"{count} inputs of {lower.name} are {numbers}", limit=True)
     return told_apart(stages, gradients, top, count)
 
 

@@ -90,28 +90,30 @@ class Layerwise(Attack):
             return starts
         reason = self._refusal(stages[: starts[0].top + 1], gradients, count)
         if reason is not None:
-            return NotApplicable(reason)
+            return reason
         found = [self._attempt(view, stages, gradients, start) for start in starts]
         best = min(found, key=lambda result: result.objective)
         if sum(result.objective <= self.fits for result in found) > 1:
             return replace(best, verified=False)  # several images explain the update
         return best
 
-    def _refusal(self, stages: Sequence[Stage], gradients: Gradients, count: int) -> str | None:
+    def _refusal(self, stages: Sequence[Stage], gradients: Gradients, count: int) -> NotApplicable | None:
         """Why the stages up to the first known signal can't be undone, or None."""
         for stage in stages:
             weight = gradients.get(f"{stage.name}.weight")
             if weight is None:
-                return f"the gradient of {stage.name} was not sent"
+                return NotApplicable(f"the gradient of {stage.name} was not sent")
             if not bool(weight.any()):
-                return f"no signal flows back into {stage.name}: its weight did not move"
+                return NotApplicable(f"no signal flows back into {stage.name}: its weight did not move")
             needed = sizes(stage, count)[0 if self.share is None else 1]
             if needed > self.gigabytes:
-                return f"the equations of {stage.name} take {needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
+                size = f"the equations of {stage.name} take {needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
+                return NotApplicable(size, limit=True)
         if self.inverts:
             for stage in stages[:-1]:
                 if slope_below(stage.activation) == 0:
-                    return f"the activation above {stage.name} can't be inverted; rconv does without"
+                    flat = f"the activation above {stage.name} can't be inverted; rconv does without"
+                    return NotApplicable(flat, limit=True)
         return None
 
     def _attempt(self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: Start) -> Reconstruction:

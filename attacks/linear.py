@@ -119,7 +119,7 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     try:
         layers = _Probe(view).layers
     except RuntimeError as error:
-        return NotApplicable(f"the network does not run on a batch of {PROBES} images: {error}")
+        return NotApplicable(f"the network does not run on a batch of {PROBES} images: {error}", limit=True)
     for name, images in layers.items():
         names = f"{name}.weight", f"{name}.bias"
         if not set(names) <= set(change):

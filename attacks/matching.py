@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.explained import doubted
 from attacks.latent import IMAGES, Space
 from attacks.memory import GIB, cached, per_trial, portions
 from attacks.movers import Adam, Quasi
@@ -18,7 +19,7 @@ from attacks.objectives import Objective
 from attacks.order import dealt, ranked
 from attacks.past import USED, repeated
 from attacks.priors import Term
-from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, opaque, private_key, told_apart
+from attacks.problem import INPUTS, LABELS, Problem, Variables, fixed_labels, guess, opaque, private_key, told_apart
 from attacks.stack import Posed, Stack, stacked
 from attacks.surrogate import advice
 from attacks.watch import Found, Watch
@@ -31,7 +32,6 @@ PRIVATE_LR = 0.01
 """Step size of private tensors that no other is set for."""
 SURE = 5.0
 """Logit of a class that was read off, where the search for labels begins there; the others' are 0."""
-
 
 SUSPECT = (
     "the sign of the update seems turned (after - before), or it is of more images or of another loss than is supposed "
@@ -190,6 +190,7 @@ class Matching(Attack):
             guesses = {i: ranked(problem, self.orders, apart) for i, problem in members}
             starts: dict[int, float] = {}
             done: set[int] = set()
+            ends: dict[int, tuple[Problem, Variables]] = {}  # of the best trials
             for trials in self._waves(members, done):
                 for begin in range(0, len(trials), size):
                     chunk = trials[begin : begin + size]
@@ -197,12 +198,17 @@ class Matching(Attack):
                     noise = [stream(seeds[i], "langevin", r) for i, _, r in chunk]
                     fed = Stack([guesses[i][r % len(guesses[i])] for i, _, r in chunk], compiled=self.compiled)
                     found = self.search(fed, stacked(rows), noise)
-                    for (i, problem, _), (row, value, history, start) in zip(chunk, found, strict=True):
+                    for (i, problem, r), (row, value, history, start) in zip(chunk, found, strict=True):
                         unit = start / starts.setdefault(i, start)
                         result = self._result(problem, row, value * unit, tuple(past * unit for past in history))
-                        results[i] = _better(results[i], result)
+                        before, results[i] = results[i], _better(results[i], result)
+                        if results[i] is not before:
+                            ends[i] = guesses[i][r % len(guesses[i])], row
                         if value <= self.enough:
                             done.add(i)
+            fixed = 3 / 8 if self.schedule == "step" and self.optimizer == "adam" else 1.0
+            for i, end in ends.items():
+                results[i] = doubted(results[i], *end, self.iterations, fixed=fixed)
         return [self._told(result) for result in results]
 
     def _told(self, result: Result | None) -> Result:
@@ -210,7 +216,8 @@ class Matching(Attack):
         if isinstance(result, Reconstruction) and not math.isfinite(result.objective):
             return NotApplicable(
                 f"the objective ({self.objective}) of no iterate is a finite number: the network overflows, or the "
-                "update is far smaller than what the method's step size makes; give the method that it was made with"
+                "update is far smaller than what the method's step size makes; give the method that it was made with",
+                limit=True,
             )
         return NotApplicable("no trial was run") if result is None else result
 
@@ -225,7 +232,8 @@ class Matching(Attack):
         steps = sum(map(len, problem.view.schedule or ()))
         return NotApplicable(
             f"{size} trial(s) of {steps} local step(s) would keep about {size * each:.3g} GiB, above "
-            f"memory={self.memory:g}: raise it{advice(problem.view, ', or ')}"
+            f"memory={self.memory:g}: raise it{advice(problem.view, ', or ')}",
+            limit=True,
         )
 
     def _waves(
@@ -247,7 +255,7 @@ class Matching(Attack):
         if view.schedule is None:
             return NotApplicable(f"the local schedule is unknown, so no update can be predicted{advice(view, ': ')}")
         if (reason := opaque(view)) is not None:
-            return NotApplicable(reason)
+            return NotApplicable(reason, limit=True)
         if not finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
         problem = Problem(view, None, self.objective)
@@ -307,7 +315,7 @@ class Matching(Attack):
             made[LABELS] = self._logits(problem, draw, restart)
         for name, size in view.private.items():
             known = (view.private_init or {}).get(name)
-            made[private_key(name)] = known if isinstance(known, Tensor) else _guess(name, size, draw)
+            made[private_key(name)] = known if isinstance(known, Tensor) else guess(name, size, draw)
         return {k: v.to(dtype=view.dtype, device=view.device) for k, v in made.items()}
 
     def _logits(self, problem: Problem, draw: torch.Generator, restart: int) -> Tensor:
@@ -374,14 +382,6 @@ class Matching(Attack):
             if limits is not None:
                 variables[INPUTS] = variables[INPUTS].clamp(*limits)
         return watch.results()
-
-
-def _guess(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
-    """A start for a private tensor: zero for memory, else as a layer is initialised (1 / sqrt of the fan-in)."""
-    if "memory" in name.split("/"):
-        return torch.zeros(size)
-    scale = size[1:].numel() ** -0.5 if len(size) > 1 else 1.0
-    return torch.randn(size, generator=draw) * scale
 
 
 def box(problem: Posed) -> tuple[Tensor, Tensor]:

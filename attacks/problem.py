@@ -245,13 +245,28 @@ class Problem:
     def _pixels(self, values: Tensor, constants: dict[str, Any]) -> Tensor:
         return self.space.decode(values * constants["scale"] + constants["offset"])
 
+    def unexplained(self, variables: Variables) -> float:
+        """How far the direction of what one guess predicts is from that observed: 1 - cos, in [0, 2]; no prior counts.
+
+        Not a number where the prediction is none.
+        """
+        constants = {**self.constants, "marks": None}
+        bare = replace(self, objective="cosine")
+        with torch.enable_grad():  # the prediction is a gradient itself
+            candidate = self._candidate(variables, constants)
+            return float(bare._distance(candidate, constants, self.view.client, stacked=False).detach())
+
+    def _candidate(self, variables: Variables, constants: dict[str, Any]) -> Candidate:
+        """One guess of what the client fed and kept."""
+        labels = variables[LABELS].softmax(-1) if LABELS in variables else constants["labels"]
+        private: Tensors = {name: variables[private_key(name)] for name in self.view.private}
+        return Candidate(self._pixels(variables[INPUTS], constants), labels, private)
+
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
         """The objective of one guess: distance of the updates, plus the prior."""
         view = self._seen(constants)
-        labels = variables[LABELS].softmax(-1) if LABELS in variables else constants["labels"]
-        pixels = self._pixels(variables[INPUTS], constants)
-        private: Tensors = {name: variables[private_key(name)] for name in view.private}
-        candidate = Candidate(pixels, labels, private)
+        candidate = self._candidate(variables, constants)
+        pixels = candidate.inputs
         value = self._distance(candidate, constants, client, stacked=stacked)
         if self.earlier:
             for past, mine in zip(self.earlier, constants["earlier"], strict=True):
@@ -343,3 +358,11 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
     if overrides(view.client.defense, "transform_batch"):
         return None  # what is fed is known to be changed, labels with it: those read off would be whole ones
     return Problem(view, None, "l2").counted if rule == "auto" else None
+
+
+def guess(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
+    """A start for a private tensor: zero for memory, else as a layer is initialised (1 / sqrt of the fan-in)."""
+    if "memory" in name.split("/"):
+        return torch.zeros(size)
+    scale = size[1:].numel() ** -0.5 if len(size) > 1 else 1.0
+    return torch.randn(size, generator=draw) * scale

@@ -83,13 +83,15 @@ class Spear(Attack):
         if layer.steps != 1:
             return NotApplicable("it takes one local step: later ones see other weights")
         if not layer.rectified():
-            return NotApplicable(f"no ReLU follows {layer.name!r}, so no signal is exactly zero (LeakyReLU's never is)")
+            zeros = f"no ReLU follows {layer.name!r}, so no signal is exactly zero (LeakyReLU's never is)"
+            return NotApplicable(zeros, limit=True)
         factors = Factors.of(layer, view.batch_size)
         if isinstance(factors, NotApplicable):
             return factors
         found = self._search(factors, stream(seed, "spear"))
         if found is None:
-            return NotApplicable(f"fewer than {factors.rank} directions with zeros in {self.samples} draws")
+            few = f"fewer than {factors.rank} directions with zeros in {self.samples} draws"
+            return NotApplicable(few, limit=True)
         return _result(layer, found)
 
     def _search(self, factors: Factors, draw: torch.Generator) -> Found | None:

@@ -92,7 +92,7 @@ def _of_batch(
     if isinstance(start, str):
         other = _by_bend(stages, observed, count)
         if isinstance(other, NotApplicable):
-            return NotApplicable(f"{start}; {other.reason}")
+            return NotApplicable(f"{start}; {other.reason}", other.limit)
         start = other
     return [start]
 
@@ -145,7 +145,7 @@ def _by_bend(stages: Sequence[Stage], observed: Gradients, count: int) -> Start 
         return NotApplicable("no linear layer whose bias moved: nothing tells the images of the batch apart")
     above = stages[top]
     if not above.pointwise:
-        return NotApplicable(f"pooling below {above.name} hides the bends by which images are told apart")
+        return NotApplicable(f"pooling below {above.name} hides the bends by which images are told apart", limit=True)
     if not bool(gradients.get(f"{above.name}.weight", torch.zeros(1)).any()):
         return NotApplicable(f"no signal flows back into {above.name}: its weight did not move")
     found = told_apart(stages, gradients, top, count)

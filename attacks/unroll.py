@@ -112,7 +112,9 @@ def unroll(
     if isinstance(stages, NotApplicable):
         return stages
     if apart := _apart(stages, calls, probe):
-        return NotApplicable(f"the network is no plain chain of modules: something happens before {apart}{BY_HAND}")
+        return NotApplicable(
+            f"the network is no plain chain of modules: something happens before {apart}{BY_HAND}", limit=True
+        )
     hidden = sorted(
         name
         for name in view.private
@@ -171,25 +173,25 @@ def _trace(model: nn.Module, probe: Tensor) -> tuple[_Call, ...] | NotApplicable
         with torch.no_grad():
             returned = model(probe)
     except RuntimeError as error:
-        return NotApplicable(f"the network does not run on one image by itself: {error}")
+        return NotApplicable(f"the network does not run on one image by itself: {error}", limit=True)
     finally:
         for hook in hooks:
             hook.remove()
     if odd:
         other = f"{odd[0]} takes or returns something else than one tensor"
-        return NotApplicable(f"the network is no plain chain of modules: {other}")
+        return NotApplicable(f"the network is no plain chain of modules: {other}", limit=True)
     ends = [i for i, call in enumerate(calls) if call.given is returned]
     if not ends:
-        return NotApplicable(f"the network computes something after its last module{BY_HAND}")
+        return NotApplicable(f"the network computes something after its last module{BY_HAND}", limit=True)
     calls = calls[: ends[-1] + 1]
     given = probe
     for call in calls:
         if call.taken.data_ptr() != given.data_ptr() or call.taken.numel() != given.numel():
             other = f"{call.name} takes something else than the module before it gives"
-            return NotApplicable(f"the network is no plain chain of modules: {other}{BY_HAND}")
+            return NotApplicable(f"the network is no plain chain of modules: {other}{BY_HAND}", limit=True)
         given = call.given
     if len({id(call.module) for call in calls}) < len(calls):
-        return NotApplicable("a module runs twice, so that its gradients are summed")
+        return NotApplicable("a module runs twice, so that its gradients are summed", limit=True)
     return tuple(calls)
 
 
@@ -203,7 +205,7 @@ def _stages(calls: Sequence[_Call], max_pooling: bool) -> tuple[Stage, ...] | No
             pending.append(nn.Flatten())
         reason = None if max_pooling and isinstance(call.module, nn.MaxPool2d) else _refusal(call)
         if reason is not None:
-            return NotApplicable(reason)
+            return NotApplicable(reason, limit=True)
         if isinstance(call.module, WEIGHTED):
             if not closed:
                 stages[-1] = replace(stages[-1], after=nn.Sequential(*pending))
@@ -212,14 +214,15 @@ def _stages(calls: Sequence[_Call], max_pooling: bool) -> tuple[Stage, ...] | No
             pending, closed = [], False
         elif isinstance(call.module, ACTIVATIONS):
             if closed:
-                return NotApplicable(f"no weighted layer stands between the activation {call.name} and the one below")
+                apart = f"no weighted layer stands between the activation {call.name} and the one below"
+                return NotApplicable(apart, limit=True)
             stages[-1] = replace(stages[-1], after=nn.Sequential(*pending), activation=call.module)
             pending, shape, closed = [], call.given.shape[1:], True
         else:
             pending.append(call.module)
     if stages and not closed:
         stages[-1] = replace(stages[-1], after=nn.Sequential(*pending))
-    return tuple(stages) if stages else NotApplicable("the network has no convolution and no linear layer")
+    return tuple(stages) if stages else NotApplicable("the network has no convolution, no linear layer", limit=True)
 
 
 def _refusal(call: _Call) -> str | None:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.explained import DOUBTFUL
 from attacks.spread import Spread
-from eval import beforehand, checks, proof, store, tried
+from eval import beforehand, checks, kept, proof, store, tried, undecided
 from eval.harness import FAULTS, Counter, Progress, silent
 from eval.report.summary import secrets
-from eval.results import draw
 from eval.score import Row, score
 from eval.subjects import Subject
-from eval.verdict import bare, floor, verdict
+from eval.undecided import Open, Outcome
+from eval.verdict import agreed, few, floor, leaked, unscored, verdict
 from fl.seeds import derive
 from fl.types import ThreatModel
+
+PICTURED = {"settled", "ran", "searched", "gave up"}
+"""What attacks come to that bring pictures."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Finding:
         flags: what to know before trusting the figures (see `eval.checks`).
         notes: what the attack noted of how far it got.
         spared: why it was not tried on some updates or any, or nothing.
+        outcomes: what it came to on every update (`eval.undecided`).
+        leaked: whether content or identity of images leaked, by the bar of reports.
+        few: how many images there are where they are too few to tell content from chance; else 0.
+        doubtful: whether the labels are guesses of a search that did not explain the update.
         failed: the error that it ended with, or nothing.
         traceback: the file that has the traceback of that, where one was kept.
     """
@@ -53,6 +57,10 @@ class Finding:
     flags: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     spared: str = ""
+    outcomes: list[Outcome] = field(default_factory=list)
+    leaked: bool = False
+    few: int = 0
+    doubtful: bool = False
     failed: str = ""
     traceback: Path | None = None
 
@@ -89,6 +97,34 @@ class Audit:
     notes: tuple[str, ...] = ()
     mismatch: str = ""
     stopped: str = ""
+
+    def undecided(self, limits: Mapping[str, float]) -> list[Open]:
+        """What keeps the audit from an answer: nothing where what leaked answers it.
+
+        Without limits it is whether images leaked; with limits, whether any came closer than they allow. Attacks that
+        failed are left out: they have an exit code of their own.
+
+        Args:
+            limits: by figure.
+        """
+        figures = {figure: self.best(figure) for figure in limits}
+        if any(value is not None and value > limits[figure] for figure, value in figures.items()):
+            return []
+        if not limits and any(found.leaked for found in self.findings):
+            return []
+        outcomes = [one for found in self.findings for one in found.outcomes]
+        said = [undecided.contradicted(self.mismatch)] if self.mismatch else []
+        said += undecided.opened(outcomes)
+        said += [undecided.without(figure, limits[figure]) for figure, value in figures.items() if value is None]
+        if not (limits and undecided.answered(outcomes)):
+            said += [undecided.too_few(found.attack, found.few) for found in self.findings if found.few]
+        settled = {one.update for one in outcomes if one.kind == "settled"}
+        blind = [
+            found.attack
+            for found in self.findings
+            if not found.rows and any(one.kind in PICTURED and one.update not in settled for one in found.outcomes)
+        ]
+        return [*said, undecided.unjudged(blind)] if blind else said
 
     def best(self, figure: str) -> float | None:
         """The highest value of a figure over all attacks and images, or None."""
@@ -171,15 +207,15 @@ def examine(
             results = _results(label, attack, open_to, seed, told)
             finding = _finding(label, open_to, results, seed)
             if out is not None:
-                _keep(out / label, open_to, results)
+                kept.pictures(out / label, open_to, results)
         except KeyboardInterrupt:
             stopped = label
             break
         except FAULTS as error:
-            kept = None if out is None else out / f"{label}-traceback.txt"
-            if kept is not None:
-                store.write_text(kept, traceback.format_exc())
-            found.append(Finding.of_failure(label, f"{type(error).__name__}: {error}", kept))
+            written = None if out is None else out / f"{label}-traceback.txt"
+            if written is not None:
+                store.write_text(written, traceback.format_exc())
+            found.append(Finding.of_failure(label, f"{type(error).__name__}: {error}", written))
             continue
         if settled:
             spared = f"of the {len(open_to)} update(s) that no attack before it settled"
@@ -214,15 +250,31 @@ def _finding(label: str, subjects: Mapping[int, Subject], results: Mapping[int, 
             scored = proof.columns(result, score(result, subject.truth, seed=derive(seed, "floor", number)))
             own = _error(subject)
             rows += [{**own, "update": number, "picture": f"{number}:{row['image']}", **row} for row in scored]
-    refused = [result.reason for result in results.values() if isinstance(result, NotApplicable)]
+    refused = [_refused(r.reason, limit=r.limit) for r in results.values() if isinstance(r, NotApplicable)]
     labels = [result.labels.tolist() for result in answers.values() if result.labels is not None]
-    verified = _all(result.verified for result in answers.values())
-    said = _said(rows, refused, "" if rows or not answers else _unscored([*answers.values()]))
+    verified = agreed(result.verified for result in answers.values())
+    said = _said(rows, refused, "" if rows or not answers else unscored([*answers.values()]))
     first = next(iter(subjects.values()))
     view = first.view
     flags = _flags(rows, view.threat, defended=view.defense.name != "none", tolerance=first.tolerance)
     notes = proof.notes(rows) or list(dict.fromkeys(result.note for result in answers.values() if result.note))
-    return Finding(label, rows, refused[0] if refused else "", said, labels, verified, flags, notes)
+    return Finding(
+        label,
+        rows,
+        refused[0] if refused else "",
+        said,
+        labels,
+        verified,
+        flags,
+        notes,
+        outcomes=[
+            undecided.outcome(label, number, result, subjects[number].view.batch_size)
+            for number, result in results.items()
+        ],
+        leaked=leaked(rows),
+        few=few(rows),
+        doubtful=any(DOUBTFUL in result.note for result in answers.values()),
+    )
 
 
 def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bool) -> Audit:
@@ -240,14 +292,30 @@ def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bo
     tests = sum(any(row.get("identified") is not None for row in group) for group in groups.values())
     found = []
     for attack, group in groups.items():
-        refused = [row["not_applicable"] for row in group if "not_applicable" in row]
+        refused = [
+            _refused(row["not_applicable"], limit=bool(row.get("limit"))) for row in group if "not_applicable" in row
+        ]
         scored = [row for row in group if "not_applicable" not in row]
-        verified = _all(row["verified"] for row in scored)
+        verified = agreed(row["verified"] for row in scored)
         reason = refused[0] if refused else ""
         flags = _flags(scored, threat, defended=defended)
         said = _said(scored, refused, tests=tests)
         notes = proof.notes(scored)
-        found.append(Finding(attack, scored, reason, said, verified=verified, flags=flags, notes=notes))
+        found.append(
+            Finding(
+                attack,
+                scored,
+                reason,
+                said,
+                verified=verified,
+                flags=flags,
+                notes=notes,
+                outcomes=undecided.of_rows(attack, group),
+                leaked=leaked(scored, tests),
+                few=few(scored, tests),
+                doubtful=any(row.get("labels_doubtful") for row in scored),
+            )
+        )
     return Audit(name, found)
 
 
@@ -299,52 +367,13 @@ def _flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, toleranc
 
 
 def _said(rows: Sequence[Row], refused: Sequence[str], instead: str = "", tests: int = 1) -> str:
-    """The verdict on what an attack applied to, and why it did not apply to the rest."""
+    """The verdict on what an attack applied to, and why it did not apply to the rest: `refused` are the reasons."""
     said = [verdict(rows, tests)] if rows else [instead] if instead else []
     if refused:
         said.append(f"not applicable{f' to {len(refused)} update(s)' if said else ''}: {refused[0]}")
     return "; ".join(said)
 
 
-def _all(checked: Iterable[bool | None]) -> bool | None:
-    """Whether all are true; None where one is not known, or there is none."""
-    found = list(checked)
-    return None if not found or None in found else all(found)
-
-
-def _unscored(answers: Sequence[Reconstruction]) -> str:
-    """What an attack says of its own results where the truth is not known."""
-    pictures = any(result.inputs is not None for result in answers)
-    words = {
-        True: "the attack confirms that what it recovered is right",
-        False: "the attack found nothing that explains the update",
-        None: "the attack can't tell how close it came",
-    }[_all(result.verified for result in answers)]
-    known = [float(result.fixed.double().mean()) for result in answers if result.fixed is not None]
-    if known and "confirms" not in words:
-        words = proof.confirmed(False, min(known))
-    if not pictures:
-        return f"{bare([{'unscored': sorted(result.private)} for result in answers])}; {words}"
-    return f"{words}; give the true images (--images) to have the pictures scored"
-
-
-def _keep(path: Path, subjects: Mapping[int, Subject], results: Mapping[int, Result]) -> None:
-    """Pictures of all updates: reconstructions, below the originals where they are known."""
-    answers = {number: result for number, result in results.items() if isinstance(result, Reconstruction)}
-    found = [result.inputs.detach().cpu() for result in answers.values() if result.inputs is not None]
-    truths = [subjects[number].truth for number in answers]
-    originals = [truth.inputs.cpu() for truth in truths if truth is not None]
-    if not found:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {"reconstruction": _stored(torch.cat(found))}
-    if originals:
-        arrays["original"] = _stored(torch.cat(originals))
-    np.savez_compressed(path.with_suffix(".npz"), **{name: value.numpy() for name, value in arrays.items()})  # type: ignore[arg-type]
-    shown = [arrays[name] for name in ("original", "reconstruction") if name in arrays]
-    draw(torch.cat(shown), path.with_suffix(".png"), columns=len(arrays["reconstruction"]))
-
-
-def _stored(images: Tensor) -> Tensor:
-    """Images in a type that NumPy has, too."""
-    return images.float() if images.dtype is torch.bfloat16 else images
+def _refused(reason: str, *, limit: bool) -> str:
+    """Why an attack does not apply; where that says nothing of the update, it says so."""
+    return f"{reason} (a limit of the attack, no finding)" if limit else reason

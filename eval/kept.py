@@ -8,8 +8,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from attacks.base import Reconstruction, Result
 from eval import store
+from eval.results import draw
 from eval.rundir import LOCK, RUN
+from eval.subjects import Subject
 
 FILE = "audit.json"
 """Says in the folder which audit it is of."""
@@ -66,3 +73,25 @@ def _title(name: str) -> str:
 def _digest(settings: Mapping[str, Any]) -> str:
     """Of settings: what they say of the machine (paths of files) stays out of the folder."""
     return sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def pictures(path: Path, subjects: Mapping[int, Subject], results: Mapping[int, Result]) -> None:
+    """Pictures of all updates: reconstructions, below the originals where they are known."""
+    answers = {number: result for number, result in results.items() if isinstance(result, Reconstruction)}
+    found = [result.inputs.detach().cpu() for result in answers.values() if result.inputs is not None]
+    truths = [subjects[number].truth for number in answers]
+    originals = [truth.inputs.cpu() for truth in truths if truth is not None]
+    if not found:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {"reconstruction": _stored(torch.cat(found))}
+    if originals:
+        arrays["original"] = _stored(torch.cat(originals))
+    np.savez_compressed(path.with_suffix(".npz"), **{name: value.numpy() for name, value in arrays.items()})  # type: ignore[arg-type]
+    shown = [arrays[name] for name in ("original", "reconstruction") if name in arrays]
+    draw(torch.cat(shown), path.with_suffix(".png"), columns=len(arrays["reconstruction"]))
+
+
+def _stored(images: Tensor) -> Tensor:
+    """Images in a type that NumPy has, too."""
+    return images.float() if images.dtype is torch.bfloat16 else images

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from attacks.base import NotApplicable, Reconstruction, Result
+from attacks.explained import DOUBTFUL
 from eval.report.words import join
 from eval.score import Row
 
@@ -24,6 +25,10 @@ def columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
     common: Row = {"verified": result.verified, "history": history}
     if result.note:
         common["note"] = result.note
+    if DOUBTFUL in result.note:
+        common["labels_doubtful"] = True
+    if result.given_up:
+        common["given_up"] = result.given_up
     return [{**row, **common, **_fixed(result, row)} for row in rows]
 
 

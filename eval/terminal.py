@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from eval.harness import Progress
     from eval.tables import Table
 
-FAILURE, USAGE, LEAKED, STOPPED = 1, 2, 3, 130
-"""Exit codes: something could not be done; it was asked for wrongly; more leaked than was allowed; Ctrl-C."""
+FAILURE, USAGE, LEAKED, UNDECIDED, STOPPED = 1, 2, 3, 4, 130
+"""Exit codes: something could not be done; it was asked for wrongly; more leaked than was allowed; nothing did, but the
+audit is not decided; Ctrl-C."""
 
 Workers = Annotated[
     int | None,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from attacks.base import Reconstruction
+from attacks.explained import DOUBTFUL
 from eval.proof import confirmed
 from eval.report.summary import CLEAR, FEWEST, IMAGE, RECOGNISED, RECOVERED, Group, secrets, shown
 from eval.report.words import join
@@ -33,7 +35,8 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
     if any(
         label is not None for label in labels
     ):  # an image for which none came back counts as one whose label did not
-        said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered")
+        doubt = f" (doubtful: {DOUBTFUL})" if any(row.get("labels_doubtful") for row in rows) else ""
+        said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered{doubt}")
     for what, secret in private.items():
         word = "leaked: " if secret.hits else ""
         closest = "" if secret.best is None else f", at best {secret.best:.0e}"
@@ -70,7 +73,7 @@ def content(rows: Sequence[Row], tests: int = 1) -> str:
         rows: one per image (see `eval.score`).
         tests: so many attacks are judged by their names.
     """
-    group = Group("", "", "", 0, tuple({IMAGE: row.get("image"), **row} for row in rows))
+    group = _group(rows)
     judged = group.pictured
     if not judged:
         return ""
@@ -83,6 +86,20 @@ def content(rows: Sequence[Row], tests: int = 1) -> str:
         f"without the update, the furthest at {row['psnr']:.1f} dB against {row['psnr'] - furthest:.1f} dB, on average "
         f"{fmean(gains):+.1f} dB"
     )
+
+
+def leaked(rows: Sequence[Row], tests: int = 1) -> bool:
+    """Whether content or identity of images leaked, as `content` says it."""
+    group = _group(rows)
+    return bool(group.pictured) and bool(_told(group, tests))
+
+
+def few(rows: Sequence[Row], tests: int = 1) -> int:
+    """How many images there are where they are too few to tell content from chance, as `content` says it; else 0."""
+    group = _group(rows)
+    if not group.pictured or _told(group, tests):
+        return 0
+    return group.images if _too_few(group, [row["psnr"] - floor(row) for row in group.pictured]) else 0
 
 
 def line(row: Row, number: int) -> str:
@@ -98,6 +115,14 @@ def floor(row: Row, figure: str = "psnr") -> float:
     """What the best guess of an image scores that knows nothing of the update."""
     keys = [key for key in row if key.startswith("floor_") and key.endswith(f"_{figure}")]
     return max((row[key] for key in keys if row[key] is not None), default=-math.inf)
+
+
+def _group(rows: Sequence[Row]) -> Group:
+    return Group("", "", "", 0, tuple({IMAGE: row.get("image"), **row} for row in rows))
+
+
+def _too_few(group: Group, gains: Sequence[float]) -> bool:
+    return group.images < FEWEST and max(gains) >= MARGIN
 
 
 def _told(group: Group, tests: int) -> list[str]:
@@ -120,6 +145,28 @@ def _told(group: Group, tests: int) -> list[str]:
 def _word(group: Group, gains: Sequence[float], seen: bool, leaked: bool) -> str:
     if leaked:
         return "image content leaked" if seen else "identity of images leaked, not their content"
-    if group.images < FEWEST and max(gains) >= MARGIN:
+    if _too_few(group, gains):
         return "too few images to tell content from chance"
     return "not told apart from a guess" if abs(fmean(gains)) < MARGIN else "no image content shown to leak"
+
+
+def agreed(checked: Iterable[bool | None]) -> bool | None:
+    """Whether all are true; None where one is not known, or there is none."""
+    found = list(checked)
+    return None if not found or None in found else all(found)
+
+
+def unscored(answers: Sequence[Reconstruction]) -> str:
+    """What an attack says of its own results where the truth is not known."""
+    pictures = any(result.inputs is not None for result in answers)
+    words = {
+        True: "the attack confirms that what it recovered is right",
+        False: "the attack found nothing that explains the update",
+        None: "the attack can't tell how close it came",
+    }[agreed(result.verified for result in answers)]
+    known = [float(result.fixed.double().mean()) for result in answers if result.fixed is not None]
+    if known and "confirms" not in words:
+        words = confirmed(False, min(known))
+    if not pictures:
+        return f"{bare([{'unscored': sorted(result.private)} for result in answers])}; {words}"
+    return f"{words}; give the true images (--images) to have the pictures scored"

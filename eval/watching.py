@@ -125,7 +125,8 @@ def attack(
         head = {"round": watch.round, "client": victim.client, "update": victim.key}
         head["forward_error"] = error if math.isfinite(error) else None
         if isinstance(result, NotApplicable):
-            rows.append({**head, "picture": None, "not_applicable": result.reason})
+            limit = {"limit": True} if result.limit else {}
+            rows.append({**head, "picture": None, "not_applicable": result.reason, **limit})
             continue
         assert truth is not None  # what was attacked was sent
         assert isinstance(view, ServerView)

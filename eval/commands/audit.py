@@ -15,6 +15,7 @@ from eval.terminal import (
     FAILURE,
     LEAKED,
     STOPPED,
+    UNDECIDED,
     USAGE,
     Imports,
     Json,
@@ -166,8 +167,10 @@ def _report(
     best = {figure: found.best(figure) for figure in limits}
     above = [figure for figure, value in best.items() if value is not None and value > limits[figure]]
     unknown = [figure for figure, value in best.items() if value is None]
+    undecided = found.undecided(limits)
     if json:
-        emit({**found.plain(), "limits": limits, "above": above, "unknown": unknown})
+        open_ = [one.plain() for one in undecided]
+        emit({**found.plain(), "limits": limits, "above": above, "unknown": unknown, "undecided": open_})
     else:
         _print(screen, found)
     for figure in above:
@@ -176,16 +179,15 @@ def _report(
         left = "what was found before it stands above" if found.findings else "nothing was found before it"
         say(f"stopped at {found.stopped}; {left}")
         raise typer.Exit(STOPPED)
-    for figure in unknown:
-        say(f"error: no {figure.upper()} could be taken, so nothing can be said about the limit {limits[figure]:g}")
-    if found.mismatch:
-        say(f"{'error' if limits else 'warning'}: {found.mismatch}")
     failed = [finding for finding in found.findings if finding.failed]
     for finding in failed:
         kept = f"the traceback is in {finding.traceback}" if finding.traceback else "--out FOLDER keeps the traceback"
         say(f"error: {finding.attack} failed: {finding.failed} ({kept})")
-    if above or unknown or failed or (limits and found.mismatch):
-        raise typer.Exit(LEAKED if above else FAILURE)
+    for one in undecided:
+        again = one.why == found.mismatch and not json
+        say(f"not decided: {f'{one.what} (see the first line). To decide it: {one.remedy}' if again else one}")
+    if above or failed or undecided:
+        raise typer.Exit(LEAKED if above else FAILURE if failed else UNDECIDED)
 
 
 @contextmanager
@@ -220,7 +222,15 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
             found = auditing.examine(
                 request.name, subjects, tried, seed=request.seed, out=out, told=seen, thrifty=not request.attack
             )
-    return replace(found, notes=(*notes, *found.notes))
+    return replace(found, notes=(*notes, *_chosen(request), *found.notes))
+
+
+def _chosen(request: Request) -> list[str]:
+    """That other attacks than those asked for were not tried."""
+    if not request.attack:
+        return []
+    usual = ", ".join(replace(request, attack=()).attacks)
+    return [f"only {', '.join(request.attacks)} tried, as asked for by --attack; without it {usual} are"]
 
 
 def _of_method(
@@ -240,7 +250,8 @@ def _of_method(
             make_folder(folder.path)
         with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
             options = Options(workers=settle(workers, plan.device), name=request.name, command=told(sys.argv[1:]))
-            return carry_out(plan, folder, options, seen, kept=out is not None, thrifty=not request.attack)
+            found = carry_out(plan, folder, options, seen, kept=out is not None, thrifty=not request.attack)
+    return replace(found, notes=(*_chosen(request), *found.notes))
 
 
 def _print(screen: Console, found: Audit) -> None:
@@ -251,6 +262,8 @@ def _print(screen: Console, found: Audit) -> None:
     def line(words: str) -> None:
         print_line(screen, words, wrapped=False)
 
+    if found.mismatch:  # what stands below may be of something else
+        line(f"contradiction: {found.mismatch}")
     print_line(screen, found.subject, "bold", wrapped=False)
     for note in found.notes:
         line(f"note: {note}")
@@ -264,7 +277,7 @@ def _print(screen: Console, found: Audit) -> None:
         for note in finding.notes:
             line(f"  note: {note}")
         if not finding.rows and finding.labels:
-            doubt = " (doubtful, see the warning)" if found.mismatch else ""
+            doubt = " (doubtful)" if finding.doubtful or found.mismatch else ""
             line(f"  recovered labels{doubt}: {', '.join(str(label) for labels in finding.labels for label in labels)}")
         if finding.flags:
             line(f"  flags: {', '.join(finding.flags)}")

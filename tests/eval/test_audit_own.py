@@ -175,19 +175,17 @@ def test_an_update_is_scored_against_the_first_images_and_that_is_said(mine, tmp
     assert f"note: scored against the first 1 of 4 images in {mine}:whole (--batch-size 1)\n" in known.stdout
     assert "note: names lose module., which wrapping a model adds\n" in known.stdout
     assert "note: the update is what update.pt holds under 'update'\n" in known.stdout
-    assert (
-        "warning: the update is not what this model makes of these images (relative error 0.9): the sign"
-        in known.stderr
-    )
+    said = "contradiction: the update is not what this model makes of these images (relative error 0.9): the sign"
+    assert known.stdout.startswith(said)
     blind = audit(*words, "--model", f"{mine}:grey", "--input-shape", "1,8,8")
-    assert "warning: the sign of the update is turned: " in blind.stderr
-    assert "recovered labels (doubtful, see the warning): 0\n" in blind.stdout
+    assert blind.stdout.startswith("contradiction: the sign of the update is turned: ")
+    assert "recovered labels (doubtful): 0\n" in blind.stdout
     torch.save(dict(view.update), tmp_path / "update.pt")
     right = audit(*words, "--model", f"{mine}:grey", "--input-shape", "1,8,8")
-    assert "warning" not in right.stderr
+    assert "contradiction" not in right.output
     assert "recovered labels: 0\n" in right.stdout
     other = audit(*words, "--model", f"{mine}:whole")
-    assert "it is what the model makes of images[2] of those given, counted from 0: give these first" in other.stderr
+    assert "it is what the model makes of images[2] of those given, counted from 0: give these first" in other.stdout
 
 
 def test_an_attack_that_has_the_images_beforehand_is_not_believed(mine):
