@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import statistics
-from eval.report.load import Run, load
+from eval.report.load import Run, load, reading
 from eval.report.rounds import accuracy
 from eval.report.setting import label
 from eval.report.summary import IMAGE, Group, identity
@@ -143,8 +143,11 @@ def compare(folders: Sequence[str | Path]) -> Comparison:
         raise ValueError(f"expected two or more run directories, got {len(paths)}")
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"expected different run directories, got {', '.join(map(str, paths))}")
-    runs = [load(path) for path in paths]
-    names = _names(paths)
+    with reading(" or ".join(map(str, paths))):
+        return _compared([load(path) for path in paths], _names(paths))
+
+
+def _compared(runs: Sequence[Run], names: list[str]) -> Comparison:
     found = [{_key(group): group for group in run.groups} for run in runs]
     lines = []
     for key in dict.fromkeys(key for groups in found for key in groups):

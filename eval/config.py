@@ -34,9 +34,10 @@ from eval import grid, yamlfile
 from eval.changes import State, apply
 from eval.experiment import Experiment, check_taken
 from eval.grid import override
-from eval.imports import bring
+from eval.imports import bring, ungiven
 from eval.narrow import narrow, with_figures
 from eval.plain import build, mapping, plain
+from eval.shown import cut
 
 __all__ = ["dump", "load", "override", "plain", "read"]
 log = logging.getLogger(__name__)
@@ -50,8 +51,9 @@ def load(
     without: Sequence[str] = (),
     only: Sequence[str] = (),
     note: Callable[[str], None] = log.warning,
+    asked: Callable[[Sequence[str]], bool] = lambda _words: True,
 ) -> Experiment:
-    """The experiment in a YAML file, changed as the command line asks for; imports what it `imports`.
+    """The experiment in a YAML file, changed as the command line asks for; runs the code that it `imports`.
 
     Args:
         path: of the file.
@@ -60,6 +62,8 @@ def load(
         without: labels of entries to leave out (see `eval.narrow`).
         only: labels of the entries to keep.
         note: told of published figures that are left out with what they are of.
+        asked: told of the modules that the file imports and `imports` doesn't, before any of their code runs; whether
+            it may.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -69,7 +73,7 @@ def load(
         raise FileNotFoundError(f"no config file {path}")
     try:
         data = yamlfile.parse(yamlfile.read(path))
-        experiment, sweep = _split(data, path.parent, imports)
+        experiment, sweep = _split(data, path.parent, imports, asked)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not (overrides or without or only):
@@ -95,10 +99,17 @@ def dump(experiment: Experiment) -> str:
     return yamlfile.dump(plain(experiment))
 
 
-def _split(data: Any, folder: Path = Path(), given: Sequence[str] = ()) -> tuple[Experiment, dict[str, Any]]:
+def _split(
+    data: Any,
+    folder: Path = Path(),
+    given: Sequence[str] = (),
+    asked: Callable[[Sequence[str]], bool] = lambda _words: True,
+) -> tuple[Experiment, dict[str, Any]]:
     """The experiment without its sweep, and the sweep."""
     values = dict(mapping(data, "the config"))
-    values["imports"] = list(bring(_words(values.get("imports", [])), folder, given))
+    words = _words(values.get("imports", []))
+    own = ungiven(words, given)
+    values["imports"] = list(bring(words if not own or asked(own) else [], folder, given))
     sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
     experiment = build(values)
     given = values["method"] if isinstance(values["method"], list) else [values["method"]]
@@ -111,5 +122,5 @@ def _split(data: Any, folder: Path = Path(), given: Sequence[str] = ()) -> tuple
 def _words(value: Any) -> list[str]:
     words = value if isinstance(value, list) else [value]
     if not all(isinstance(word, str) for word in words):
-        raise ValueError(f"imports: expected files or modules such as my_attack.py, got {value!r}")
+        raise ValueError(f"imports: expected files or modules such as my_attack.py, got {cut(repr(value), 200)}")
     return words

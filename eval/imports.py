@@ -49,12 +49,17 @@ def bring(words: Sequence[str], folder: Path = Path(), given: Sequence[str] = ()
         FileNotFoundError: no such file or module.
         ValueError: it can't be imported; says in which line. Among the reasons is a name that is registered already.
     """
-    names = {Path(word).name for word in given}
-    left = [word for word in words if Path(word).name not in names]
+    left = ungiven(words, given)
     for registry in REGISTRIES if left or given else ():
         registry.names()  # ours come first: a name of theirs that is taken is their fault
     kept = [*(_bring(word, (folder, Path())) for word in left), *(_bring(word, (Path(),)) for word in given)]
     return tuple(dict.fromkeys(kept))
+
+
+def ungiven(words: Sequence[str], given: Sequence[str]) -> list[str]:
+    """What of the modules in a config is not given on the command line, too."""
+    names = {Path(word).name for word in given}
+    return [word for word in words if Path(word).name not in names]
 
 
 def sources() -> Mapping[str, bytes]:

@@ -17,6 +17,7 @@ from eval import store
 from eval.results import draw
 from eval.rundir import LOCK, RUN
 from eval.subjects import Subject
+from fl.paths import inside, regular
 
 FILE = "audit.json"
 """Says in the folder which audit it is of."""
@@ -55,7 +56,7 @@ def _other(path: Path, entries: list[str], name: str, settings: Mapping[str, Any
     if FILE not in entries:
         return f"files of something else ({entries[0]})"
     try:
-        found = json.loads((path / FILE).read_text(encoding="utf-8"))
+        found = store.parse(regular(inside(path, FILE)).read_bytes())
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or not {"title", "settings"} <= set(found):

@@ -23,7 +23,9 @@ from fl.registry import ListError, Registry, UnknownNameError, each_would_do
 from fl.types import ThreatModel
 
 T = TypeVar("T")
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+_.=@-]*")
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+_.=@-]{0,199}")
+"""What a method, a defence or an attack may be called in results: files are named by it."""
+LABEL_WORDS = "at most 200 letters, digits, '+', '-', '_', '.', '=' and '@'"
 
 SECTIONS: dict[str, Any] = {
     "task": TaskSpec,
@@ -254,8 +256,8 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     label = _name(item) if given["as"] is None else str(given["as"])
-    if not _LABEL.fullmatch(label):
-        raise ValueError(f"{key}: expected `as` of letters, digits, '+', '-', '_', '.', '=' and '@', got {label!r}")
+    if not LABEL.fullmatch(label):
+        raise ValueError(f"{key}: expected `as` of {LABEL_WORDS}, got {cut(repr(label), 200)}")
     against = _checked(Entry, "against", given.get("against", []), f"{key}.against")
     changes = dict(mapping(given.get("with", {}), f"{key}.with"))
     for name in changes:

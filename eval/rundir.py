@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from eval import store
 from eval.cells import Cell, code
 from fl.files import sync
 from fl.guard import leave_if_unguarded
+from fl.paths import inside, regular
 
 RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
 FOUND = "found"
@@ -90,6 +92,16 @@ class Checkpoints:
                 self.folder.parent.rmdir()
 
 
+def _again(command: object) -> str:
+    """The command of a run for whoever wants to go on with it: ours, and nothing that a shell would read more into."""
+    words = str(command)
+    try:
+        ours = words.startswith("hyperleak ") and shlex.join(shlex.split(words)) == words
+    except ValueError:  # quotes that don't end
+        ours = False
+    return f"`{words}`" if ours else "the command that began it"
+
+
 class RunDir:
     """A run's folder.
 
@@ -112,6 +124,9 @@ class RunDir:
             return
         if not self.path.is_dir():
             raise ValueError(f"expected a folder for results, got the file {self.path}; choose another --out")
+        for name in (LOCK, LOG):
+            if os.path.lexists(path := self.path / name) and (path.is_symlink() or not path.is_file()):
+                raise ValueError(f"expected {path} as a file, got a link or a pipe; remove it, or choose another --out")
         entries = {entry.name for entry in self.path.iterdir()} - {LOCK, LOG}
         if entries and RUN not in entries and not entries >= OLDER:
             raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
@@ -169,7 +184,7 @@ class RunDir:
         Raises:
             OSError, ValueError: it can't be read.
         """
-        found = json.loads((self.cells / cell.id / CELL).read_text(encoding="utf-8"))
+        found = store.parse(regular(self.cells / cell.id / CELL).read_bytes())
         if not isinstance(found, dict) or not {"code", "seconds"} <= set(found):
             raise ValueError("expected settings, code and seconds")
         return found
@@ -177,7 +192,7 @@ class RunDir:
     def about_run(self) -> dict[str, Any]:
         """What `run.json` says; nothing where there is none, or none that can be read."""
         try:
-            found = json.loads((self.path / RUN).read_text(encoding="utf-8"))
+            found = store.parse(regular(inside(self.path, RUN)).read_bytes())
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -193,8 +208,7 @@ class RunDir:
         why = f"{done} of its {len(cells)} cells are finished, {len(failed)} failed"
         if failed:
             why += f", the first for {failed[0].get('reason')} ({failed[0].get('traceback')})"
-        again = about.get("command") or "the command that began it"
-        return f"{self.path} holds nothing to report yet: {why}; `{again}` goes on with it"
+        return f"{self.path} holds nothing to report yet: {why}; {_again(about.get('command'))} goes on with it"
 
     def file(self, cell: Cell, name: str) -> Path:
         """A file of a finished cell."""

@@ -25,7 +25,7 @@ _SPECIAL = re.compile(
     r"|&(?=#?\w+;))",  # entities
     flags=re.IGNORECASE,
 )
-_LEADING = re.compile(r"^(\s*(?:\d+(?=[.)]))?)([#>.)]|[-+](?=\s)|~(?=~~))")
+_LEADING = re.compile(r"^(\s*(?:\d+(?=[.)](?:\s|$)))?)([#>]|[-+](?=\s)|~(?=~~)|[.)](?=\s|$))")
 
 
 def visible(words: str, *, lines: bool = False) -> str:

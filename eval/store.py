@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fl.files import replacing
+from fl.paths import regular
+
+LONGEST = 2**26
+"""Bytes of a line; a longer one is cut, so that it is no JSON."""
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -61,16 +65,28 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         ValueError: a line is not one JSON object, or holds NaN or infinity; says which file and line.
     """
     rows = []
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
+    with regular(Path(path)).open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
             try:
-                row = json.loads(line, parse_constant=_refuse)
+                row = parse(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: not valid JSON ({error})") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
             rows.append(row)
     return rows
+
+
+def parse(text: str | bytes) -> Any:
+    """What a JSON document says.
+
+    Raises:
+        ValueError: it is none, holds NaN or infinity, or its values lie too deep in each other.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("its values lie too deep in each other") from error
 
 
 @contextmanager

@@ -83,11 +83,20 @@ def run(
 
     signal.signal(signal.SIGTERM, _stop)  # so that a run ended politely ends its worker processes
     screen, notes = console(as_json=json), list[str]()
+
+    def note(words: str) -> None:
+        notes.append(words)
+        say(f"note: {words}")
+
+    def own_code(modules: Sequence[str]) -> bool:
+        note(f"runs the code of {', '.join(modules)}, which {config} imports")
+        return True
+
     with errors(USAGE):
         path = catalogue.find(config)
         overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
         chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
-        experiment = configs.load(path, overrides, **chosen, note=notes.append)
+        experiment = configs.load(path, overrides, **chosen, note=note, asked=own_code)
         folder = RunDir(out or default_folder(path))
         plan = harness.prepare(experiment, device=device)
     with _held(folder):  # last: what is wrong in itself is said rather than that the folder is taken
@@ -98,9 +107,8 @@ def run(
             name=_name(path, folder, experiment.title),
             command=told(sys.argv[1:], config),
         )
-        for note in notes:
-            say(f"note: {note}")
-            log.info(note)
+        for words in notes:
+            log.info(words)
         failures = _compute(plan, folder, options, screen)
         with errors(FAILURE):
             found = _write(plan, folder, failures)

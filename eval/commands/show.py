@@ -6,12 +6,16 @@ import dataclasses
 import inspect
 import json
 import re
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from eval.commands.list_ import registries
 from eval.terminal import USAGE, Imports, Json, cell, console, emit, errors, line, rows
+
+KINDS = ("method", "defense", "attack")
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,6 +108,7 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
         FileNotFoundError: likewise, where a config is closer.
     """
     from eval import catalogue, config, plan
+    from eval.shown import cut
     from fl.registry import UnknownNameError, close
 
     try:
@@ -112,12 +117,33 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
         if close(name, (*others, *error.near)) in error.near:
             raise
         raise UnknownNameError("name", name, others, "; configs: `hyperleak list configs`") from error
-    experiment = config.load(path, imports=imports)
-    trainings, attacked = plan.count(experiment)
-    entries = {kind: [entry.label for entry in getattr(experiment, kind)] for kind in ("method", "defense", "attack")}
-    about = {"kind": "config", "name": catalogue.name_of(path), "plain": "", "papers": [], "text": experiment.title}
-    cells = {"trainings": trainings, "attacks": attacked}
-    return {**about, "comment": catalogue.comment(path), "fields": {}, **entries, "cells": cells}
+    about = {"kind": "config", "name": catalogue.name_of(path), "plain": "", "papers": [], "fields": {}}
+    unread: list[str] = []
+    about |= {"comment": cut(catalogue.comment(path)), "unread": unread}
+
+    def asked(modules: Sequence[str]) -> bool:
+        unread.extend(modules)
+        return False
+
+    try:
+        experiment = config.load(path, imports=imports, asked=asked)
+        trainings, attacked = plan.count(experiment)
+    except ValueError:
+        if not unread:
+            raise
+        return {**about, **_outline(path), "cells": None}  # what it names may be in what was not run
+    entries = {kind: [entry.label for entry in getattr(experiment, kind)] for kind in KINDS}
+    return {**about, "text": experiment.title, **entries, "cells": {"trainings": trainings, "attacks": attacked}}
+
+
+def _outline(path: Path) -> dict[str, Any]:
+    """What a config says of itself as it stands, without looking anything up."""
+    from eval import yamlfile
+    from eval.report.setting import Setting
+
+    setting = Setting.of(yamlfile.parse(yamlfile.read(path)))
+    entries = {"method": setting.methods, "defense": setting.defenses, "attack": setting.attacks}
+    return {"text": setting.title, **{kind: list(own) for kind, own in entries.items()}}
 
 
 def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -157,8 +183,13 @@ def _print(screen: Console, about: dict[str, Any]) -> None:
 def _print_config(screen: Console, about: dict[str, Any]) -> None:
     if about["comment"]:
         line(screen, about["comment"])
+    if about["unread"]:
+        asks = " ".join(f"--import {shlex.quote(module)}" for module in about["unread"])
+        line(screen, f"note: its own code is not run to show it; {asks} runs it, and shows what it adds")
     for kind, words in (("method", "methods"), ("defense", "defences"), ("attack", "attacks")):
         line(screen, f"{words}: {', '.join(about[kind]) or 'none'}")
+    if about["cells"] is None:
+        return
     trainings, attacked = about["cells"]["trainings"], about["cells"]["attacks"]
     line(screen, f"cells: {trainings + attacked} ({trainings} trainings, {attacked} attacks)")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eval.report import html, markdown
 from eval.report.content import build
+from eval.report.load import reading
 from fl.files import replacing
 
 HTML, MARKDOWN = "report.html", "report.md"
@@ -30,9 +31,10 @@ def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
         ValueError: a file in it is damaged; says which.
     """
     folder = Path(folder)
-    report = build(folder, show=show)
-    page = html.render(report)
-    text, shown = markdown.render(report)
+    with reading(folder):
+        report = build(folder, show=show)
+        page = html.render(report)
+        text, shown = markdown.render(report)
     beside = folder / markdown.FOLDER
     beside.mkdir(exist_ok=True)
     for name, content in shown.items():

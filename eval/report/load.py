@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import traceback
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,18 @@ from numpy.typing import NDArray
 
 from eval import store, yamlfile
 from eval.partitions import FOLDER
+from eval.plain import LABEL, LABEL_WORDS
 from eval.report.setting import Setting
 from eval.report.summary import NOT_ATTACKED, Group, groups
 from eval.score import Row
+from eval.shown import cut
+from fl.paths import inside
 
 CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
 PRIVACY = "privacy.jsonl"
-KEYS = ("method", "defense", "attack", "round", "seed")
+KEYS, NUMBERS = ("method", "defense", "attack", "round", "seed"), ("round", "seed")
+LONGEST = 200
+"""Characters of a file's name without its ending."""
 Pixels = NDArray[np.float32]
 Pictured = tuple[str, str, str, int, int]
 """What an attack's pictures go by: the values of `KEYS`."""
@@ -84,10 +91,28 @@ class Run:
             ValueError: there is no such file, or it is none of ours; says which.
         """
         name = f"{self._names[(group.method, group.defense, group.attack, group.round, seed)]}.npz"
-        path = self.folder / "images" / name
+        path = inside(self.folder, "images", name)
         if not path.is_file():
             raise ValueError(f"there is no images/{name}")
         return read_pictures(path)
+
+
+@contextmanager
+def reading(folder: str | Path) -> Iterator[None]:
+    """Say in a line that a run's files hold something that no figure can be made of.
+
+    Raises:
+        ValueError: says where it came up.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}, line {last.lineno}"
+        raise ValueError(
+            f"a file of {folder} holds something else than `hyperleak run` writes; started again with it the run "
+            f"writes its files anew ({type(error).__name__}: {error}; {place})"
+        ) from error
 
 
 def picture_names(attacks: Iterable[Pictured]) -> dict[Pictured, str]:
@@ -100,6 +125,8 @@ def picture_names(attacks: Iterable[Pictured]) -> dict[Pictured, str]:
     for key in dict.fromkeys(attacks):
         method, defense, attack, number, seed = key
         name = f"{method}-{defense}-{attack}-round{number}-seed{seed}"  # labels may hold "-"
+        if len(name) > LONGEST:  # than file systems take
+            name = f"{name[:LONGEST]}-{sha256(name.encode()).hexdigest()[:16]}"
         met[name] += 1
         names[key] = name if met[name] == 1 else f"{name}-{met[name]}"
     return names
@@ -134,7 +161,7 @@ def load(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     for name in (CONFIG, ROWS):
-        if not (folder / name).is_file():
+        if not inside(folder, name).is_file():
             raise FileNotFoundError(f"no {name} in {folder}; expected a folder that `hyperleak run` has written")
     try:
         config = yamlfile.read(folder / CONFIG)
@@ -147,16 +174,35 @@ def load(folder: str | Path) -> Run:
     for number, row in enumerate(rows, 1):
         if absent := [key for key in KEYS if key not in row]:
             raise ValueError(f"{folder / ROWS}, line {number}: expected a value for {', '.join(absent)}, got none")
-    rounds, privacy = (
-        store.read_rows(folder / name) if (folder / name).is_file() else [] for name in (ROUNDS, PRIVACY)
-    )
-    about, environment = (_json(folder / name) for name in (RUN, ENVIRONMENT))
+        _check(row, KEYS, f"{folder / ROWS}, line {number}")
+    rounds, privacy = (_rows(folder, name) for name in (ROUNDS, PRIVACY))
+    about, environment = (_json(inside(folder, name)) for name in (RUN, ENVIRONMENT))
     return Run(folder, config, setting, rows, rounds, about, environment, privacy, _partitions(folder / FOLDER))
+
+
+def _rows(folder: Path, name: str) -> list[Row]:
+    """The rows of a file about trainings; none without one."""
+    rows = store.read_rows(path) if (path := inside(folder, name)).is_file() else []
+    for number, row in enumerate(rows, 1):
+        _check(row, [key for key in KEYS if key in row], f"{path}, line {number}")
+    return rows
+
+
+def _check(row: Row, keys: Iterable[str], where: str) -> None:
+    """Whether labels are labels, since files are named by them, and numbers numbers."""
+    for key in keys:
+        value = row[key]
+        if key in NUMBERS:
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise ValueError(f"{where}: expected {key} as a whole number, got {cut(repr(value), 100)}")
+        elif not isinstance(value, str) or not (value == NOT_ATTACKED or LABEL.fullmatch(value)):
+            raise ValueError(f"{where}: expected {key} of {LABEL_WORDS}, got {cut(repr(value), 100)}")
 
 
 def _partitions(folder: Path) -> list[dict[str, Any]]:
     """What the files of a run's partitions say, in their order, without the lists."""
-    paths = sorted(folder.glob("*.json"), key=lambda path: (len(path.name), path.name))
+    paths = [inside(folder.parent, FOLDER, path.name) for path in folder.glob("*.json")]
+    paths.sort(key=lambda path: (len(path.name), path.name))
     found = [{key: value for key, value in _json(path).items() if key not in {"train", "test"}} for path in paths]
     for path, about in zip(paths, found, strict=True):
         if not {"methods", "images", "shared"} <= set(about):
@@ -168,7 +214,7 @@ def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = store.parse(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(found, dict):

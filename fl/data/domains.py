@@ -15,6 +15,7 @@ from torch import Tensor
 from fl.data import Dataset, Groups, datasets, stratified
 from fl.data.folders import classes, decode, listed
 from fl.data.stored import DatasetMissingError, Limited, Pixels, find, folder, read_pixels
+from fl.paths import inside, readable
 from fl.types import Batch
 
 Labelled = tuple[list[Path], Tensor, Tensor]
@@ -60,14 +61,14 @@ class _Domains(Limited):
                 f"no folder {root}: expected one with a folder for each domain, and in it one for each class; set path"
             )
         domains = classes(root)
-        names = classes(root / domains[0])
+        names = classes(inside(root, domains[0]))
         files, labels, groups = listed_domains(root, domains, names)
 
         def read(index: Tensor) -> Batch:
             chosen = [files[i] for i in index.tolist()]
             return Pixels(decode(chosen, self.size, "colour"), labels[index].numpy(), names).batch()
 
-        return self._split(read, labels, groups, names, domains, f"images in {root.resolve().name}")
+        return self._split(read, labels, groups, names, domains, f"images in {readable(root.resolve().name)}")
 
     def _split(
         self,
@@ -159,7 +160,7 @@ def listed_domains(root: Path, domains: tuple[str, ...], names: tuple[str, ...])
     files: list[Path] = []
     labels, groups = [], []
     for number, domain in enumerate(domains):
-        found, mine = listed(root / domain, names)
+        found, mine = listed(inside(root, domain), names)
         files += found
         labels.append(mine)
         groups.append(torch.full_like(mine, number))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fl.data import stored
 from fl.data.folders import classes, decode, listed
 from fl.data.stored import DatasetMissingError
+from fl.paths import inside, regular
 from fl.registry import UnknownNameError
 from fl.seeds import stream
 
@@ -150,17 +151,19 @@ def _tiny_imagenet(source: Path, part: str) -> tuple[list[Path], torch.Tensor, S
     class_names = _words(source / "words.txt", wnids)
     if part == "train":
         return *listed(source / "train", wnids), class_names
-    rows = [line.split("\t") for line in (source / "val" / "val_annotations.txt").read_text("utf-8").splitlines()]
+    annotations = regular(source / "val" / "val_annotations.txt").read_text("utf-8")
+    rows = [line.split("\t") for line in annotations.splitlines()]
     numbers = {wnid: label for label, wnid in enumerate(wnids)}
     if unknown := [row for row in rows if len(row) < 2 or row[1] not in numbers]:
         raise ValueError(f"expected a file and one of the training classes in val_annotations.txt, got {unknown[0]}")
-    files = [source / "val" / "images" / row[0] for row in rows]
+    images = source / "val" / "images"
+    files = [inside(images, row[0]) for row in rows]
     return files, torch.tensor([numbers[row[1]] for row in rows], dtype=torch.int64), class_names
 
 
 def _words(path: Path, wnids: Sequence[str]) -> list[str]:
     """The first word for each WordNet number; where two have the same, with the number."""
-    words = dict(line.split("\t", 1) for line in path.read_text("utf-8").splitlines() if "\t" in line)
+    words = dict(line.split("\t", 1) for line in regular(path).read_text("utf-8").splitlines() if "\t" in line)
     first = [words.get(wnid, wnid).split(",")[0].strip() for wnid in wnids]
     often = Counter(first)
     return [word if often[word] == 1 else f"{word} ({wnid})" for word, wnid in zip(first, wnids, strict=True)]

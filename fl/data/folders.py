@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import struct
+import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +18,20 @@ from PIL import Image, ImageOps
 
 from fl.data import Dataset, datasets, stratified
 from fl.data.stored import DatasetMissingError, Limited, Pixels
+from fl.paths import inside, linked_inside, readable, regular
 from fl.seeds import stream
 from fl.types import Batch
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""What those suffixes stand for: a file of another kind under such a name is not opened (EPS would run a program)."""
+MOST_PIXELS = 2**26
+"""Of one image, by its header, so that a small file can't fill the memory."""
+DAMAGED = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, NotImplementedError),
+    *(OSError, SyntaxError, TypeError, struct.error, zlib.error),
+)
+"""What Pillow raises of damaged files, in their metadata too."""
 Mode = Literal["colour", "grey"]
 Listed = tuple[list[Path], torch.Tensor]
 """Files, and the label of each (N,) int64."""
@@ -75,7 +89,7 @@ class Folder(Limited):
         shapes = [tuple(part.inputs.shape[1:]) for part in parts]
         if shapes[0] != shapes[1]:
             raise ValueError(f"expected test images {shapes[0]} as the training images, got {shapes[1]}; set size")
-        return Dataset(*parts, root.resolve().name, names, f"images in {root.resolve().name}")
+        return Dataset(*parts, readable(root.resolve().name), names, f"images in {readable(root.resolve().name)}")
 
     def _shuffled(self, part: Listed, key: str) -> Listed:
         order = torch.randperm(len(part[0]), generator=stream(self.seed, "order", key))
@@ -98,9 +112,13 @@ def classes(folder: Path) -> tuple[str, ...]:
     """Names of the folders in `folder`, sorted; hidden ones don't count.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, one's name is not UTF-8, or one is a link that leads elsewhere.
     """
-    found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    found = sorted(linked_inside(entry, folder).name for entry in entries if entry.is_dir())
+    for name in found:
+        if readable(name) != name:
+            raise ValueError(f"expected a folder in {folder} whose name is UTF-8, got {readable(name)!r}; rename it")
     if not found:
         raise ValueError(f"expected a folder for each class in {folder}, got none")
     return tuple(found)
@@ -110,7 +128,7 @@ def listed(folder: Path, names: Sequence[str]) -> Listed:
     """The images in `folder/NAME`, by name of class and of file.
 
     Raises:
-        ValueError: a class has no images, or there is a folder of another class.
+        ValueError: a class has no images, there is a folder of another class, or a link leads elsewhere.
     """
     if extra := set(classes(folder)) - set(names):
         raise ValueError(
@@ -119,8 +137,9 @@ def listed(folder: Path, names: Sequence[str]) -> Listed:
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(names):
-        inside = (folder / name).rglob("*") if (folder / name).is_dir() else ()
-        found = sorted(path for path in inside if path.suffix.lower() in SUFFIXES)
+        own = inside(folder, name)
+        entries = own.rglob("*") if own.is_dir() else ()
+        found = sorted(linked_inside(path, folder) for path in entries if path.suffix.lower() in SUFFIXES)
         if not found:
             raise ValueError(f"expected images in {folder / name}, got none with {', '.join(sorted(SUFFIXES))}")
         files += found
@@ -156,15 +175,30 @@ def decode(
     return out
 
 
+def _converted(opened: Image.Image, path: Path, mode: Mode) -> Image.Image:
+    """The image upright, of 8 bits per channel."""
+    image = ImageOps.exif_transpose(opened)
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"expected 8 bits per channel in {path}, got an image of mode {image.mode}")
+    return image.convert("RGB" if mode == "colour" else "L")
+
+
 def _pixels(path: Path, size: int | None, mode: Mode) -> NDArray[np.uint8]:
+    shape: tuple[int, ...] = ()
     try:
-        with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"expected 8 bits per channel in {path}, got an image of mode {image.mode}")
-            image = image.convert("RGB" if mode == "colour" else "L")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: Pillow's for broken PNG
+        # what is wrong with a file is an error, or nothing: no warning
+        with warnings.catch_warnings(action="ignore"), Image.open(regular(path), formats=FORMATS) as opened:
+            shape = opened.size
+            if opened.width * opened.height <= MOST_PIXELS:
+                image = _converted(opened, path, mode)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"expected at most {MOST_PIXELS:,} pixels in {path}, got more; make it smaller") from error
+    except DAMAGED as error:
         raise ValueError(f"expected an image in {path}: {error}") from error
+    if math.prod(shape) > MOST_PIXELS:
+        raise ValueError(
+            f"expected at most {MOST_PIXELS:,} pixels in {path}, got {shape[0]} x {shape[1]}; make it smaller"
+        )
     if size is not None and image.size != (size, size):
         image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
     return np.asarray(image).reshape(image.height, image.width, -1)

@@ -16,6 +16,7 @@ from fl.data import Dataset
 from fl.data.dominant import dominant_groups, published_groups
 from fl.data.published import OFFSETS, sequential_slices
 from fl.files import replacing
+from fl.paths import regular
 from fl.registry import Registry
 from fl.seeds import derive, stream
 
@@ -75,11 +76,11 @@ class Partition:
             ValueError: the file is damaged, or belongs to a data set of other sizes or labels.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(regular(Path(path)).read_text(encoding="utf-8"))
             train, test = (tuple(_index(row) for row in content[key]) for key in ("train", "test"))
             result, digest = cls(train, test), content["digest"]
             found = {key: content[key] for key in _identity(dataset)}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"expected a partition as Partition.save writes it, got {path}: {error!r}") from error
         if result.digest != digest:
             raise ValueError(f"expected a partition with digest {digest}, got {result.digest}: {path} is damaged")

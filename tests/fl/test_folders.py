@@ -1,3 +1,7 @@
+import os
+import shutil
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +133,43 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
 def test_a_folder_round_trips() -> None:
     folder = Folder(path="x", size=None, mode="grey")
     assert datasets.build(datasets.spec(folder)) == folder
+
+
+def test_links_and_pipes_in_a_folder_are_refused_by_name(tmp_path: Path) -> None:
+    _fill(tmp_path / "other", 3)
+    own = tmp_path / "own"
+    for attack, said in (
+        (lambda: (own / "cat" / "link.png").symlink_to("../../other/cat/0.png"), r"link\.png is a link that leads out"),
+        (lambda: (own / "fox").symlink_to("../other/cat"), r"fox is a link that leads out"),
+        (lambda: os.mkfifo(own / "cat" / "pipe.png"), r"a pipe: .*pipe\.png"),
+        (lambda: (own / "cat" / "folder.png").mkdir(), r"a folder: .*folder\.png"),
+        (lambda: (own / os.fsdecode(b"caf\xe9")).mkdir(), r"UTF-8, got 'caf.*udce9'; rename it"),
+    ):
+        shutil.rmtree(own, ignore_errors=True)
+        _fill(own, 3)
+        attack()
+        with pytest.raises(ValueError, match=said):
+            load("folder", path=str(own), size=8)
+    shutil.rmtree(own)
+    _fill(own, 3)
+    (own / "cat" / "again.png").symlink_to("0.png")  # a link within is none of these
+    assert len(load("folder", path=str(own), size=8, test_share=0.34).train) > 3
+
+
+def test_images_are_measured_by_their_header(tmp_path: Path) -> None:
+    _fill(tmp_path, 3)
+    for width, height in ((13_000, 13_000), (2**16, 2**12), (10**5, 10**5), (2**31 - 1, 2**31 - 1)):
+        header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        png = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+        (tmp_path / "cat" / "0.png").write_bytes(
+            png + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+        )
+        with pytest.raises(ValueError, match=r"(at most 67,108,864 pixels|expected an image) in .*0\.png"):
+            load("folder", path=str(tmp_path), size=8)
+
+
+def test_no_other_format_hides_under_a_name(tmp_path: Path) -> None:
+    _fill(tmp_path, 3)
+    Image.new("L", (8, 8)).save(tmp_path / "cat" / "0.png", "GIF")
+    with pytest.raises(ValueError, match=r"expected an image in .*0\.png"):
+        load("folder", path=str(tmp_path), size=8)
