@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from attacks.twice import why_not
 from fl.finite import finite, unfit
 from fl.group import as_one
 from fl.registry import Registry, UnknownNameError
@@ -192,7 +193,13 @@ def attacked(attack: Attack, views: Sequence[ServerView], seeds: Sequence[int]) 
     name = getattr(attack, "name", type(attack).__name__)  # of a class that is not registered in this process
     before = [_versions(view) for view in views]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        results = attack.run(views, seeds)
+        try:
+            results = attack.run(views, seeds)
+        except (RuntimeError, NotImplementedError):
+            found = why_not(views[0])  # one method's views have the network in common
+            if found is None:
+                raise
+            results = [NotApplicable(found, limit=True) for _ in views]
     if len(results) != len(views):
         raise TypeError(f"expected a result of attack {name!r} for each of {len(views)} views")
     for result in results:

@@ -249,9 +249,12 @@ def _cut(
     model = tapped(view.client.predictor, layer, view.task.head)
     weights = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
     probe = torch.full((1, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
-    output = torch.func.functional_call(model, weights, (probe,))
+    try:
+        output = torch.func.functional_call(model, weights, (probe,))
+    except RuntimeError as error:  # what comes behind the layer takes something else than the layer gives
+        return NotApplicable(f"the network does not run up to {layer!r} alone: {error}", limit=True)
     if not isinstance(output, Tensor) or output.shape != (1, *delta.shape):
-        return NotApplicable(f"{layer!r} sees more than one input per image")
+        return NotApplicable(f"{layer!r} sees more than one input per image", limit=True)
     grads = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
     below = [n for n, g in zip(weights, grads, strict=True) if g is not None]
     method = Signal(layer=layer, train_mode=view.method.train_mode)

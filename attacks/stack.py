@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from attacks.problem import Evaluation, Variables
 from attacks.recorded import LONG, STEADY, WORTH, record
 from fl.client import Client
 from fl.types import ServerView
+
+log = logging.getLogger(__name__)
 
 
 class Posed(Protocol):
@@ -60,6 +63,7 @@ class Stack:
         ]
         self.stacked = [torch.stack(columns[i]) for i in self.varying]
         self._recorded: Evaluation | None = None
+        self._apart = False
         self._steady, self._wait = 0, STEADY
 
     def evaluate(self, variables: Variables) -> tuple[Tensor, Variables]:
@@ -79,9 +83,25 @@ class Stack:
                 row = {k: v[0] for k, v in leaves.items()}
                 values = self._value(row, [s[0] for s in self.stacked], stacked=False)[None]
             else:
-                values = vmap(lambda row, mine: self._value(row, mine, stacked=True))(leaves, self.stacked)
+                values = self._together(leaves)
         grads = torch.autograd.grad(values.sum(), list(leaves.values()), materialize_grads=True)
         return values.detach(), dict(zip(leaves, grads, strict=True))
+
+    def _together(self, leaves: Variables) -> Tensor:
+        """The objectives (T,) at once, or one after the other for a network that can't be stacked.
+
+        Functions whose gradient is written by hand, and some recurrent layers, know nothing of `vmap`.
+        """
+        if not self._apart:
+            try:
+                return vmap(lambda row, mine: self._value(row, mine, stacked=True))(leaves, self.stacked)
+            except RuntimeError as error:
+                log.debug("evaluated one by one: %s", str(error).splitlines()[:1])
+                self._apart = True
+        rows = [{k: v[t] for k, v in leaves.items()} for t in range(len(self.problems))]
+        return torch.stack(
+            [self._value(row, [s[t] for s in self.stacked], stacked=False) for t, row in enumerate(rows)]
+        )
 
     def _value(self, row: Variables, mine: list[Tensor], *, stacked: bool) -> Tensor:
         leaves = list(self.leaves)

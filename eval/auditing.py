@@ -158,6 +158,10 @@ class Audit:
                     "failed": found.failed or None,
                     "traceback": None if found.traceback is None else str(found.traceback),
                     "verdict": found.verdict,
+                    "leaked": found.leaked,
+                    "outcomes": [
+                        {"update": one.number, "kind": one.kind, "words": one.words} for one in found.outcomes
+                    ],
                     "labels": found.labels,
                     "verified": found.verified,
                     "private": _counted(found.rows),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.harness import FAULTS
+from fl.copies import copied
 from fl.method import Method
 
 SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
@@ -30,7 +30,7 @@ def classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = 
     Raises:
         ValueError: the model does not run on such images (says on which it does), or returns no logits (B, K).
     """
-    probe = copy.deepcopy(model).eval()
+    probe = copied(model).eval()
     try:
         logits = _run(probe, shape)
     except FAULTS as error:

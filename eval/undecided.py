@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from attacks.base import NotApplicable, Result
 from eval import proof
@@ -35,6 +35,11 @@ class Outcome:
     update: Hashable
     kind: Kind
     words: str = ""
+
+    @property
+    def number(self) -> Any:
+        """The update in plain data: its number, or how a run names it."""
+        return list(self.update) if isinstance(self.update, tuple) else self.update
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from fl import sampling
 from fl.client import Client
+from fl.copies import copied
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.finite import unfit
@@ -238,7 +238,7 @@ def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
     check_model(model, given)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("expected a model with parameters to train, got none; call model.requires_grad_(True)")
-    return copy.deepcopy(model)
+    return copied(model)
 
 
 def _task(

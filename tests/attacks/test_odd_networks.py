@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from attacks.base import NotApplicable, build
+from attacks.base import NotApplicable, Reconstruction, attacks, build
+from benchmarks.reliability.odd_models import STYLES, written
 from fl.capture import from_batch, from_update
 from fl.seeds import stream
 from fl.types import ServerView
@@ -75,3 +78,58 @@ def test_a_network_that_takes_no_single_image_is_refused(attack: str) -> None:
     said = reason(attack, view)
     if attack != "rgap":  # it takes one image alone
         assert "does not run on one image by itself" in said
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_no_style_of_writing_ends_an_attack_with_an_error(style: str) -> None:
+    view = seen(written(style, 1, 3, nn.ReLU()).eval())
+    for name in ("analytic", "rconv", "cascade", "spear", "headless", "rgap", {"name": "ig", "iterations": 1}):
+        result = build(name)(view)
+        assert isinstance(result, Reconstruction) or result.reason
+
+
+def test_a_layer_without_a_second_derivative_is_named() -> None:
+    view = seen(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardsigmoid(), nn.Flatten(), nn.Linear(72, 3)))
+    for name in ("ig", "dlg", "idlg", "gradinversion", "rog"):
+        result = attacks.get(name).example()(view)
+        assert isinstance(result, NotApplicable)
+        assert result.limit
+        assert "torch can't: derivative for aten::hardsigmoid_backward is not implemented" in result.reason
+
+
+@pytest.mark.parametrize("style", ["gated", "own_gradient"])
+def test_networks_that_can_not_be_stacked_are_searched_one_by_one(style: str) -> None:
+    view = seen(written(style, 1, 3, nn.Tanh()))
+    together = build({"name": "ig", "iterations": 2, "restarts": 2})(view)
+    alone = build({"name": "ig", "iterations": 2, "restarts": 2, "stack": 1})(view)
+    assert isinstance(together, Reconstruction)
+    assert isinstance(alone, Reconstruction)
+    assert together.objective == alone.objective
+
+
+def test_a_recurrent_network_is_searched_without_a_record() -> None:
+    result = build({"name": "ig", "iterations": 300, "tv": 0})(seen(Recurrent()))
+    assert isinstance(result, Reconstruction)
+    assert result.objective < 0.5
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9), (1, 9, 1), (2, 1, 1)])
+def test_images_of_one_row_have_a_total_variation(shape: tuple[int, int, int]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(int(torch.tensor(shape).prod()), 4), nn.Tanh(), nn.Linear(4, 3))
+    view = from_batch(model, torch.rand(1, *shape, generator=stream(0, "image")), torch.tensor([1]))[0]
+    result = build({"name": "ig", "iterations": 5})(view)
+    assert isinstance(result, Reconstruction)
+    assert torch.tensor(result.objective).isfinite()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_a_hook_computes_are_no_obstacle_to_a_search(norm: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(norm(nn.Conv2d(1, 2, 3)), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)).eval()
+    model(torch.rand(1, 1, 8, 8))
+    view = seen(model)
+    for name in ("rconv", "cascade", "analytic", "headless", {"name": "ig", "iterations": 300}):
+        result = build(name)(view)
+        assert isinstance(result, Reconstruction) or result.reason
+    assert isinstance(result, Reconstruction)
+    assert not result.given_up

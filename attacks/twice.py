@@ -1,0 +1,64 @@
+"""Whether torch can do with a network what attacks take for granted: differentiate its gradient, and stack it."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+
+from fl.seeds import stream
+from fl.types import ServerView
+
+FAULTS = (RuntimeError, NotImplementedError)
+
+
+def why_not(view: ServerView) -> str | None:
+    """In words, what torch can't do with the view's network that attacks need, or None where it can.
+
+    Args:
+        view: whose network is tried, on noise and as its client trains it.
+    """
+    return _twice(view) or _stacked(view)
+
+
+def _stacked(view: ServerView) -> str | None:
+    """Why the network can't be evaluated for many guesses at once."""
+    model = copy.deepcopy(view.task.model).to(device=view.device, dtype=view.dtype).train(view.method.train_mode)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    images = torch.rand(2, 2, *view.task.input_shape, generator=stream(0, "stacked")).to(view.device, view.dtype)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            vmap(lambda batch: functional_call(model, state, (batch,)))(images)
+        except FAULTS as error:
+            said = " ".join(str(error).split())
+            return f"it evaluates the network for many guesses at once, and torch.func.vmap can't: {said}"
+    return None
+
+
+def _twice(view: ServerView) -> str | None:
+    """Why the network's gradient can't be differentiated by the images.
+
+    Some of torch's layers have no second derivative (Hardsigmoid), nor have functions whose gradient was written by
+    hand for one alone.
+    """
+    model = copy.deepcopy(view.task.model).to(device=view.device, dtype=view.dtype).train(view.method.train_mode)
+    weights = [value for value in model.parameters() if value.requires_grad]
+    count = max((size for steps in view.schedule or () for step in steps for size in step), default=1)
+    draw = stream(0, "twice")
+    images = torch.rand(max(count, 1), *view.task.input_shape, generator=draw)
+    images = images.to(device=view.device, dtype=view.dtype).requires_grad_()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        try:
+            logits: Tensor = model(images)
+            grads = torch.autograd.grad(logits.square().sum(), weights, create_graph=True, allow_unused=True)
+        except FAULTS:
+            return None  # the first derivative is what a client takes itself: it is no fault of the search
+        try:
+            size = sum(grad.square().sum() for grad in grads if grad is not None)
+            torch.autograd.grad(size, [images], allow_unused=True)  # type: ignore[arg-type]
+        except FAULTS as error:
+            said = " ".join(str(error).split())
+            return f"a search differentiates the network's gradient, and torch can't: {said}"
+    return None
