@@ -130,6 +130,12 @@ class Attack:
         """Images that the attacker has before it sees any update, and which are none of those attacked."""
         return None
 
+    def checked(self, view: ServerView, result: Result) -> Result:
+        """The result, verified only where the whole update bears it out (`attacks.borne_out`)."""
+        from attacks.borne_out import checked  # which asks attacks what they know of a view
+
+        return checked(view, result)
+
     def single(self, view: ServerView) -> ServerView | NotApplicable:
         """The view as one of a single client, for an attack that knows no groups; else as it is, if it is finite."""
         if not finite(view.update):
@@ -166,7 +172,9 @@ class ViewAttack(Attack):
         return result
 
     def lead(self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
-        """What `then` makes of the rewritten views, attacked in one stack."""
+        """What `then` makes of the rewritten views, attacked in one stack, checked where the first view can't be."""
+        from attacks.borne_out import checkable
+
         single = [self.single(view) for view in views]
         rewritten = [view if isinstance(view, NotApplicable) else self.rewrite(view) for view in single]
         open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
@@ -175,6 +183,8 @@ class ViewAttack(Attack):
         for i, result in zip(open_to, found, strict=True):
             easier = rewritten[i]
             assert isinstance(easier, ServerView)
+            if not (easier.threat.knows_optimizer or checkable(views[i])):
+                result = self.checked(easier, result)
             if isinstance(result, Reconstruction):
                 result = self.unwrap(views[i], easier, result)
             results[i] = result
@@ -206,7 +216,8 @@ def attacked(attack: Attack, views: Sequence[ServerView], seeds: Sequence[int]) 
         _check_result(name, result)
     if [_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
-    return [_compared(view, result) for view, result in zip(views, results, strict=True)]
+    checked = getattr(attack, "checked", lambda view, result: result)
+    return [_compared(view, checked(view, result)) for view, result in zip(views, results, strict=True)]
 
 
 def _compared(view: ServerView, result: Result) -> Result:
@@ -310,6 +321,12 @@ class Chain(Attack):
     def beforehand(self) -> Batch | None:
         """Those of the attack on the rewritten views."""
         return self.then.beforehand()
+
+    def checked(self, view: ServerView, result: Result) -> Result:
+        """The result, by the first view where that can be asked; else the rewritten one has been (`lead`)."""
+        from attacks.borne_out import checkable
+
+        return super().checked(view, result) if checkable(view) else result
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Rewrite every view, attack those that could be, in one stack."""

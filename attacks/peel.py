@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
+from attacks.base import NotApplicable, Reconstruction, Result, ViewAttack, attacks
 from attacks.headless import Headless, Signal, astray
 from attacks.layer_inputs import given
 from attacks.opened import Opened, open_view
@@ -177,6 +177,10 @@ class Peel(ViewAttack):
             result = Headless().unwrap(view, rewritten, result)
         return replace(result, private={**result.private, **rewritten.received[PEELED]})
 
+    def checked(self, view: ServerView, result: Result) -> Result:
+        """The result as it is: where sizes between tensors are open, both layers have been asked (`_apart`)."""
+        return result
+
     def solve(self, view: ServerView) -> Peeled | NotApplicable:
         """Activations, extractor and its gradient, or why they can't be had."""
         opened = open_view(view)
@@ -195,7 +199,7 @@ class Peel(ViewAttack):
             return NotApplicable("the first layer did not move, and this route reads it")
         heads = update.hidden_from_heads()
         usable = bool(heads.any())
-        apart = 0.0 if opened.view.threat.knows_defense else _apart(update, embedding, heads)
+        apart = 0.0 if opened.view.threat.knows_sizes else _apart(update, embedding, heads)
         if (
             embedding is not None
             and usable

@@ -95,7 +95,7 @@ def attack_cell(
             "round": number,
             "method": _without_optimizer(methods.spec(observed)),
             "attack": _as_before(attack_spec(attack), training.settings["defense"]),
-            "threat": section_spec(threat),
+            "threat": _known(section_spec(threat)),
             "observe": watched,
             # whether LPIPS can be taken depends on the weights at hand, and so do the figures
             "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
@@ -134,6 +134,11 @@ def _as_before(attack: dict[str, Any], defense: object) -> dict[str, Any]:
     return _without_off(attack, LATER - {"balance"} if "noise" in _names(defense) else LATER)
 
 
+def _known(threat: dict[str, Any]) -> dict[str, Any]:
+    """A threat model's settings; without a known optimiser, as in cells from before it could be unknown."""
+    return {key: value for key, value in threat.items() if key != "knows_optimizer" or not value}
+
+
 CHOSE_OPTIMIZER = frozenset({"hfedf", "hfedf-latent", "hyperfedzero", "hypergenfl"})
 """Methods whose settings named an optimiser when the others' did not yet."""
 
@@ -168,7 +173,7 @@ def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
 def run_id(experiment: Experiment) -> str:
     """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
     plain = {key: value for key, value in config.plain(experiment).items() if key != "imports"}
-    plain["method"] = [*map(_without_optimizer, plain["method"])]
+    plain |= {"method": [*map(_without_optimizer, plain["method"])], "threat": _known(plain["threat"])}
     return short_hash({"config": plain, "version": version()})
 
 

@@ -144,6 +144,8 @@ def from_update(
     )
     keep_inputs(task.model, _grey(task, 1))
     client = Client(task, method or _one_step(task.model), defense or Defense())
+    if method is None:  # what nobody stated is not known to be plain SGD
+        threat = replace(threat or ThreatModel(), knows_optimizer=False)
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
     params = client.method.initial(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})

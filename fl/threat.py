@@ -16,6 +16,8 @@ class ThreatModel:
         knows_order: which image was in which step.
         knows_draws: the method's own random numbers.
         knows_defense: the defence and its settings (an adaptive attacker).
+        knows_optimizer: what clients train by. Where it is not known, views name plain SGD, and no result counts as
+            verified unless the whole update bears out that it was.
         knows_private_init: the values private tensors started from before the first round.
         sees_buffers: shared buffers such as batch-norm statistics.
         rounds: how many earlier rounds of the same client it kept.
@@ -30,9 +32,15 @@ class ThreatModel:
     knows_order: bool = False
     knows_draws: bool = False
     knows_defense: bool = True
+    knows_optimizer: bool = True
     knows_private_init: bool = False
     sees_buffers: bool = True
     rounds: int = 0
+
+    @property
+    def knows_sizes(self) -> bool:
+        """Whether an update's tensors can be taken to have the sizes to each other that one rule gave them."""
+        return self.knows_defense and self.knows_optimizer
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():

@@ -23,6 +23,7 @@ KNOWLEDGE = {
     "knows_order": "which image was in which step",
     "knows_draws": "the method's own random numbers",
     "knows_defense": "the defence and its settings",
+    "knows_optimizer": "what clients train by (their optimizer)",
     "knows_private_init": "the values that private tensors started from",
     "sees_buffers": "shared buffers such as batch-norm statistics",
 }

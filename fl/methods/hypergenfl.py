@@ -108,9 +108,9 @@ class HyperGenFL(FedAvg):
     server_optimizer: Literal["sgd", "adamw"] = "adamw"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if type(self.parametrisation) is not Parametrisation:
             raise ValueError("expected parametrisation 'direct': HyperGenFL averages the layers of a network")
+        super().__post_init__()
 
     @classmethod
     def example(cls) -> HyperGenFL:

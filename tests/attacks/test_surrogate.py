@@ -186,7 +186,7 @@ class Apart(FedAvg):
         (ROWS["hyperfl"].method, "peel it first"),
         (ROWS["scaffold"].method, "gradient of its loss"),
         (ROWS["fedsam"].method, "gradient of its loss"),
-        (ByAdam(lr=0.1), "Adam"),
+        (ByAdam(lr=0.1), "adam rescales"),
         (Apart(lr=0.1), "clipped apart"),
     ],
     ids=["hyperfl", "scaffold", "fedsam", "adam", "apart"],

@@ -203,6 +203,8 @@ def test_cells_from_before_optimisers_could_be_chosen_keep_their_ids():
     plain = ids()
     assert ids("method.fedavg.optimizer=sgd") == plain
     assert ids("method.fedavg.optimizer=adam")[0] != plain[0]
+    assert ids("threat.knows_optimizer=true") == plain
+    assert ids("threat.knows_optimizer=false")[1] != plain[1]
     assert "optimizer" not in cells._without_optimizer({"name": "fedavg", "optimizer": "sgd"})
     chosen = {"name": "hfedf", "optimizer": "sgd"}
     assert cells._without_optimizer(chosen) == chosen
