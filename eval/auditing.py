@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.borne_out import CONTRADICTED
 from attacks.explained import DOUBTFUL
 from attacks.spread import Spread
 from eval import beforehand, checks, kept, proof, store, tried, undecided
@@ -22,7 +23,7 @@ from eval.verdict import agreed, few, floor, leaked, unscored, verdict
 from fl.seeds import derive
 from fl.types import ThreatModel
 
-PICTURED = {"settled", "ran", "searched", "gave up"}
+PICTURED = {"settled", "ran", "searched", "gave up", "contradicted"}
 """What attacks come to that bring pictures."""
 
 
@@ -228,7 +229,9 @@ def examine(
         if thrifty:
             sizes = {i: subject.view.batch_size for i, subject in open_to.items()}
             settled |= {i: label for i, result in results.items() if proof.settled(result, sizes[i])}
-    return Audit(name, found, mismatch=next(filter(None, map(_mismatch, subjects)), ""), stopped=stopped)
+    against = (f"{one.attack}: {one.words}" for own in found for one in own.outcomes if one.words == CONTRADICTED)
+    mismatch = next(filter(None, (*map(_mismatch, subjects), *against)), "")
+    return Audit(name, found, mismatch=mismatch, stopped=stopped)
 
 
 def _results(

@@ -7,10 +7,13 @@ from torch import Tensor
 
 from attacks.labels import classifier
 from fl.predict import predict
+from fl.tensors import dense
 from fl.types import Candidate, ServerView
 
 SUM = 0.05
 """Share of its size that the bias's update may sum to: what half precision makes of zero stays below."""
+ALONG = 0.9
+"""Cosine between an update and the weights above which it is no change of them."""
 LEAST = 1e-4
 """Entries smaller than this share of the largest have no sign: rounding may have given it."""
 
@@ -38,6 +41,31 @@ def doubt(view: ServerView) -> str:
     if usual[1] is None or _odd(usual[1], size, rounding):
         return ""
     return _odd(bias, size, rounding)
+
+
+def weights(view: ServerView) -> str:
+    """Why the update seems to be weights and no difference of them; empty where it does not.
+
+    What one round changes is neither as long as the weights nor along them; decay is along them, and far shorter.
+
+    Args:
+        view: of a captured update.
+    """
+    names = [name for name, value in view.update.items() if name in view.shared and dense(value).ndim > 1]
+    pairs = [
+        (dense(view.update[name]).double().flatten(), dense(view.shared[name]).double().flatten()) for name in names
+    ]
+    if not pairs:
+        return ""
+    moved, sent = (torch.cat(part) for part in zip(*pairs, strict=True))
+    size, whole = float(moved.norm()), float(sent.norm())
+    along = float(moved @ sent) / (size * whole) if size and whole else 0.0
+    if not (abs(along) > ALONG and 0.5 < size / whole < 2):
+        return ""
+    return (
+        f"the update seems to be weights and not their change: it is {size / whole:.2g} times as long as the model's "
+        f"weights, and along them (cosine {along:.2f}); give weights before - after"
+    )
 
 
 def _odd(bias: Tensor, images: int, rounding: float) -> str:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attacks.base import NotApplicable, Result
+from attacks.borne_out import CONTRADICTED, UNTOLD
 from eval import proof
 from eval.report.summary import FEWEST
 from eval.report.words import join
 from eval.score import Row
 
-Kind = Literal["settled", "ran", "searched", "gave up", "limit", "fact", "blind"]
+Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind"]
 """What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right
-and was not; it can't tell; its search gave up; a limit of its own stopped it; a fact about the update did; it is after
-no images."""
+and was not; it can't tell; its search gave up; the rest of the update contradicts what it found, or leaves open whether
+it was plain SGD; a limit of its own stopped it; a fact about the update did; it is after no images."""
 COVERED = {"rconv": "cascade", "rgap": "cascade", "analytic": "cascade"}
 """Attacks whose limits do not count where another, which takes every network that they do, has an answer."""
 
@@ -79,6 +80,8 @@ def outcome(attack: str, update: Hashable, result: Result, size: int | None) -> 
         return Outcome(attack, update, "gave up", result.given_up)
     if proof.settled(result, size):
         return Outcome(attack, update, "settled")
+    if words := _contradicted(result.note):
+        return Outcome(attack, update, "contradicted", words)
     return Outcome(attack, update, _kind(result.verified, pictured=result.inputs is not None))
 
 
@@ -98,7 +101,14 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
         return Outcome(attack, update, "gave up", str(first["given_up"]))
     if proof.rows_settled(rows):
         return Outcome(attack, update, "settled")
+    if words := _contradicted(str(first.get("note", ""))):
+        return Outcome(attack, update, "contradicted", words)
     return Outcome(attack, update, _kind(first.get("verified"), pictured=bool(first.get("candidates"))))
+
+
+def _contradicted(note: str) -> str:
+    """What an attack notes where the rest of the update does not bear its picture out, or nothing."""
+    return next((words for words in (CONTRADICTED, UNTOLD) if words in note), "")
 
 
 def _kind(verified: bool | None, *, pictured: bool) -> Kind:
@@ -120,7 +130,7 @@ def opened(outcomes: Sequence[Outcome]) -> list[Open]:
     for own in updates.values():
         if any(one.kind == "settled" for one in own):
             continue
-        for one in (*_limits(own), *(one for one in own if one.kind == "gave up")):
+        for one in (*_limits(own), *(one for one in own if one.kind in {"gave up", "contradicted"})):
             stopped.setdefault(one.kind, []).append(one)
         if all(one.kind == "fact" for one in own):
             stopped.setdefault("fact", []).append(own[-1])
@@ -160,6 +170,9 @@ def _told(kind: Kind | str, found: Sequence[Outcome], total: int) -> Open:
             "write the network, with the same weights, of layers that these attacks undo, or raise the setting that is "
             "named",
         )
+    if kind == "contradicted":
+        remedy = "state how the client trained: --method '{name: fedavg, optimizer: adam, lr: 0.001}', say"
+        return Open(f"what {join(names)} found is not borne out{some}", why, remedy)
     if kind == "gave up":
         return Open(
             f"the search of {join(names)} failed{some}",

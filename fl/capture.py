@@ -32,6 +32,7 @@ from fl.fits import (
     keep_inputs,
     no_tensor,
     some,
+    untied,
 )
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -183,6 +184,8 @@ def _captured(
         raise ValueError(f"expected what the server sent as `shared`, got none: the model itself has no {foreign[0]!r}")
     why = dict.fromkeys(task.buffers, "a buffer, not a parameter: leave it out")
     why |= dict.fromkeys(frozen(task.model), "frozen by requires_grad=False, so not trained: leave it out")
+    update = untied(task.model, update) if isinstance(update, Mapping) else update
+    shared = untied(task.model, shared) if isinstance(shared, Mapping) else shared
     sent = expected if shared is None else _like(shared, expected, why, "shared")
     taken = _like(update, expected, why, kind)
     if kind == "gradient":
@@ -281,6 +284,8 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
     if missing or unknown:
         parts = [f"missing {some([repr(name) for name in missing])}"] if missing else []
         likely = missing or list(expected)
+        if given and missing and not unknown:
+            parts.append("what was not trained or not sent is frozen: call requires_grad_(False) on these in the model")
         parts += [f"unexpected {some([_hint(name, likely, why) for name in unknown])}"] if unknown else []
         raise ValueError(f"{what}: expected a tensor for each of {len(expected)} names; {'; '.join(parts)}")
     result: Tensors = {}

@@ -217,6 +217,23 @@ def head_of(model: nn.Module, head: str | None, num_classes: int) -> str:
     return f"{name}." if name else ""
 
 
+def untied(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the first name of each parameter, where a state dictionary has tied ones by each of their names.
+
+    Raises:
+        ValueError: names of one parameter have different numbers.
+    """
+    found, first = dict(given), dict[int, str]()
+    for name, value in model.named_parameters(remove_duplicate=False):
+        own = first.setdefault(id(value), name)
+        if own == name or name not in found:
+            continue
+        alias = found.pop(name)
+        if not torch.equal(torch.as_tensor(found.setdefault(own, alias)), torch.as_tensor(alias)):
+            raise ValueError(f"expected the same numbers for {own!r} and {name!r}, which are one parameter, got two")
+    return found
+
+
 def no_tensor(value: object) -> str:
     """What stands in a tensor's place, and how it becomes one."""
     hint = "; torch.from_numpy makes one of it" if isinstance(value, np.ndarray) else ""

@@ -222,7 +222,10 @@ def test_a_captured_update(mine, tmp_path, suffix):
         (["MINE:whole", "--attack", "crash", "--out", "text.pt/below"], "expected --out as a folder to write to"),
         (["--update", "UPDATE", "--model", "MINE:whole", "--batch-size", "5"], "give a smaller --batch-size"),
         (["--update", "UPDATE", "--model", "MINE:whole", "--input-shape", "1,4,16"], "true images of --input-shape"),
-        (["--update", "OBJECT", "--model", "MINE:build", "--input-shape", "1,8,8"], "got other objects\n"),
+        (
+            ["--update", "OBJECT", "--model", "MINE:build", "--input-shape", "1,8,8"],
+            "got other objects; pickle can run code",
+        ),
         (["--update", "TEXT", "--model", "MINE:build", "--input-shape", "1,8,8"], "as .pt, or other objects in it\n"),
         (["--update", "JUNK", "--model", "MINE:build", "--input-shape", "1,8,8"], "as .npz, or other objects in it\n"),
         (["--update", "UPDATE", "--model", "MINE:build", "--count", "3"], "--count does not go with --update"),

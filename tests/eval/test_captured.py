@@ -58,7 +58,9 @@ def test_a_whole_state_is_taken_and_its_buffers_are_what_the_server_sees_after_t
     update = change(model, batch)
     captured = fitted(Captured(update), model)
     assert captured.update.keys() == dict(model.named_parameters()).keys()
-    assert captured.notes == ("3 buffer(s) of the file (running statistics, say) are no part of the update",)
+    assert captured.notes == (
+        "3 buffer(s) of the file (running statistics, say) are no part of the update; attacks are told how they moved",
+    )
     found = subject(model, update, batch, 4)
     assert not found.mismatched
     seen, _ = from_batch(model, batch.inputs, batch.labels, method=FedAvg(steps=1, batch_size=None, lr=0.1))
@@ -120,10 +122,15 @@ def test_one_dictionary_inside_another_is_the_update(tmp_path):
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        ({"a": {"x": torch.ones(1)}, "b": {"x": torch.ones(1)}}, "got a dict under 'a': save the dictionary in it"),
-        ({"w": torch.ones(1), "more": {"x": torch.ones(1)}}, "got a dict under 'more': save the dictionary in it"),
+        ({"a": {"x": torch.ones(1)}, "b": {"x": torch.ones(1)}}, "or two called 'before' and 'after', got 'a' and 'b'"),
+        (
+            {"w": torch.ones(1), "more": {"x": torch.ones(1)}},
+            "got a dict under 'more': save the update, weights",
+        ),
         ({"w": torch.ones(1), "lr": 0.1}, "got a float under 'lr': leave it out"),
-        ([torch.ones(1)], "a dictionary, got list"),
+        ([torch.ones(1)], "got a list of 1 without names: their names are those of model.state_dict()"),
+        (torch.ones(1), "a dictionary, got Tensor"),
+        ({}, "got none"),
     ],
 )
 def test_what_is_no_tensor_is_named(tmp_path, held, words):
