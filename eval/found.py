@@ -18,7 +18,7 @@ from torch import Tensor
 from attacks.base import NotApplicable, Reconstruction, Result
 from eval.cells import code
 from fl.checkpoint import DAMAGED
-from fl.files import replacing
+from fl.files import make, replacing
 from fl.tensors import Tensors, dense, each
 from fl.types import ServerView
 
@@ -64,7 +64,7 @@ class Found:
             self._last = time.monotonic()
 
     def _write(self, results: Mapping[int, Result]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make(self.folder)
         told = {i: {"mark": self._mark(i), **_plain(result)} for i, result in results.items()}
         arrays = {f"{i}/{name}": a for i, result in results.items() for name, a in _arrays(result).items()}
         text = json.dumps({"code": code(), "results": told})

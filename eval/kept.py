@@ -17,6 +17,7 @@ from eval import store
 from eval.results import draw
 from eval.rundir import LOCK, RUN
 from eval.subjects import Subject
+from fl.files import make, replacing
 from fl.paths import inside, regular
 
 FILE = "audit.json"
@@ -84,13 +85,14 @@ def pictures(path: Path, subjects: Mapping[int, Subject], results: Mapping[int, 
     originals = [truth.inputs.cpu() for truth in truths if truth is not None]
     if not found:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
     arrays = {"reconstruction": _stored(torch.cat(found))}
     if originals:
         arrays["original"] = _stored(torch.cat(originals))
-    np.savez_compressed(path.with_suffix(".npz"), **{name: value.numpy() for name, value in arrays.items()})  # type: ignore[arg-type]
+    with replacing(path.with_name(f"{path.name}.npz")) as file:
+        np.savez_compressed(file, **{name: value.numpy() for name, value in arrays.items()})  # type: ignore[arg-type]
     shown = [arrays[name] for name in ("original", "reconstruction") if name in arrays]
-    draw(torch.cat(shown), path.with_suffix(".png"), columns=len(arrays["reconstruction"]))
+    draw(torch.cat(shown), path.with_name(f"{path.name}.png"), columns=len(arrays["reconstruction"]))
 
 
 def _stored(images: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ that it splits and every way in which it does; neither depends on what was compu
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from eval import store
 from eval.plan import Plan
 from eval.worlds import World
 from fl.data import overlap
+from fl.files import replacing_folder
 
 FOLDER = "partitions"
 
@@ -31,15 +30,12 @@ def worlds(plan: Plan) -> list[tuple[World, dict[str, Any]]]:
 
 def write(plan: Plan, folder: Path) -> None:
     """Put the partitions of a run in place of those that were in its folder."""
-    new, old = folder / f".{FOLDER}.new", folder / FOLDER
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    for number, (world, about) in enumerate(worlds(plan), 1):
-        world.partition.save(new / f"{number}.json", world.dataset, about)
-        words = overlap.lines(overlap.report(world.partition, world.dataset))
-        store.write_text(new / f"{number}.txt", "\n".join([f"methods: {', '.join(about['methods'])}", *words]) + "\n")
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(new, old)
+    with replacing_folder(folder / FOLDER) as new:
+        for number, (world, about) in enumerate(worlds(plan), 1):
+            world.partition.save(new / f"{number}.json", world.dataset, about)
+            words = [f"methods: {', '.join(about['methods'])}"]
+            words += overlap.lines(overlap.report(world.partition, world.dataset))
+            store.write_text(new / f"{number}.txt", "\n".join(words) + "\n")
 
 
 def notes(found: Sequence[Mapping[str, Any]]) -> list[str]:

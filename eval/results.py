@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,8 +35,9 @@ from eval.score import Row
 from eval.tables import Table
 from eval.training import ROUNDS
 from eval.watching import IMAGES, PICTURES
+from fl.files import remove, replacing, replacing_folder
 
-CONFIG, ENVIRONMENT, TABLE = "config.yaml", "env.json", "table.md"
+CONFIG, ENVIRONMENT, TABLE, PICTURED = "config.yaml", "env.json", "table.md", "images"
 log = logging.getLogger(__name__)
 NOTHING = "no attack was asked for"
 _PACKAGES = ("hyperleak", "torch", "torchvision", "numpy", "scipy", "scikit-image", "lpips", "opacus")
@@ -55,7 +54,8 @@ def assemble(plan: Plan, folder: RunDir) -> list[Row]:
     images = [row for training in done for row in _images(training, folder, rounds[training])]
     store.replace_rows(path / IMAGES, images)
     _write_claims([(training, rounds[training]) for training in done], folder)
-    _write_pictures(done, folder)
+    with replacing_folder(path / PICTURED) as new:
+        _write_pictures(done, folder, new)
     partitions.write(plan, path)
     return images
 
@@ -122,7 +122,7 @@ def _write_claims(trainings: Sequence[tuple[Training, list[Row]]], folder: RunDi
     if found:
         store.replace_rows(folder.path / PRIVACY, found)
     else:
-        (folder.path / PRIVACY).unlink(missing_ok=True)
+        remove(folder.path / PRIVACY)
 
 
 def _head(training: Training) -> Row:
@@ -168,10 +168,7 @@ def _accuracies(rounds: Sequence[Row]) -> Row:
     return found
 
 
-def _write_pictures(trainings: Sequence[Training], folder: RunDir) -> None:
-    new, old = folder.path / ".images.new", folder.path / "images"
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
+def _write_pictures(trainings: Sequence[Training], folder: RunDir, new: Path) -> None:
     finished = {
         (training.method.label, training.defense.label, watch.attack.label, watch.round, training.seed): watch.cell
         for training in trainings
@@ -187,10 +184,9 @@ def _write_pictures(trainings: Sequence[Training], folder: RunDir) -> None:
         except ValueError as error:
             log.warning("%s; they are left out; remove cells/%s to make them again", error, finished[key].id)
             continue
-        shutil.copyfile(source, new / f"{name}.npz")
+        with replacing(new / f"{name}.npz") as file:
+            file.write(source.read_bytes())
         draw(torch.cat(both), new / f"{name}.png", columns=len(both[0]))
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(new, old)
 
 
 def draw(images: Tensor, path: Path, columns: int) -> None:
@@ -202,7 +198,8 @@ def draw(images: Tensor, path: Path, columns: int) -> None:
         return
     enlarged = max(1, 96 // images.shape[-1])
     shown = images.nan_to_num(0).clamp(0, 1).repeat_interleave(enlarged, -1).repeat_interleave(enlarged, -2)
-    save_image(shown, path, nrow=columns, pad_value=1.0)
+    with replacing(path) as file:
+        save_image(shown, file, format="png", nrow=columns, pad_value=1.0)
 
 
 def _commit(checkout: Path) -> str | None:

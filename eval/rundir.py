@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,11 +24,13 @@ from typing import Any
 
 from eval import store
 from eval.cells import Cell, code
-from fl.files import sync
+from fl.files import PART, force, make, refuse_link, remove, swap, sweep, sync
 from fl.guard import leave_if_unguarded
 from fl.paths import inside, regular
 
 RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
+FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report"), ("cells", "checkpoints")
+"""Folders of a run, and those of them that hold a folder for every cell."""
 FOUND = "found"
 """In the folder of an attack that is not finished: what it has found so far."""
 OLDER = {"config.yaml", "images.jsonl"}
@@ -72,7 +73,7 @@ class Checkpoints:
 
     def path(self, number: int) -> Path:
         """The file of the state after `number` rounds."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make(self.folder)
         return self.folder / f"round-{number:05d}.npz"
 
     def rounds(self) -> list[int]:
@@ -85,9 +86,9 @@ class Checkpoints:
         """Remove all but those of the rounds `wanted`."""
         for number in self.rounds():
             if number not in wanted:
-                self.path(number).unlink()
+                remove(self.path(number))
         if not wanted and self.folder.is_dir():
-            shutil.rmtree(self.folder)
+            remove(self.folder)
             with suppress(OSError):  # others may have some
                 self.folder.parent.rmdir()
 
@@ -127,9 +128,18 @@ class RunDir:
         for name in (LOCK, LOG):
             if os.path.lexists(path := self.path / name) and (path.is_symlink() or not path.is_file()):
                 raise ValueError(f"expected {path} as a file, got a link or a pipe; remove it, or choose another --out")
-        entries = {entry.name for entry in self.path.iterdir()} - {LOCK, LOG}
+        self._refuse_links()
+        entries = {entry.name for entry in self.path.iterdir() if not PART.fullmatch(entry.name)} - {LOCK, LOG}
         if entries and RUN not in entries and not entries >= OLDER:
             raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
+
+    def _refuse_links(self) -> None:
+        """Nothing is computed or written where a link leads elsewhere."""
+        for name in FOLDERS:
+            refuse_link(self.path / name)
+            if name in NESTED and (self.path / name).is_dir():
+                for entry in (self.path / name).iterdir():
+                    refuse_link(entry)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -141,9 +151,18 @@ class RunDir:
         """
         leave_if_unguarded()
         self.check()
-        self.path.mkdir(parents=True, exist_ok=True)
+        make(self.path)
         with held(self.path):
+            self._sweep()
             yield
+
+    def _sweep(self) -> None:
+        """Take away what a process that was killed was about to write."""
+        within = [self.path, *(self.path / name for name in FOLDERS)]
+        within += [entry for name in NESTED if (self.path / name).is_dir() for entry in (self.path / name).iterdir()]
+        for folder in [*within, *(entry / FOUND for entry in within)]:
+            if folder.is_dir():
+                sweep(folder)
 
     @contextmanager
     def logged(self) -> Iterator[None]:
@@ -217,23 +236,20 @@ class RunDir:
     def part(self, cell: Cell) -> Path:
         """The folder in which a cell is computed."""
         folder = self.cells / f"{cell.id}.part"
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
         return folder
 
     def finish(self, cell: Cell, seconds: float) -> None:
         """Make the cell's folder the finished one, at once."""
         folder = self.part(cell)
-        (folder / TRACEBACK).unlink(missing_ok=True)
+        remove(folder / TRACEBACK)
         about = {"settings": cell.settings, "code": code(), "seconds": round(seconds, 3)}
         store.write_text(folder / CELL, json.dumps(about, indent=2) + "\n")
-        if (folder / FOUND).is_dir():
-            shutil.rmtree(folder / FOUND)
+        remove(folder / FOUND)
         for path in folder.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(self.cells / cell.id, ignore_errors=True)  # a damaged one
-        os.replace(folder, self.cells / cell.id)
-        sync(self.cells)
+            force(path)
+        sync(folder)
+        swap(folder, self.cells / cell.id)  # in the place of a damaged one, if there is one
 
     def fail(self, cell: Cell, text: str) -> Path:
         """Keep the traceback of a cell that failed; returns the file."""

@@ -6,12 +6,13 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fl.files import replacing
+from fl.files import make, replacing
 from fl.paths import regular
 
 LONGEST = 2**26
@@ -33,12 +34,12 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
         TypeError: a row holds something JSON cannot express.
     """
     path, lines = Path(path), list(_lines(rows))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
     with _locked(path.parent), replacing(path) as file:
         if path.exists():
             with path.open("rb") as old:
                 shutil.copyfileobj(old, file)
-            shutil.copymode(path, file.name)
+            os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
         file.writelines(lines)
 
 

@@ -17,6 +17,7 @@ from eval.score import Row
 from fl import checkpoint
 from fl.client import Client
 from fl.federation import Federation
+from fl.files import remove
 from fl.protocol import Protocol
 from fl.record import Record
 
@@ -170,7 +171,7 @@ def _restore(federation: Federation, checkpoints: Checkpoints, limit: int) -> in
             checkpoint.load(checkpoints.path(number), federation)
         except ValueError as error:
             log.warning("%s is left out: %s", checkpoints.path(number).name, error)
-            checkpoints.path(number).unlink()
+            remove(checkpoints.path(number))
             continue
         return number
     return None

@@ -27,6 +27,7 @@ from eval.score import Row, score
 from eval.worlds import Victim
 from fl.client import Client
 from fl.federation import Federation
+from fl.files import replacing
 from fl.group import combine
 from fl.seeds import derive
 from fl.simulate import Truth, observe
@@ -144,7 +145,8 @@ def attack(
     store.replace_rows(folder / IMAGES, rows)
     if pairs:
         original, found = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
-        np.savez_compressed(folder / PICTURES, original=original, reconstruction=found)
+        with replacing(folder / PICTURES) as file:
+            np.savez_compressed(file, original=original, reconstruction=found)
 
 
 def _observed(

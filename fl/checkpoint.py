@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fl.federation import Federation
-from fl.files import replacing
+from fl.files import make, replacing
 from fl.simulate import ClientState
 from fl.tensors import Payloads, Tensors, dense
 
@@ -30,7 +30,7 @@ def save(path: Path, run: Federation) -> None:
     arrays[_PAYLOADS] = np.array(json.dumps(_payloads(run)))  # some may be empty
     arrays |= {name: dense(value).detach().cpu().numpy() for name, value in _named(run)}
     arrays[_DIGEST] = np.array(_digest(arrays))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
     with replacing(path) as file:
         np.savez(file, **arrays)
 

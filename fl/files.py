@@ -1,12 +1,34 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are there whole or not at all, and that are never written through a link.
+
+What is being written has a random name in the folder of its place, is made by whoever writes it alone and held by a
+lock as long as they live: what a dead process left is known by that lock being free, and goes away.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import io
 import os
+import re
+import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+KEPT = 40
+"""Characters of a place's name that the name of what will take it begins with."""
+PART = re.compile(r"\.(.*)\.[0-9a-f]{16}\.part")
+
+
+def step(kind: str, path: Path) -> None:
+    """Asked before everything that changes the disk or takes much memory; does nothing, unless a test has it fail.
+
+    Args:
+        kind: "open", "write", "fsync", "rename", "mkdir", "remove" or "allocate".
+        path: of what.
+    """
 
 
 @contextmanager
@@ -14,24 +36,178 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """An open file whose content takes the place of `path`, in one step, when the block ends without an error.
 
     Args:
-        path: of the file; its folder must exist. A file that is there stays as it is until then.
+        path: of the file; its folder must exist. A file that is there stays as it is until then; a link is replaced,
+            and what it leads to left alone.
     """
-    part = path.with_name(f".{path.name}.part")  # one name: what a dead process left is written over
+    sweep(path.parent, path.name)
+    raw = _created(path)
+    part = Path(raw.name)
     try:
-        with part.open("wb") as file:
+        with io.BufferedWriter(raw) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+            step("fsync", path)
+            os.fsync(raw.fileno())
+            step("rename", path)
+            part.replace(path)  # while it is held
     finally:
         part.unlink(missing_ok=True)
     sync(path.parent)
 
 
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of `path`, with all that is in it, when the block ends without an error.
+
+    Raises:
+        ValueError: `path` is a link.
+    """
+    refuse_link(path)
+    with scratch(path) as new:
+        yield new
+        for name in os.listdir(new):
+            force(new / name)
+        sync(new)
+        swap(new, path)
+
+
+@contextmanager
+def scratch(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path` that is gone when the block ends, however it ends."""
+    sweep(path.parent, path.name)
+    new, descriptor = _made(path)
+    try:
+        yield new
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        os.close(descriptor)
+
+
+def swap(new: Path, path: Path) -> None:
+    """Put a file or folder in the place of another; where that fails the old one stays."""
+    old = _beside(path)
+    if path.is_dir() and not path.is_symlink():
+        step("rename", path)
+        path.replace(old)
+    try:
+        step("rename", new)
+        new.replace(path)
+    except BaseException:
+        if old.exists():
+            old.replace(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    sync(path.parent)
+
+
+def make(folder: Path) -> None:
+    """Make a folder, and those above it, where it is not there."""
+    if not folder.is_dir():
+        step("mkdir", folder)
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Take away a file or folder that may be there; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        step("remove", path)
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        step("remove", path)
+        path.unlink()
+
+
+def refuse_link(path: Path) -> None:
+    """Nothing is written through links that somebody else may have put into a folder.
+
+    Raises:
+        ValueError: `path` is one.
+    """
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, and what is written there would be elsewhere; remove it")
+
+
+def force(path: Path) -> None:
+    """Make a file's content last."""
+    step("fsync", path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync(folder: Path) -> None:
     """Make renamings in a folder last."""
+    step("fsync", folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sweep(folder: Path, name: str | None = None) -> None:
+    """Take away what processes that are dead were about to put into a folder.
+
+    Args:
+        folder: which.
+        name: only what was to take the place of this; None takes away all.
+    """
+    for entry in os.scandir(folder):
+        found = PART.fullmatch(entry.name)
+        if found is None or entry.is_symlink() or (name is not None and found[1] != name[:KEPT]):
+            continue
+        with suppress(OSError):  # of others, or gone by now
+            descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
+            finally:
+                os.close(descriptor)
+
+
+class _Raw(io.FileIO):
+    """A new file, every write to which can be made to fail."""
+
+    def write(self, content: object) -> int:
+        step("write", Path(str(self.name)))
+        return super().write(content)  # type: ignore[arg-type]
+
+
+def _created(path: Path) -> _Raw:
+    """A new file beside `path`, held."""
+    while True:
+        step("open", path)
+        raw = _Raw(str(_beside(path)), "xb", opener=_opener)
+        if _held(raw.fileno()):
+            return raw
+        raw.close()
+
+
+def _made(path: Path) -> tuple[Path, int]:
+    """A new folder beside `path`, held."""
+    while True:
+        step("mkdir", path)
+        new = _beside(path)
+        new.mkdir()
+        descriptor = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        if _held(descriptor):
+            return new, descriptor
+        os.close(descriptor)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name[:KEPT]}.{secrets.token_hex(8)}.part")
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _held(descriptor: int) -> bool:
+    """Whether what was just made is this process's, and not taken for a dead one's before it was locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, where no one can take it for abandoned either
+        return True
+    return os.fstat(descriptor).st_nlink > 0

@@ -8,10 +8,10 @@ from pathlib import Path
 from eval.report import html, markdown
 from eval.report.content import build
 from eval.report.load import reading
-from fl.files import replacing
+from fl.files import make, refuse_link, remove, replacing, sweep
 
 HTML, MARKDOWN = "report.html", "report.md"
-_OURS = re.compile(r"(picture-\d+-(best|median|worst|only)-(original|reconstruction)\.png|[a-z0-9-]+\.svg|\..*\.part)")
+_OURS = re.compile(r"(picture-\d+-(best|median|worst|only)-(original|reconstruction)\.png|[a-z0-9-]+\.svg)")
 
 
 def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
@@ -31,19 +31,21 @@ def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
         ValueError: a file in it is damaged; says which.
     """
     folder = Path(folder)
+    beside = folder / markdown.FOLDER
+    refuse_link(beside)  # before the work
     with reading(folder):
         report = build(folder, show=show)
         page = html.render(report)
         text, shown = markdown.render(report)
-    beside = folder / markdown.FOLDER
-    beside.mkdir(exist_ok=True)
+    make(beside)
+    sweep(beside)
     for name, content in shown.items():
         _put(beside / name, content)
     _put(folder / HTML, page.encode())
     _put(folder / MARKDOWN, text.encode())
-    for path in beside.iterdir():
+    for path in [*beside.iterdir()]:
         if path.name not in shown and _OURS.fullmatch(path.name):
-            path.unlink()
+            remove(path)
     return folder / HTML, folder / MARKDOWN
 
 

@@ -13,7 +13,7 @@ import pytest
 from support.runs import run, tiny
 from support.tiny import Registered
 
-from eval import config, harness, results, rundir, store, training
+from eval import config, harness, report, results, rundir, store, training
 from eval.report.load import load
 from eval.rundir import BusyError, Checkpoints, RunDir
 from eval.store import read_rows
@@ -359,3 +359,34 @@ def test_a_run_that_is_a_pipe_is_none(tmp_path):
 def test_no_command_of_somebody_else_is_recommended(tmp_path, command, said):
     (tmp_path / "run.json").write_text(json.dumps({"command": command, "cells": []}))
     assert said in str(RunDir(tmp_path).unfinished())
+
+
+@pytest.mark.parametrize("name", ["cells", "checkpoints", "images", "partitions", "report", "cells/0123456789ab.part"])
+def test_folders_that_are_links_are_refused_before_anything_is_written(tmp_path, name):
+    run(tiny("attack=guess"), tmp_path / "a")
+    place, elsewhere = tmp_path / "a" / name, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if place.exists():
+        place.rename(tmp_path / "before")
+    place.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="is a link"), RunDir(tmp_path / "a").locked():
+        pass
+    assert not list(elsewhere.iterdir())
+    if name == "report":
+        with pytest.raises(ValueError, match="is a link"):
+            report.write(tmp_path / "a")
+        assert not list(elsewhere.iterdir())
+
+
+def test_what_a_killed_process_left_goes_away(tmp_path):
+    run(tiny("attack=guess"), tmp_path / "a")
+    (tmp_path / "a" / "report").mkdir()
+    left = [
+        tmp_path / "a" / place / f".x.{'0' * 16}.part"
+        for place in ("", "report", "images", next((tmp_path / "a" / "cells").iterdir()).relative_to(tmp_path / "a"))
+    ]
+    for path in left:
+        path.write_text("cut o")
+    with RunDir(tmp_path / "a").locked():
+        pass
+    assert not [path for path in left if path.exists()]
