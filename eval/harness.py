@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from attacks.spread import Spread
-from eval import partitions, store, training, watching
+from eval import partitions, seal, store, training, watching
 from eval.cells import Cell, code, run_id, version
 from eval.faults import FAULTS
 from eval.plan import Plan, Scene, Training, Watch, prepare
-from eval.rundir import RUN, RunDir
+from eval.rundir import FILES, RUN, LostLockError, RunDir
 from fl.federation import Federation
 from fl.guard import UnguardedError
 
@@ -116,6 +116,11 @@ class _Job:
         done = {cell.id: cell for _, cell in self.plan.cells() if self.folder.finished(cell)}
         if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != code()]:
             log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
+        if older := [cell for cell in done.values() if FILES not in self.folder.about(cell)]:
+            log.warning(
+                "%d finished cells are of an older version, which kept no digests: not checked",
+                len(older),
+            )
         for one in self.plan.trainings:
             self.go(one)
         self.say("failed" if self.failures else "finished")
@@ -197,7 +202,7 @@ class _Job:
         try:
             yield
             self.folder.finish(cell, time.perf_counter() - began)
-        except UnguardedError:  # true of every other cell as well
+        except (UnguardedError, LostLockError):  # true of every other cell as well
             raise
         except FAULTS as error:
             kept = self.folder.fail(cell, traceback.format_exc()).relative_to(self.folder.path)
@@ -219,13 +224,14 @@ class _Job:
             "status": status,
             "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
         }
-        store.write_text(self.folder.path / RUN, json.dumps(about, indent=2) + "\n")
+        store.write_text(self.folder.path / RUN, json.dumps(seal.sealed(about), indent=2) + "\n")
 
     def _about(self, name: str, cell: Cell) -> dict[str, object]:
         about: dict[str, object] = {"id": cell.id, "kind": cell.settings["kind"], "name": name}
         if self.folder.finished(cell):
             known = self.folder.about(cell)
-            return {**about, "status": "finished", "seconds": known["seconds"], "code": known["code"]}
+            checked = {} if FILES in known else {"checked": False}
+            return {**about, "status": "finished", "seconds": known["seconds"], "code": known["code"], **checked}
         if cell.id in self.failures:
             failure = self.failures[cell.id]
             return {**about, "status": "failed", "reason": failure.reason, "traceback": failure.traceback}

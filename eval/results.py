@@ -178,6 +178,11 @@ def _write_pictures(trainings: Sequence[Training], folder: RunDir, new: Path) ->
     for key, name in picture_names(finished).items():
         source = folder.file(finished[key], PICTURES)
         if not source.is_file():
+            if folder.lost(finished[key]):
+                log.warning(
+                    "the pictures of %s are gone from cells/%s, so none are shown; remove it to make them again",
+                    *(name, finished[key].id),
+                )
             continue
         try:
             both = [torch.from_numpy(images) for images in read_pictures(source)]

@@ -1,8 +1,8 @@
 """The folder of a run: finished cells, those being computed, checkpoints, and who may write.
 
 ```
-DIR/cells/ID/             a finished cell: cell.json (settings, seconds, code) and its rows, written once; one whose
-                          cell.json can't be read counts as unfinished
+DIR/cells/ID/             a finished cell: cell.json (settings, seconds, code, its files' digests) and its rows, written
+                          once; one that is not as its cell.json says counts as unfinished
 DIR/cells/ID.part/        one that is not: what there is so far, and traceback.txt if it failed
 DIR/checkpoints/ID/       of a training: round-00010.npz, as long as some unfinished cell needs it
 DIR/run.json, log.txt     what the run is and how far it is
@@ -19,11 +19,12 @@ import re
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval import store
-from eval.cells import Cell, code
+from eval import seal, store
+from eval.cells import Cell, code, short_hash
 from fl.files import PART, force, make, refuse_link, remove, swap, sweep, sync
 from fl.guard import leave_if_unguarded
 from fl.paths import inside, regular
@@ -31,6 +32,8 @@ from fl.paths import inside, regular
 RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
 FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report"), ("cells", "checkpoints")
 """Folders of a run, and those of them that hold a folder for every cell."""
+ROUNDS, FILES, SPARED = "rounds.jsonl", "files", ("pictures.npz",)
+"""The rows of a training; in `cell.json`, the digests of a cell's files; what an archive of cells may leave out."""
 FOUND = "found"
 """In the folder of an attack that is not finished: what it has found so far."""
 OLDER = {"config.yaml", "images.jsonl"}
@@ -44,8 +47,41 @@ class BusyError(ValueError):
     """Another process is writing to the folder."""
 
 
+class LostLockError(ValueError):
+    """The lock of the folder that is written to is gone, so that another process may be writing there, too."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The lock of a folder.
+
+    Attributes:
+        path: of the lock's file.
+        descriptor: of the same, open.
+    """
+
+    path: Path
+    descriptor: int
+
+    def check(self) -> None:
+        """Whether it still keeps others out.
+
+        Raises:
+            LostLockError: its file was removed, or another is in its place.
+        """
+        try:
+            there = os.stat(self.path, follow_symlinks=False).st_ino
+        except OSError:
+            there = None
+        if there != os.fstat(self.descriptor).st_ino:
+            raise LostLockError(
+                f"{self.path} was removed or replaced while this run was writing there, so that another process may be "
+                "writing, too; nothing more is written. The same command goes on when no other is at work"
+            )
+
+
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def held(path: Path) -> Iterator[Lock]:
     """Keep other processes from writing to a folder that is there; given up when the process ends, however.
 
     The lock is the process's: who holds a folder twice gives it up with the first end.
@@ -53,12 +89,16 @@ def held(path: Path) -> Iterator[None]:
     Raises:
         BusyError: another process has it.
     """
-    with (path / LOCK).open("a") as file:
+    with open(path / LOCK, "a", opener=_unlinked) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by worker processes
         except OSError as error:
             raise BusyError(f"{path} is in use by another process; wait for it or choose another --out") from error
-        yield
+        yield Lock(path / LOCK, file.fileno())
+
+
+def _unlinked(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class Checkpoints:
@@ -103,6 +143,72 @@ def _again(command: object) -> str:
     return f"`{words}`" if ours else "the command that began it"
 
 
+def about_cell(folder: Path) -> dict[str, Any]:
+    """What the `cell.json` in a finished cell's folder says.
+
+    Raises:
+        OSError, ValueError: it can't be read, or has changed since it was written.
+    """
+    found = store.parse(regular(folder / CELL).read_bytes())
+    if not isinstance(found, dict) or not {"code", "seconds"} <= set(found):
+        raise ValueError("expected settings, code and seconds")
+    seal.check_seal(found)
+    return found
+
+
+def check_cell(folder: Path, name: str) -> bool:
+    """Check a finished cell against what it states of itself; whether it does, as older ones do not.
+
+    Args:
+        folder: of the cell.
+        name: that it should have: the hash of its settings.
+
+    Raises:
+        OSError, ValueError: it is damaged, or another cell; says which file.
+    """
+    about = about_cell(folder)
+    settings = about.get("settings")
+    if not isinstance(settings, dict) or short_hash(settings) != name:
+        raise ValueError("its settings are those of another cell")
+    if FILES in about:
+        for file, wrong in seal.changes(folder, about[FILES]):
+            if file not in SPARED or (folder / file).exists():
+                raise ValueError(f"{file} {wrong}")
+    _check_rows(folder, settings)
+    return FILES in about
+
+
+def _check_rows(folder: Path, settings: dict[str, Any]) -> None:
+    """Whether a cell has the rows it must have, whoever wrote it."""
+    if settings.get("kind") == "training":
+        path, least = folder / ROUNDS, int(settings["federation"]["rounds"]) + 1
+    else:
+        path, least = folder / ROWS, 1
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing")
+    if (found := len(store.read_rows(path))) < least:
+        raise ValueError(f"{path.name} has {found} rows, not {least}{' or more' if path.name == ROWS else ''}")
+
+
+def _damage(folder: Path, name: str) -> str:
+    """What is wrong with a finished cell, in words for the log, or nothing."""
+    try:
+        about_cell(folder)
+    except (OSError, ValueError) as error:
+        return f"/{CELL} can't be read, so the cell is computed again: {error}"
+    try:
+        check_cell(folder, name)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f" is damaged, so the cell is computed again: {error}"
+    return ""
+
+
+def _mark(folder: Path) -> tuple[Any, ...]:
+    """What changes with the files of a folder."""
+    found = ((entry.name, entry.stat()) for entry in os.scandir(folder))
+    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))
+
+
 class RunDir:
     """A run's folder.
 
@@ -113,7 +219,8 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cells = path / "cells"
-        self._damaged: set[str] = set()
+        self._looked: dict[str, tuple[Any, str]] = {}
+        self._lock: Lock | None = None
 
     def check(self) -> None:
         """Whether the folder may be written: new, empty, or a run's.
@@ -152,9 +259,12 @@ class RunDir:
         leave_if_unguarded()
         self.check()
         make(self.path)
-        with held(self.path):
+        with held(self.path) as self._lock:
             self._sweep()
-            yield
+            try:
+                yield
+            finally:
+                self._lock = None
 
     def _sweep(self) -> None:
         """Take away what a process that was killed was about to write."""
@@ -185,28 +295,30 @@ class RunDir:
             handler.close()
 
     def finished(self, cell: Cell) -> bool:
-        """Whether the cell is finished, and what is known of it can be read."""
-        if not (self.cells / cell.id / CELL).is_file():
+        """Whether the cell is finished, and its files are as they were then; looks again where they have changed."""
+        folder = self.cells / cell.id
+        if not (folder / CELL).is_file():
             return False
-        try:
-            self.about(cell)
-        except (OSError, ValueError) as error:
-            if cell.id not in self._damaged:
-                log.warning("cells/%s/%s can't be read, so the cell is computed again: %s", cell.id, CELL, error)
-                self._damaged.add(cell.id)
-            return False
-        return True
+        mark = _mark(folder)
+        if cell.id not in self._looked or self._looked[cell.id][0] != mark:
+            damage = _damage(folder, cell.id)
+            self._looked[cell.id] = mark, damage
+            if damage:
+                log.warning("cells/%s%s", cell.id, damage)
+        return not self._looked[cell.id][1]
 
     def about(self, cell: Cell) -> dict[str, Any]:
-        """What is known of a finished cell: settings, seconds, and the code that computed it.
+        """What is known of a finished cell: settings, seconds, the code that computed it, and its files' digests.
 
         Raises:
             OSError, ValueError: it can't be read.
         """
-        found = store.parse(regular(self.cells / cell.id / CELL).read_bytes())
-        if not isinstance(found, dict) or not {"code", "seconds"} <= set(found):
-            raise ValueError("expected settings, code and seconds")
-        return found
+        return about_cell(self.cells / cell.id)
+
+    def lost(self, cell: Cell) -> list[str]:
+        """The files of a finished cell that are not there, though it is whole without them."""
+        files = self.about(cell).get(FILES, {})
+        return [name for name in SPARED if name in files and not self.file(cell, name).is_file()]
 
     def about_run(self) -> dict[str, Any]:
         """What `run.json` says; nothing where there is none, or none that can be read."""
@@ -243,11 +355,16 @@ class RunDir:
         """Make the cell's folder the finished one, at once."""
         folder = self.part(cell)
         remove(folder / TRACEBACK)
-        about = {"settings": cell.settings, "code": code(), "seconds": round(seconds, 3)}
-        store.write_text(folder / CELL, json.dumps(about, indent=2) + "\n")
         remove(folder / FOUND)
+        remove(folder / CELL)
+        sweep(folder)
+        files = {path.name: seal.stated(path) for path in sorted(folder.iterdir())}
+        about = {"settings": cell.settings, "code": code(), "seconds": round(seconds, 3), FILES: files}
+        store.write_text(folder / CELL, json.dumps(seal.sealed(about), indent=2) + "\n")
         for path in folder.iterdir():
             force(path)
+        if self._lock is not None:
+            self._lock.check()
         sync(folder)
         swap(folder, self.cells / cell.id)  # in the place of a damaged one, if there is one
 

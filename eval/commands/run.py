@@ -110,7 +110,7 @@ def run(
         for words in notes:
             log.info(words)
         failures = _compute(plan, folder, options, screen)
-        with errors(FAILURE):
+        with errors(FAILURE), warnings_on(screen):
             found = _write(plan, folder, failures)
     _tell(screen, plan, folder, failures, found, json=json)
     if failures:
@@ -180,6 +180,7 @@ def _name(path: Path, folder: RunDir, title: str) -> str:
 
 def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> list[Failure]:
     from eval import harness
+    from eval.rundir import LostLockError
     from fl.guard import UnguardedError
 
     try:
@@ -188,6 +189,9 @@ def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> l
     except UnguardedError as error:
         say(f"error: {error}")
         raise typer.Exit(USAGE) from error
+    except LostLockError as error:
+        say(f"error: {error}")
+        raise typer.Exit(FAILURE) from error
     except KeyboardInterrupt as error:
         say(f"stopped; the same command goes on from here ({folder.path})")
         raise typer.Exit(128 + signal.SIGINT) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import run, tiny
+from support.runs import run, tiny, unstated
 from support.tiny import Registered
 
 from eval import claims, harness, rero, results
@@ -101,6 +101,7 @@ def test_the_claim_lies_in_the_training_s_cell_and_older_cells_do_without_its_au
     results.assemble(plan, folder)
     assert (done[0] / "privacy.jsonl").read_bytes() == before
     kept = files["dp-fedavg"].read_text()
+    unstated(files["dp-fedavg"].parent)
     files["dp-fedavg"].unlink()
     results.assemble(plan, folder)
     old, new = (json.loads(text.splitlines()[0]) for text in ((done[0] / "privacy.jsonl").read_text(), before.decode()))
