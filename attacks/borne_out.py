@@ -23,6 +23,7 @@ from attacks.past import same_images
 from attacks.rounding import ROUNDED
 from attacks.training import training
 from attacks.units import in_unit
+from attacks.update_rule import looks_like
 from attacks.whose import whose
 from fl.decay import decay_shares, without_decay
 from fl.defense import Defense
@@ -65,15 +66,17 @@ def checked(view: ServerView, result: Result) -> Result:
         answer = _best([borne_out(past, result) for past in earlier])
     if answer or (answer is None and not unstated):
         return result
-    words = CONTRADICTED if answer is False else UNTOLD
+    words = f"{CONTRADICTED} ({looks_like(view) or GUESSES})" if answer is False else UNTOLD
     note = "; ".join(filter(None, (result.note, words)))
     return replace(result, verified=False if answer is False else None, fixed=None, note=note)
 
 
 CONTRADICTED = (
     "not confirmed: the picture explains what it was read from, but one step of SGD on it does not make the rest of "
-    "the update (another optimizer, clipping by tensor, or step sizes by layer?)"
+    "the update"
 )
+GUESSES = "another optimizer, clipping by tensor, or step sizes by layer?"
+"""What may be the reason where sizes alone do not tell."""
 UNTOLD = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
     "state it (method, --method) to rely on that"

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.filter_equations import FilterUpdate
-from attacks.headless import astray, signs_only
+from attacks.headless import astray
 from attacks.training import rescaled, training
+from attacks.update_rule import signs_only
 from fl.decay import decay_shares, without_decay
 from fl.methods.fedavg import FedAvg
 from fl.models.filter_hypernetwork import EMBEDDINGS, HYPERNET, Filters, Shape, embedded, embeddings_name, tiled
@@ -224,7 +225,7 @@ def _obstacle(view: ServerView) -> str | None:
         return "parts of the hypernetwork are trained apart: their ratios are not the gradients'"
     if not view.client.defense.keeps_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
-    if any(signs_only(view.update[name]) for name in view.update if name.endswith(".out.weight")):
+    if signs_only(view):
         return "only signs are sent: they say nothing of sums"
     return None
 

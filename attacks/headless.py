@@ -14,12 +14,13 @@ from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.past import with_past
 from attacks.training import rescaled, training
 from attacks.units import in_unit
+from attacks.update_rule import SIGNS, signs_only
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.method import Method, Step
 from fl.network import Network
 from fl.parametrisation import Parametrisation
-from fl.tensors import LowRank, Tensors, Value, dense
+from fl.tensors import Tensors, Value, dense
 from fl.types import Batch, Group, Phase, Scope, ServerView, Task
 
 SIGNAL = "signal"
@@ -212,21 +213,13 @@ def one_gradient(view: ServerView) -> Tensors | NotApplicable:
     if (reason := rescaled([phase])) is not None:
         return NotApplicable(reason)
     groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
-    if any(signs_only(view.update[n]) for n in groups if len(view.update[n].shape) > 1):
-        return NotApplicable("only signs are sent: they look like a rank-one gradient whatever its factors are")
+    if signs_only(view):
+        return NotApplicable(SIGNS)
     shares = decay_shares(phases, schedule, groups)
     passed = partial(view.client.defense.passed, observed=view.update)
     change = without_decay(view.update, view.shared, shares, passed)
     moved = {n: _heard(value, view.shared[n]) if view.rounded else value for n, value in change.items() if n in groups}
     return {n: value * (1 / phase.first_step(groups[n])) for n, value in moved.items()}
-
-
-def signs_only(value: Value) -> bool:
-    """Whether a dense matrix holds one size and its negative, zeros aside: no fit of it can be told to be wrong."""
-    if isinstance(value, LowRank):
-        return False
-    sizes = value.abs()
-    return bool(((sizes == 0) | (sizes == sizes.max())).all() and sizes.any())
 
 
 def undefended(view: ServerView, name: str, delta: Tensor) -> Tensor:

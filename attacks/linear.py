@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attacks.base import NotApplicable
-from attacks.headless import astray, signs_only
+from attacks.headless import astray
 from attacks.training import rescaled, training
+from attacks.update_rule import SIGNS, signs_only
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.method import Step
@@ -124,8 +125,8 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
         names = f"{name}.weight", f"{name}.bias"
         if not set(names) <= set(change):
             continue
-        if signs_only(view.update[names[0]]):
-            return NotApplicable("only signs are sent: they look like a rank-one gradient whatever its factors are")
+        if signs_only(view):
+            return NotApplicable(SIGNS)
         if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
             return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
         weight, bias = (dense(change[n]).double() for n in names)

@@ -9,9 +9,10 @@ from functools import partial
 import torch
 
 from attacks.base import NotApplicable
-from attacks.headless import astray, signs_only
+from attacks.headless import astray
 from attacks.rank_one import HypernetUpdate, layers
 from attacks.training import rescaled
+from attacks.update_rule import signs_only
 from fl.decay import decay_shares, without_decay
 from fl.defense import overrides
 from fl.dp import Private
@@ -125,6 +126,6 @@ def _obstacle(view: ServerView) -> str | None:
         return reason
     if not view.client.defense.keeps_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
-    if signs_only(view.update[TRUNK_WEIGHT]):
+    if signs_only(view):
         return "only signs are sent: they satisfy the equations of an outer product whatever its factors are"
     return None

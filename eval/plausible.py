@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attacks.labels import classifier
+from attacks.update_rule import looks_like
 from fl.predict import predict
 from fl.tensors import dense
 from fl.types import Candidate, ServerView
@@ -21,6 +22,7 @@ LEAST = 1e-4
 def doubt(view: ServerView) -> str:
     """Why the update can't be what a client sends under the view's settings; empty where it may be, or nothing tells.
 
+    Where signs and sizes show another rule than SGD (`attacks.update_rule`), that is it. Else labels are asked:
     The gradient of cross entropy in the classifier's bias is the mean of softmax - one-hot over the images (Zhao et
     al. 2020, Eq. 3). It sums to zero, and only the images' own classes are negative in it; so do sums of it over
     steps of SGD. Whether that holds for this model and method is asked of their own prediction of grey images.
@@ -28,6 +30,8 @@ def doubt(view: ServerView) -> str:
     Args:
         view: of a captured update.
     """
+    if rule := looks_like(view):
+        return f"the update does not look like a step of SGD on a gradient, but like {rule}"
     size, bias = view.batch_size, classifier(view, view.update)[1]
     if size is None or bias is None or view.private or view.parts or view.defense.name != "none":
         return ""

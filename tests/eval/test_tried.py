@@ -17,7 +17,7 @@ from eval import subjects as audited
 from eval.request import Request
 from eval.rundir import RunDir
 from eval.subjects import Subject
-from fl.capture import from_batch
+from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 
@@ -198,3 +198,23 @@ def test_what_an_attack_says_of_a_captured_update_is_said_without_the_images(min
     assert f"analytic: the attack recovered no images, {said}the attack can't tell how close it came" in result.stdout
     assert "cascade: the attack confirms that what it recovered is right; give the true images" in result.stdout
     assert "ig: not needed: cascade" in result.stdout
+
+
+def test_an_update_of_adam_settles_nothing_and_is_named(mine):
+    face = audited.first(audited.whole("{name: faces, size: 12}"), 1, "faces")
+    model = __import__(mine).flat()
+    method = FedAvg(optimizer="adam", lr=1e-3, steps=1, batch_size=None)
+    view, truth = from_batch(model, face.inputs, face.labels, method=method)
+    captured = from_update(model, dict(view.update), input_shape=(1, 12, 12), num_classes=view.task.num_classes)
+    named = {name: attacks.build(name) for name in ("analytic", "cascade", "guess")}
+    findings = auditing.examine("x", [Subject(captured, truth)], named, thrifty=True).findings
+    assert not any(found.spared for found in findings)
+    assert not any(found.verified for found in findings)
+    np.savez("update.npz", **{name: value.numpy() for name, value in view.update.items()})
+    given = ("--update", "update.npz", "--model", f"{mine}:flat", "--input-shape", "1,12,12", "--attack", "analytic")
+    result = audit(*given)
+    assert result.exit_code == 4
+    assert "the first step of an adaptive optimizer" in " ".join(result.stdout.split())
+    stated = audit(*given, "--method", "{name: fedavg, optimizer: adam, lr: 0.001}")
+    assert "adam rescales every number apart" in " ".join(stated.stdout.split())
+    assert "contradiction" not in stated.stdout
