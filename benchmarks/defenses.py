@@ -164,7 +164,7 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
         "adapts to the defence (`surrogate`, `weights`, private noise, and the settings of the last column), "
         "`not knowing` runs the same search as if there were none. The truth is what "
         "the client fed; `originals` compares with its own images, which differ under mixup and instahide. Intervals: "
-        f"95 % bootstrap over updates. A mean colour per image scores {floor.value:.1f}. Few images, one network and "
+        f"95 % over updates. A mean colour per image scores {floor.value:.1f}. Few images, one network and "
         "one seed (under mixup and instahide one for each update, which draw what is blended): differences of a few dB "
         "say nothing, and what a defence costs in accuracy is not here.",
         "",

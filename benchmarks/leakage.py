@@ -346,7 +346,7 @@ def _report(
         f"{iterations} iterations and TV {TV:g} (chosen on other images) for every search for images, {LOWER} for "
         "bilevel's embedding. The server knows neither label nor classifier nor embedding of HyperFL. FedAvg starts "
         "from the network's own initial weights, HyperFL from generated ones, whose scale is another: the differences "
-        "hold that, too. [same_network.md](same_network.md) has both on the same weights. Intervals: 95 % bootstrap "
+        "hold that, too. [same_network.md](same_network.md) has both on the same weights. Intervals: 95 % "
         "over images and seeds.",
         "",
         *table(["method: attack", "runs", "PSNR dB [95 %]", "median", "SSIM [95 %]", ">= 20 dB", "CPU s"], body),

@@ -133,7 +133,7 @@ def document(known: dict[str, dict[str, Measured]]) -> list[str]:
         "One step on one image; seeds are of network, hypernetwork and attack. FedAvg's network has the weights that "
         "HyperFL's client generates at the start, and that client's classifier; so both compute the same gradient of "
         "the same image. `peel+ig` and `headless+ig` search for the image alone, without classifier and label; `ig` on "
-        "FedAvg knows the classifier and reads the label off. Intervals: 95 % bootstrap over images and seeds. "
+        "FedAvg knows the classifier and reads the label off. Intervals: 95 % over images and seeds. "
         "[hyperfl_fashion_mnist.md](hyperfl_fashion_mnist.md) compares other networks: there FedAvg starts from the "
         "network's own initialisation, whose weights have another scale than generated ones.",
         "",

@@ -42,7 +42,7 @@ def page(searches: Found, read: Mapping[str, Sequence[Row]]) -> list[str]:
         "`lenet-zhu`; untrained where nothing else is said, every update of test images and a network of its own. "
         f"Searches are `ig` of {SEARCH['iterations']} iterations with TV {SEARCH['tv']:g} ({SIGMOID_TV:g} on "
         "`lenet-zhu`): short ones, so that rows compare with each other and not with those of other pages. No labels "
-        "are given. Reconstructions are assigned to the images they are nearest to; intervals are 95 % bootstrap over "
+        "are given. Reconstructions are assigned to the images they are nearest to; intervals are 95 % over "
         "images, which takes those of one update as independent. *Mean colour* is what a guess of each image's own "
         "mean colour would get; *labels right* counts a batch's labels in whatever order, *on their image* those that "
         "came back with their image.",

@@ -61,8 +61,8 @@ def merged(charges: Iterable[Charge]) -> tuple[Charge, ...]:
 def spent(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv") -> float:
     """Epsilon of all `charges` together at `delta`: an upper bound, infinite where a step has no noise.
 
-    Where every record is in every batch both accountants give the exact value for Gaussian noise. Elsewhere PRV is
-    numerical, to 0.01 (Opacus' bound), and never above what RDP proves.
+    Where every record is in every batch "prv" gives the exact value for Gaussian noise. Elsewhere it is numerical, to
+    0.01 (Opacus' bound), and never above what RDP proves. "rdp" is the RDP accountant's value everywhere.
 
     Raises:
         ValueError: `delta` is not in (0, 1).
@@ -74,10 +74,11 @@ def spent(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv
         return 0.0
     if any(charge.noise_multiplier == 0 for charge in known):
         return math.inf
+    if accountant == "rdp":
+        return _rdp(known, delta)
     if all(charge.rate == 1 for charge in known):
         return gaussian_epsilon(math.sqrt(sum(c.steps / c.noise_multiplier**2 for c in known)), delta)
-    by_rdp = _rdp(known, delta)
-    return min(_prv(known, delta), by_rdp) if accountant == "prv" else by_rdp
+    return min(_prv(known, delta), _rdp(known, delta))
 
 
 def worst(charges: Iterable[Charge], delta: float) -> tuple[Charge, float, float]:
@@ -108,8 +109,8 @@ def calibrate(epsilon: float, delta: float, rate: float, steps: int, accountant:
     if not 0 < epsilon < math.inf:
         raise ValueError(f"expected epsilon > 0, got {epsilon}")
 
-    if accountant == "rdp" or rate == 1:
-        return _least(epsilon, lambda sigma: spent((Charge(sigma, rate, steps),), delta, "rdp"), 1.0)
+    if accountant == "rdp" or rate == 1:  # at rate 1 no guess is needed: the exact value is cheap
+        return _least(epsilon, lambda sigma: spent((Charge(sigma, rate, steps),), delta, accountant), 1.0)
     guess = 0.93 * calibrate(epsilon, delta, rate, steps, "rdp")  # PRV is slow, and asks for a little less noise
     return _least(epsilon, lambda sigma: spent((Charge(sigma, rate, steps),), delta, "prv"), guess)
 

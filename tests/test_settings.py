@@ -125,9 +125,9 @@ def test_the_page_is_of_the_defaults_of_its_day(
     settings.main()
     assert measured[-1] == (SMALL.name, 1.0, settings.FIRST + SMALL.images)
     assert [(cells[4], cells[6], cells[7]) for cells in page(tmp_path)] == [
-        ("tv 3", "4.2 [4.0, 4.5]", "2.0 [2.0, 2.0]"),
-        ("tv 2, `published`", "3.2 [3.0, 3.5]", "1.0 [1.0, 1.0]"),
-        ("tv 1", "2.2 [2.0, 2.5]", "the default"),
+        ("tv 3", "4.2 [1.1, 7.4]", "2.0 [2.0, 2.0]"),
+        ("tv 2, `published`", "3.2 [0.1, 6.4]", "1.0 [1.0, 1.0]"),
+        ("tv 1", "2.2 [0.0, 5.4]", "the default"),
     ]
 
 

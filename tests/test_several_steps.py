@@ -103,7 +103,7 @@ def test_the_page_says_what_the_rows_say() -> None:
     }
     text = "\n".join(page(searches, {}))
     assert "Incomplete" in text
-    assert "20.0 [19.0, 21.0] | 50% | 10.0 | 50% | 100% | 2.0 |" in text
+    assert "20.0 [7.3, 32.7] | 50% | 10.0 | 50% | 100% | 2.0 |" in text
     assert "unrolled +3.0 [+3.0, +3.0] dB" in text
     assert "Not applicable: first-step, 1 correction (FedAvg): too long." in text
 

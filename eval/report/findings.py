@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from eval import statistics
 from eval.report.blocks import Finding
 from eval.report.summary import CLEAR, FEWEST, FLOORS, RECOGNISED, Group, Secret, shown
 from eval.report.words import count, error, interval, join, number, percent, percent_interval
@@ -63,6 +64,7 @@ def _finding(name: str, groups: Sequence[Group], several: bool, labels_given: bo
     lines = [*pictures, *labels, *secrets]
     if leaks:
         return Finding(name, f"{LEAKS}: {join(leaks)}", True, lines, leaks)
+    lines += _unseen(groups)
     lines.append("That is no proof of safety: it says what these attacks with these settings did on these images.")
     return Finding(name, OPEN, False, lines)
 
@@ -96,6 +98,18 @@ def _pictures(groups: Sequence[Group], several: bool) -> tuple[list[str], str]:
     words, named = _named(groups, several)
     seen = bool(alone.leaked) or shown(best.gain)
     return [*lines, *words], PICTURES if seen else NAMES if named else ""
+
+
+def _unseen(groups: Sequence[Group]) -> list[str]:
+    """What images that were not tried may give away, where none that was tried came back recognizably."""
+    tried = max(group.images for group in groups)
+    if not tried or any(row["psnr"] >= RECOGNISED for group in groups for row in group.pictured):
+        return []
+    most = 100 * statistics.at_most(0, tried, 0.05)
+    return [
+        f"None of {count(tried, 'image')} reached {RECOGNISED:g} dB. Of others like these up to {most:.0f} % may "
+        "(Clopper and Pearson's bound, 95 %)."
+    ]
 
 
 def _named(groups: Sequence[Group], several: bool) -> tuple[list[str], bool]:

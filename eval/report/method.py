@@ -56,10 +56,11 @@ JUDGED = [
     ),
     (
         "Intervals",
-        "95 %, by bootstrap over images and, within each, over seeds; of shares with one seed, and of images "
-        "that are named, Clopper and Pearson's. "
-        "Differences from floors are taken image by image. Where one image, or images that are all alike, can tell "
-        "nothing there is none. Intervals speak of images like these, for this model and these settings.",
+        "95 %, with images as the units: of means Student's, widened for skewed figures and, where an attack solves "
+        "some images and misses others, for how little is known of their shares; of shares Clopper and Pearson's. "
+        "Differences from floors are taken image by image. One image has none. An interval of a mean says nothing of "
+        "successes that no image showed: those of shares do. Intervals speak of images like these, for this model "
+        "and these settings.",
     ),
     (
         "Single images",

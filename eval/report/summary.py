@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from statistics import median as middle
@@ -191,12 +191,11 @@ class Group:
     @cached_property
     def label_gain(self) -> Interval | None:
         """Share of labels recovered above what the commonest class of these images gets by itself."""
-        known = self.labelled
-        if not known:
+        share, common = self.labels, self.common_label
+        if share is None or common is None:
             return None
-        common = Counter(str(row["label"]) for row in known).most_common(1)[0][0]
-        gains = [{**row, "gain": float(row["label_correct"]) - float(str(row["label"]) == common)} for row in known]
-        return _mean(gains, "gain")
+        low, high = (None if end is None else end - common for end in (share.low, share.high))
+        return replace(share, value=share.value - common, low=low, high=high)
 
     @cached_property
     def common_label(self) -> float | None:
@@ -293,21 +292,8 @@ def reaching(rows: Sequence[Row], level: float, column: str = "psnr") -> Interva
 
 
 def share(rows: Sequence[Row], column: str) -> Interval | None:
-    """Share of ones in a column of zeros and ones, with an interval that has images as its units.
-
-    Clopper and Pearson's where every image has one seed; otherwise the bootstrap over images and seeds, and no interval
-    where it has none (all images alike).
-    """
-    if not rows:
-        return None
-    if len({row["seed"] for row in rows}) == 1:
-        hits = round(sum(row[column] for row in rows))
-        low, high = statistics.exact_interval(hits, len(rows))
-        return Interval(hits / len(rows), low, high, len({row[IMAGE] for row in rows}), len(rows))
-    found = statistics.mean_interval(rows, column, image=IMAGE)
-    if found.low == found.high:
-        return Interval(found.value, None, None, found.images, found.count, found.missing)
-    return found
+    """Share of ones in a column of zeros and ones; images are the trials (`statistics.success_rate`)."""
+    return statistics.success_rate(rows, 0.5, column, image=IMAGE) if rows else None
 
 
 def lpips(rows: Sequence[Row]) -> str | None:

@@ -1,21 +1,11 @@
 """What a report says of rounds, and of parts of a run that are missing, damaged or of other code."""
 
-from functools import partial
-
 import pytest
 from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks, grid, reasons
 
-from eval import report, statistics
+from eval import report
 from eval.report.blocks import Figure, Finding, Gallery, Note
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    """Fewer resamples: what is tested here is where figures go, not how wide intervals are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "mean_interval", partial(statistics.mean_interval, resamples=50))
-        yield
 
 
 def test_rounds_and_defences(tmp_path):
