@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,39 @@ def publish(name: str, result: Mapping[str, Any], lines: Sequence[str]) -> None:
     """Write `results/name.json` and `results/name.md`, each in one piece."""
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps({"machine": machine(), **result}, indent=1, allow_nan=False)
-    described = ", ".join(f"{k} {v}" for k, v in machine().items())
     for path, content in (
         (RESULTS / f"{name}.json", text),
-        (RESULTS / f"{name}.md", "\n".join([*lines, "", f"Machine: {described}."])),
+        (RESULTS / f"{name}.md", _page(lines, machine())),
     ):
         with replacing(path) as file:
             file.write(content.encode() + b"\n")
+
+
+def rewrite(name: str, document: Callable[[dict[str, Any]], Sequence[str]]) -> None:
+    """Write `results/name.md` anew from `results/name.json`, where the words changed and the figures did not."""
+    known = json.loads((RESULTS / f"{name}.json").read_text())
+    with replacing(RESULTS / f"{name}.md") as file:
+        file.write(_page(document(known), known["machine"]).encode() + b"\n")
+
+
+def _page(lines: Sequence[str], measured_on: Mapping[str, Any]) -> str:
+    described = ", ".join(f"{k} {v}" for k, v in measured_on.items())
+    return "\n".join([*lines, "", f"Machine: {described}."])
+
+
+def hyperfl_conditions(heads: str, step_size: str) -> str:
+    """Under which conditions figures on HyperFL were measured that leave the classifier's epoch out, in words.
+
+    Args:
+        heads: how those of the hypernetwork start.
+        step_size: of hypernetwork and embedding.
+    """
+    return (
+        f"Conditions of all that is said of HyperFL here: {heads} heads, step size {step_size}, pixels normalized "
+        "inside the network, its classifier at rest (`head_epochs: 0`). The published algorithm trains the classifier "
+        "for an epoch first and starts from wider heads, and then less comes back: "
+        "[published_hyperfl.md](published_hyperfl.md)."
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -21,7 +21,7 @@ import fl.data
 import fl.models
 from attacks.base import NotApplicable
 from benchmarks import several_steps_read
-from benchmarks.common import RESULTS, publish
+from benchmarks.common import RESULTS, publish, rewrite
 from benchmarks.leakage import Seen
 from benchmarks.several_steps_cases import SETS, Case, cases
 from benchmarks.several_steps_page import page
@@ -103,8 +103,12 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="measure all anew, not only what the results lack")
+    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.rewrite:
+        rewrite("several_steps", lambda known: page(known["searches"], known["read"]))
+        return
     before = RESULTS / "several_steps.json"
     kept = json.loads(before.read_text()) if before.exists() else {}
     searches, read = kept.get("searches", {}), kept.get("read", {})

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attacks.first_step import FirstStep
-from benchmarks.common import table
+from benchmarks.common import hyperfl_conditions, table
 from benchmarks.several_steps_cases import SEARCH, SIGMOID_TV, Case, cases
 from benchmarks.several_steps_read_page import of_labels, of_peel, written
 from eval.statistics import Interval, mean_interval, paired_difference, success_rate
@@ -46,6 +46,8 @@ def page(searches: Found, read: Mapping[str, Sequence[Row]]) -> list[str]:
         "images, which takes those of one update as independent. *Mean colour* is what a guess of each image's own "
         "mean colour would get; *labels right* counts a batch's labels in whatever order, *on their image* those that "
         "came back with their image.",
+        "",
+        hyperfl_conditions("scaled", "as each table says, mostly 0.01"),
         "",
     ]
     if len(done) < len(every) or len(read) < 2:
