@@ -11,6 +11,7 @@ from torch import Tensor
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.linear import LinearLayer, first_linear, shown
 from attacks.whose import single
+from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.types import ServerView
 
@@ -43,7 +44,7 @@ class Analytic(Attack):
 
     plain: ClassVar[str] = "reads the picture off the update of the first fully connected layer, without guessing."
 
-    fits: float = 1e-3
+    fits: OpenShare = 1e-3
 
     def __post_init__(self) -> None:
         if not 0 < self.fits < 1:

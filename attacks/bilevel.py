@@ -20,6 +20,7 @@ from attacks.stack import Stack, stacked
 from attacks.tailored import Lower, Upper
 from attacks.watch import Found, Watch
 from fl.models.hypernetwork import EMBEDDING
+from fl.ranges import Count, Limit, StepSize, Weight
 from fl.seeds import stream
 from fl.tensors import parts
 from fl.types import ServerView
@@ -81,16 +82,16 @@ class Bilevel(Attack):
     }
 
     inner: Literal["squared", "logcosh"] = "squared"
-    lower_iterations: int = 3000
-    lower_lr: float = 0.01
+    lower_iterations: Count = 3000
+    lower_lr: StepSize = 0.01
     lower_start: Literal["output", "normal"] = "output"
-    iterations: int = 10_000
-    lr: float = 0.1
-    head_lr: float = 1e-2
-    tv: float = 1e-2
-    restarts: int = 1
-    stack: int = 32
-    memory: float = 8.0
+    iterations: Count = 10_000
+    lr: StepSize = 0.1
+    head_lr: StepSize = 1e-2
+    tv: Weight = 1e-2
+    restarts: Count = 1
+    stack: Count = 32
+    memory: Limit = 8.0
     compiled: bool = False
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from attacks.base import Preset, attacks
 from attacks.matching import Matching
 from attacks.objectives import Objective
+from fl.ranges import Count, CountFrom0, StepSize, Weight
 
 
 @attacks.register("dlg")
@@ -40,12 +41,12 @@ class DLG(Matching):
         )
     }
 
-    iterations: int = 10_000
+    iterations: Count = 10_000
     objective: Objective = "cosine"
     optimizer: Literal["adam", "lbfgs"] = "lbfgs"
-    lr: float = 1.0
+    lr: StepSize = 1.0
     boxed: bool = False
     labels: Literal["auto", "joint", "random"] = "random"
-    tolerance: float = 1e-10
-    patience: int = 1000
-    enough: float = 3e-9
+    tolerance: Weight = 1e-10
+    patience: CountFrom0 = 1000
+    enough: Weight = 3e-9

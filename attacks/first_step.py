@@ -19,6 +19,7 @@ from fl.defense import Defense
 from fl.group import in_turn
 from fl.methods.fedavg import FedAvg
 from fl.predict import predict
+from fl.ranges import CountFrom0
 from fl.tensors import Tensors, combine, norm, scaled, total
 from fl.types import Candidate, ServerView
 
@@ -58,7 +59,7 @@ class FirstStep(ViewAttack):
 
     plain: ClassVar[str] = "works out what several training steps added to the first one, for attacks that need one."
 
-    corrections: int = 12
+    corrections: CountFrom0 = 12
 
     def __post_init__(self) -> None:
         if self.corrections < 0:

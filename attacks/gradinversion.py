@@ -19,6 +19,7 @@ from attacks.problem import INPUTS, Problem, Variables
 from attacks.stack import Stack
 from attacks.training import training
 from fl.client import Client
+from fl.ranges import Count, CountFrom0, Weight
 from fl.tensors import Tensors
 from fl.types import Candidate, ServerView
 
@@ -76,17 +77,17 @@ class GradInversion(Matching):
         ),
     }
 
-    iterations: int = 2000
-    restarts: int = 4
+    iterations: Count = 2000
+    restarts: Count = 4
     schedule: Literal["step", "cosine", "none"] = "cosine"
-    warmup: int = 50
-    langevin: float = 0.01
-    tv: float = 1e-2
-    energy: float = 1e-6
-    statistics: float = 1e-3
-    first: float = 1.0
-    group: float = 0.01
-    register: int = 0
+    warmup: CountFrom0 = 50
+    langevin: Weight = 0.01
+    tv: Weight = 1e-2
+    energy: Weight = 1e-6
+    statistics: Weight = 1e-3
+    first: Weight = 1.0
+    group: Weight = 0.01
+    register: CountFrom0 = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from attacks.base import Preset, attacks
 from attacks.matching import Matching
+from fl.ranges import Count, Weight
 
 
 @attacks.register("ig")
@@ -58,5 +59,5 @@ class InvertingGradients(Matching):
         "lenet-zhu-untrained": Preset("our sweep on that network (settings.md)", {"tv": 1e-1}),
     }
 
-    iterations: int = 3000
-    tv: float = 3e-3
+    iterations: Count = 3000
+    tv: Weight = 3e-3

@@ -9,6 +9,7 @@ from typing import ClassVar
 from attacks.base import NotApplicable, Preset, attacks
 from attacks.ig import InvertingGradients
 from fl.models.hypernetwork import EMBEDDING
+from fl.ranges import Count, StepSize, Weight
 from fl.types import ServerView
 
 
@@ -44,10 +45,10 @@ class Joint(InvertingGradients):
         ),
     }
 
-    iterations: int = 10_000
-    tv: float = 1e-2
-    private_lr: float | Mapping[str, float] = field(default_factory=lambda: {EMBEDDING: 0.1})
-    label_lr: float = 0.01
+    iterations: Count = 10_000
+    tv: Weight = 1e-2
+    private_lr: StepSize | Mapping[str, StepSize] = field(default_factory=lambda: {EMBEDDING: 0.1})
+    label_lr: StepSize = 0.01
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
         """Needs something private."""

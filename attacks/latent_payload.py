@@ -14,6 +14,7 @@ from attacks.priors import total_variation
 from fl.defense import overrides
 from fl.methods.hfedf_latent import LATENT, PREFIX
 from fl.models.table6 import Autoencoder
+from fl.ranges import CountFrom0, StepSize, Weight
 from fl.tensors import dense
 from fl.types import ServerView
 
@@ -44,9 +45,9 @@ class LatentPayload(Attack):
 
     plain: ClassVar[str] = "finds an image whose short code is the one that the client sent."
 
-    iterations: int = 1000
-    lr: float = 0.02
-    tv: float = 1e-2
+    iterations: CountFrom0 = 1000
+    lr: StepSize = 0.02
+    tv: Weight = 1e-2
 
     def __post_init__(self) -> None:
         if self.iterations < 0:

@@ -18,6 +18,7 @@ from attacks.training import training
 from attacks.units import in_unit
 from attacks.unroll import Stage, unroll
 from attacks.whose import whose
+from fl.ranges import OpenShare, Positive
 from fl.tensors import dense
 from fl.types import ServerView
 
@@ -56,9 +57,9 @@ class Layerwise(Attack):
     batches: ClassVar[bool] = False
     """Whether it takes several images."""
 
-    fits: float = 1e-3
-    cutoff: float = 1e-10
-    gigabytes: float = 1.0
+    fits: OpenShare = 1e-3
+    cutoff: OpenShare = 1e-10
+    gigabytes: Positive = 1.0
 
     def __post_init__(self) -> None:
         for name in ("fits", "cutoff"):

@@ -15,6 +15,7 @@ from attacks.whose import single
 from fl.data import Dataset, Source
 from fl.data.embedded import Faces
 from fl.finite import finite
+from fl.ranges import Count, PositiveStep, Seed, Width
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch, ServerView
@@ -69,12 +70,12 @@ class LearningToInvert(Attack):
 
     auxiliary: Source | None = None
     part: Literal["train", "test"] = "test"
-    iterations: int = 3000
-    batch: int = 64
-    width: int = 512
-    hashed: int = 4096
-    lr: float = 1e-3
-    seed: int = 0
+    iterations: Count = 3000
+    batch: Count = 64
+    width: Width = 512
+    hashed: Count = 4096
+    lr: PositiveStep = 1e-3
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         for name in ("iterations", "batch", "width", "hashed"):

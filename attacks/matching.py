@@ -24,6 +24,7 @@ from attacks.stack import Posed, Stack, stacked
 from attacks.surrogate import advice
 from attacks.watch import Found, Watch
 from fl.finite import finite
+from fl.ranges import Count, CountFrom0, Limit, Share, StepSize, Weight
 from fl.seeds import stream
 from fl.tensors import Tensors, parts
 from fl.types import ServerView
@@ -98,33 +99,33 @@ class Matching(Attack):
 
     groups: ClassVar[bool] = True
 
-    iterations: int = 1000
-    restarts: int = 1
+    iterations: Count = 1000
+    restarts: Count = 1
     objective: Objective = "cosine"
-    balance: float = 0.0
+    balance: Share = 0.0
     optimizer: Literal["adam", "lbfgs"] = "adam"
-    lr: float = 0.1
+    lr: StepSize = 0.1
     signed: bool = True
     schedule: Literal["step", "cosine", "none"] = "step"
-    warmup: int = 0
-    last_lr: float = 0.0
-    langevin: float = 0.0
-    tv: float = 0.0
+    warmup: CountFrom0 = 0
+    last_lr: Share = 0.0
+    langevin: Weight = 0.0
+    tv: Weight = 0.0
     tv_units: Literal["normalised", "pixels"] = "normalised"
-    landmarks: float = 0.1
+    landmarks: Weight = 0.1
     boxed: bool = True
     start: Literal["normal", "uniform", "grey"] = "normal"
     labels: Literal["auto", "joint", "random"] = "auto"
-    label_lr: float = 0.1
-    private_lr: float | Mapping[str, float] = PRIVATE_LR
-    history: int = 100
-    max_step: float = 0.1
-    tolerance: float = 0.0
-    patience: int = 0
-    enough: float = 0.0
-    orders: int = 100
-    stack: int = 32
-    memory: float = 8.0
+    label_lr: StepSize = 0.1
+    private_lr: StepSize | Mapping[str, StepSize] = PRIVATE_LR
+    history: Count = 100
+    max_step: Limit = 0.1
+    tolerance: Weight = 0.0
+    patience: CountFrom0 = 0
+    enough: Weight = 0.0
+    orders: CountFrom0 = 100
+    stack: Count = 32
+    memory: Limit = 8.0
     compiled: bool = False
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from attacks.base import attacks
 from attacks.layerwise import Layerwise
+from fl.ranges import OpenShare
 
 
 @attacks.register("rconv")
@@ -60,7 +61,7 @@ class RConv(Layerwise):
     inverts: ClassVar[bool] = False
     batches: ClassVar[bool] = True
 
-    trust: float = 0.03
+    trust: OpenShare = 0.03
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,6 +13,7 @@ from attacks.latent import Decoded, Space, Upsampled
 from attacks.matching import Matching
 from attacks.objectives import Objective
 from attacks.problem import Problem, Variables
+from fl.ranges import Count, Share, StepSize, Weight
 from fl.types import ServerView
 
 
@@ -65,16 +66,16 @@ class ROG(Matching):
         "hyperfl-grey-untrained": Preset("our sweep on that network (settings.md)", {"objective": "l2", "factor": 1}),
     }
 
-    iterations: int = 500
+    iterations: Count = 500
     factor: Literal[1, 2, 4] = 2
     decoder: str | None = None
     enhancer: str | None = None
     objective: Objective = "cosine"
-    lr: float = 0.05
+    lr: StepSize = 0.05
     signed: bool = False
     schedule: Literal["step", "cosine", "none"] = "cosine"
-    last_lr: float = 0.1
-    tv: float = 1e-2
+    last_lr: Share = 0.1
+    tv: Weight = 1e-2
     boxed: bool = False
     start: Literal["normal", "uniform", "grey"] = "uniform"
     clamped: bool = False

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from attacks.analytic import Analytic
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.linear import LinearLayer, first_linear
+from fl.ranges import OpenShare, Range
 from fl.seeds import stream
 from fl.types import ServerView
 
@@ -59,8 +60,8 @@ class Spear(Attack):
 
     plain: ClassVar[str] = "untangles a small batch exactly: finds which neurons each picture left silent."
 
-    samples: int = 2_000_000
-    fits: float = 1e-2
+    samples: Annotated[int, Range(1, 10**9)] = 2_000_000
+    fits: OpenShare = 1e-2
 
     def __post_init__(self) -> None:
         if self.samples < 1:

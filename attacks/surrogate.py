@@ -19,6 +19,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.optim import OptimState, optimise
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, Share
 from fl.tensors import Tensors, add, times
 from fl.types import Group, Phase, Schedule, ServerView
 
@@ -49,8 +50,8 @@ class Surrogate(ViewAttack):
 
     plain: ClassVar[str] = "takes many small training steps for one big one, which other attacks can work on."
 
-    along: float = 0.25
-    images: int | None = None
+    along: Share = 0.25
+    images: Count | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.along <= 1:

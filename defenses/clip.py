@@ -11,6 +11,7 @@ from torch import Tensor
 
 from defenses import defenses
 from fl.defense import Defense
+from fl.ranges import Limit
 from fl.tensors import Tensors, norm, scaled, total
 
 Scope = Literal["global", "tensor"]
@@ -36,7 +37,7 @@ class Clip(Defense):
 
     plain: ClassVar[str] = "an update that is too long is shortened, in the same direction."
 
-    max_norm: float = 1.0
+    max_norm: Limit = 1.0
     scope: Scope = "global"
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from fl.defense import Defense, overrides
 from fl.method import Method
 from fl.models.initialise import NORMS
 from fl.privacy import fastest, private_gradient
+from fl.ranges import OpenShare, Positive, Weight
 from fl.tensors import Tensors
 from fl.types import Batch, Phase, Task
 
@@ -56,11 +57,11 @@ class DPSGD(Defense):
         "no picture may change the update by more than a fixed amount, and random noise covers that amount."
     )
 
-    clip: float = 4.0
-    noise_multiplier: float = 2.0
-    std: float | None = None
-    denominator: float | None = None
-    delta: float = 1e-5
+    clip: Positive = 4.0
+    noise_multiplier: Weight = 2.0
+    std: Weight | None = None
+    denominator: Positive | None = None
+    delta: OpenShare = 1e-5
 
     def __post_init__(self) -> None:
         if not 0 < self.clip < math.inf:

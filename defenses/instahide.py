@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from defenses import defenses
 from defenses.mixup import blended
 from fl.defense import Defense
+from fl.ranges import PositiveShare, Range
 from fl.types import Batch, Task
 
 
@@ -41,8 +42,8 @@ class InstaHide(Defense):
 
     plain: ClassVar[str] = "the client trains on blends of several pictures in which random pixels are turned over."
 
-    k: int = 4
-    upper: float = 0.65
+    k: Annotated[int, Range(2, 10**4)] = 4
+    upper: PositiveShare = 0.65
 
     def __post_init__(self) -> None:
         if self.k < 2:

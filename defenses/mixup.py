@@ -14,6 +14,7 @@ from torch.nn import functional
 from defenses import defenses
 from fl.data.skewed import dirichlet
 from fl.defense import Defense
+from fl.ranges import Weight
 from fl.types import Batch, Task
 
 
@@ -40,7 +41,7 @@ class Mixup(Defense):
 
     plain: ClassVar[str] = "the client trains on pictures blended of two."
 
-    alpha: float = 1.0
+    alpha: Weight = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < math.inf:

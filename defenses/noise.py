@@ -10,6 +10,7 @@ import torch
 
 from defenses import defenses
 from fl.defense import Defense
+from fl.ranges import Weight
 from fl.tensors import Tensors, dense, rms
 
 
@@ -35,7 +36,7 @@ class Noise(Defense):
 
     plain: ClassVar[str] = "random noise is added to the update."
 
-    std: float = 0.1
+    std: Weight = 0.1
     unit: Literal["relative", "absolute"] = "relative"
 
     def __post_init__(self) -> None:

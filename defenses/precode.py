@@ -20,6 +20,7 @@ from fl.method import Method, Step
 from fl.models.initialise import initialise
 from fl.models.layers import Classifier
 from fl.network import Network
+from fl.ranges import Weight, Width
 from fl.seeds import stream
 from fl.tensors import Tensors
 from fl.types import Batch, Task
@@ -103,8 +104,8 @@ class Precode(Defense):
 
     plain: ClassVar[str] = "a layer inside the network adds random numbers that only the client knows."
 
-    latent: int = 256
-    beta: float = 1e-3
+    latent: Width = 256
+    beta: Weight = 1e-3
 
     def __post_init__(self) -> None:
         if self.latent < 1:

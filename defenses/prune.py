@@ -10,6 +10,7 @@ from torch import Tensor
 
 from defenses import defenses
 from fl.defense import Defense
+from fl.ranges import ShareBelow1
 from fl.tensors import Tensors, dense
 
 
@@ -33,7 +34,7 @@ class Prune(Defense):
 
     plain: ClassVar[str] = "only some numbers of the update are sent: the largest, or random ones."
 
-    ratio: float = 0.9
+    ratio: ShareBelow1 = 0.9
     keep: Literal["largest", "random"] = "largest"
     scope: Literal["tensor", "global"] = "tensor"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from defenses import defenses
 from fl.defense import Defense
+from fl.ranges import Count, Range
 from fl.tensors import Tensors, dense
 
 
@@ -37,8 +38,8 @@ class QSGD(Defense):
 
     plain: ClassVar[str] = "the numbers of the update are rounded up or down at random, to a few values."
 
-    bits: int = 4
-    bucket: int | None = None
+    bits: Annotated[int, Range(2, 16)] = 4
+    bucket: Count | None = None
     norm: Literal["l2", "max"] = "l2"
 
     def __post_init__(self) -> None:

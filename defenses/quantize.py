@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from defenses import defenses
 from fl.defense import Defense
+from fl.ranges import Range
 from fl.tensors import Tensors, dense
 
 COARSE = 3
@@ -42,7 +43,7 @@ class Quantize(Defense):
     plain: ClassVar[str] = "the numbers of the update are rounded to a few values."
 
     format: Literal["uniform", "float16", "bfloat16"] = "uniform"
-    bits: int = 8
+    bits: Annotated[int, Range(1, 16)] = 8
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from defenses import defenses
 from fl.defense import Defense
 from fl.method import Method
+from fl.ranges import Range
 from fl.types import Task
 
 
@@ -37,7 +38,7 @@ class SecAgg(Defense):
 
     plain: ClassVar[str] = "the server only learns the mean over a group of clients."
 
-    clients: int = 4
+    clients: Annotated[int, Range(2, 10**7)] = 4
 
     def __post_init__(self) -> None:
         if self.clients < 2:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from defenses import defenses
 from fl.defense import Defense
+from fl.ranges import Positive
 from fl.tensors import Tensors, dense, zeros
 
 MARGIN = 0.3
@@ -35,7 +36,7 @@ class SignSGD(Defense):
 
     plain: ClassVar[str] = "only whether each number of the update is positive or negative is sent."
 
-    step: float | None = None
+    step: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and not 0 < self.step < math.inf:

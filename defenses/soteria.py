@@ -14,6 +14,7 @@ from defenses import defenses
 from fl.client import Gradient
 from fl.defense import Defense
 from fl.method import Method
+from fl.ranges import ShareBelow1
 from fl.tensors import LowRank, Tensors
 from fl.types import Batch, Task
 
@@ -53,7 +54,7 @@ class Soteria(Defense):
 
     plain: ClassVar[str] = "what the classifier's part of the update says most clearly about the picture is left out."
 
-    ratio: float = 0.6
+    ratio: ShareBelow1 = 0.6
     layer: str | None = None
 
     def __post_init__(self) -> None:

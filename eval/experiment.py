@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from attacks.base import Attack
 from defenses import Defense
@@ -14,7 +14,9 @@ from fl.data.partition import Iid, Partitioner
 from fl.method import Method, methods
 from fl.models import Network
 from fl.protocol import Measure
+from fl.ranges import Count, CountFrom0, Length, PositiveShare, Range, Seed, Share
 from fl.registry import UnknownNameError
+from fl.settings import SettingError, declared, shown
 from fl.types import ThreatModel
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ NEEDED: Mapping[Accuracy, tuple[str, ...]] = {
 """Settings of a federation without which an accuracy is not taken."""
 
 
+@declared("task")
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """What is learnt.
@@ -45,6 +48,7 @@ class TaskSpec:
     model: Network
 
 
+@declared("federation")
 @dataclass(frozen=True, kw_only=True)
 class FederationSpec:
     """Who learns it, and for how long.
@@ -67,29 +71,23 @@ class FederationSpec:
     """
 
     partition: Partitioner = field(default_factory=Iid)
-    rounds: int = 1
-    rate: float = 1.0
+    rounds: CountFrom0 = 1
+    rate: PositiveShare = 1.0
     everyone_last: bool = True
     engine: Literal["auto", "loop", "factored", "vmap"] = "auto"
     augment: Augmentation = field(default_factory=Augmentation)
-    evaluate_every: int = 1
-    outsiders: int = 0
-    fine_tune: int = 0
+    evaluate_every: Count = 1
+    outsiders: CountFrom0 = 0
+    fine_tune: CountFrom0 = 0
     whole_test: bool = False
     measures: tuple[Measure, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in ("rounds", "outsiders", "fine_tune"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"federation.{key}: expected 0 or more, got {getattr(self, key)}")
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"federation.rate: expected a share in (0, 1], got {self.rate}")
-        if self.evaluate_every < 1:
-            raise ValueError(f"federation.evaluate_every: expected 1 or more, got {self.evaluate_every}")
         if len(set(self.measures)) < len(self.measures):
             raise ValueError(f"federation.measures: expected each once, got {list(self.measures)}")
 
 
+@declared("observe")
 @dataclass(frozen=True, kw_only=True)
 class Observe:
     """Which updates the attacker gets: one for each batch of a watched client's images.
@@ -110,31 +108,26 @@ class Observe:
         augment: whether the images are changed as in training before they are fed.
     """
 
-    clients: tuple[int, ...] = (0,)
-    rounds: tuple[int, ...] = ()
+    clients: Annotated[tuple[CountFrom0, ...], Length(1)] = (0,)
+    rounds: tuple[CountFrom0, ...] = ()
     part: Literal["train", "test"] = "train"
-    images: int | None = 8
-    batch_size: int | None = 1
+    images: Count | None = 8
+    batch_size: Count | None = 1
     classes: tuple[int | str, ...] = ()
-    seed: int = 0
+    seed: Seed = 0
     method: dict[str, Any] = field(default_factory=dict)
     augment: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("images", "batch_size"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"observe.{key}: expected 1 or more, or null for all, got {value}")
         if self.images and self.batch_size and self.images % self.batch_size:
             raise ValueError(f"observe.images: expected a multiple of batch_size {self.batch_size}, got {self.images}")
         for key in ("clients", "rounds"):
             value = getattr(self, key)
-            if len(set(value)) < len(value) or any(number < 0 for number in value):
-                raise ValueError(f"observe.{key}: expected different numbers from 0, got {list(value)}")
-        if not self.clients:
-            raise ValueError("observe.clients: expected at least one, got none")
+            if len(set(value)) < len(value):
+                raise ValueError(f"observe.{key}: expected different numbers from 0, got {shown(list(value))}")
 
 
+@declared("score")
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """Figures beyond those that are always taken.
@@ -149,11 +142,8 @@ class Score:
 
     lpips: Literal["auto", "off", "alex", "squeeze", "vgg"] = "auto"
     download: bool = False
-    levels: tuple[float, ...] = ()
+    levels: tuple[Share, ...] = ()
     level_of: Accuracy = "accuracy"
-
-    def __post_init__(self) -> None:
-        _check_shares("score.levels", self.levels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +163,7 @@ class Entry(Generic[T]):
     changes: dict[str, Any] = field(default_factory=dict)
 
 
+@declared("published")
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """Figures of a paper that a report sets beside those of this run.
@@ -206,35 +197,28 @@ class Published:
     psnr: float | None = None
     ssim: float | None = None
     lpips: float | None = None
-    accuracy: float | None = None
-    accuracy_local: float | None = None
-    accuracy_tuned: float | None = None
-    accuracy_unseen: float | None = None
-    accuracy_unseen_tuned: float | None = None
-    accuracy_global: float | None = None
+    accuracy: Share | None = None
+    accuracy_local: Share | None = None
+    accuracy_tuned: Share | None = None
+    accuracy_unseen: Share | None = None
+    accuracy_unseen_tuned: Share | None = None
+    accuracy_global: Share | None = None
     best: bool = False
-    cpr: float | None = None
-    until: dict[float, int | None] = field(default_factory=dict)
-    sent_share: float | None = None
+    cpr: Annotated[float, Range(0)] | None = None
+    until: dict[Share, CountFrom0 | None] = field(default_factory=dict)
+    sent_share: Annotated[float, Range(0)] | None = None
     beside: str = ""
-    seconds: float | None = None
+    seconds: Annotated[float, Range(0)] | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
-        given = [(key, value) for key in ACCURACIES if (value := getattr(self, key)) is not None]
-        for key, value in given:
-            _check_shares(f"published.{key}", [value])
-        _check_shares("published.until", self.until)
-        if self.best and not given:
+        if self.best and all(getattr(self, key) is None for key in ACCURACIES):
             raise ValueError("published.best: expected an accuracy beside it, got none")
         if (self.sent_share is None) != (not self.beside):
             raise ValueError("published: expected both sent_share and beside, or neither; got one of them")
-        costs = [("cpr", self.cpr), ("sent_share", self.sent_share), ("seconds", self.seconds)]
-        for name, number in [*costs, *(("until", rounds) for rounds in self.until.values())]:
-            if number is not None and number < 0:
-                raise ValueError(f"published.{name}: expected 0 or more, got {number}")
 
 
+@declared("")
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Everything a run depends on; the attributes are the sections of the YAML file.
@@ -250,7 +234,7 @@ class Experiment:
     defense: tuple[Entry[Defense], ...] = (Entry(label="none", item=Defense()),)
     threat: ThreatModel = field(default_factory=ThreatModel)
     observe: Observe = field(default_factory=Observe)
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[Seed, ...] = (0,)
     score: Score = field(default_factory=Score)
     published: tuple[Published, ...] = ()
     imports: tuple[str, ...] = ()
@@ -264,16 +248,12 @@ class Experiment:
                     raise UnknownNameError(f"method in `against` of attack {attack.label!r}:", label, labels, note)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: expected one or more different numbers, got {list(self.seeds)}")
-        if large := [seed for seed in self.seeds if not -(2**63) <= seed < 2**64]:
-            raise ValueError(f"seeds: expected numbers in [-2^63, 2^64), got {large[0]}")
         last = self.federation.rounds
         if late := [number for number in self.observe.rounds if number > last]:
             raise ValueError(f"observe.rounds: expected at most {last} (federation.rounds), got {late}")
         level_of = self.score.level_of
         if lacking := [f"federation.{key}" for key in NEEDED.get(level_of, ()) if not getattr(self.federation, key)]:
             raise ValueError(f"score.level_of: {level_of} is only taken with {' and '.join(lacking)}: set that first")
-        if self.threat.rounds < 0:
-            raise ValueError(f"threat.rounds: expected 0 or more, got {self.threat.rounds}")
         self.observed_methods()
         check_published(self, swept=False)
 
@@ -297,7 +277,10 @@ class Experiment:
         built = {}
         for label, spec in own.items():
             changes = {key: value for key, value in self.observe.method.items() if key in spec}
-            built[label] = methods.build({**spec, **changes})
+            try:
+                built[label] = methods.build({**spec, **changes})
+            except SettingError as error:
+                raise error.under("observe", "method", instead=1) from error
             for key, value in changes.items():
                 check_taken(value, methods.spec(built[label])[key], f"observe.method.{key} ({label})")
         return built
@@ -330,12 +313,6 @@ def lacking(experiment: Experiment, figures: Published, *, swept: bool = True) -
         if (label if swept else label.partition("@")[0]) not in known:
             return place, label, known
     return None
-
-
-def _check_shares(where: str, values: Iterable[float]) -> None:
-    for value in values:
-        if not 0 <= value <= 1:
-            raise ValueError(f"{where}: expected a share in [0, 1], got {value}")
 
 
 def check_taken(given: Any, new: Any, where: str) -> None:

@@ -8,10 +8,7 @@ import json
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, TypeVar
 
 import attacks
 from attacks.base import Attack, Chain
@@ -19,7 +16,8 @@ from defenses import defenses
 from eval.experiment import Entry, Experiment, FederationSpec, Observe, Published, Score, TaskSpec
 from eval.shown import cut
 from fl.method import methods
-from fl.registry import ListError, Registry, UnknownNameError, each_would_do
+from fl.registry import Registry, UnknownNameError
+from fl.settings import ListError, SettingError, fitted, hints, shown
 from fl.types import ThreatModel
 
 T = TypeVar("T")
@@ -137,7 +135,7 @@ def places(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
         found = [item for place in holders for item in _inside(place[key], keys[depth + 1])]
         if not found:
             whole, value = ".".join(keys[: depth + 1]), holders[0][key]
-            raise ValueError(f"{whole} is {value!r}, with no {keys[depth + 1]!r} in it; set {whole} as a whole")
+            raise ValueError(f"{whole} is {shown(value)}, with no {keys[depth + 1]!r} in it; set {whole} as a whole")
     return found
 
 
@@ -155,7 +153,7 @@ def section_spec(section: Any) -> dict[str, Any]:
     kind: type = type(section)
 
     def value(key: str, item: Any) -> Any:
-        if (registry := _field(kind, key).registry) is not None:
+        if (registry := _registry(kind, key)) is not None:
             return registry.spec(item)
         return list(item) if isinstance(item, tuple) else copy.deepcopy(item)
 
@@ -193,42 +191,27 @@ def _section(kind: type[T], values: Any, where: str) -> T:
     return kind(**{key: _checked(kind, key, value, f"{where}.{key}") for key, value in values.items()})
 
 
-class _Field(NamedTuple):
-    """How a field is read: through a registry, or by its type, of which there may be several."""
-
-    registry: Registry[Any] | None
-    adapter: TypeAdapter[Any] | None
-    several: bool
-
-
-@cache
-def _field(kind: type, key: str) -> _Field:
-    hint = typing.get_type_hints(kind)[key]
-    registry = getattr(hint, "registry", None)
-    return _Field(registry, None if registry else TypeAdapter(hint), typing.get_origin(hint) is tuple)
+def _registry(kind: type, key: str) -> Registry[Any] | None:
+    return getattr(hints(kind)[key], "registry", None)
 
 
 def _checked(kind: type, key: str, value: Any, where: str) -> Any:
     """`value` as the field `key` of `kind` has it; a single value will do for a list."""
-    registry, adapter, several = _field(kind, key)
-    if adapter is None:
-        assert registry is not None
-        try:
-            return registry.build(_with_names(value))
-        except ListError as error:
-            raise ListError(f"{where}: {error}", (*where.split("."), *error.keys), error.values) from error
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-    if several and not isinstance(value, list | tuple):
+    hint = hints(kind)[key]
+    while typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is tuple and not isinstance(value, list | tuple):
         value = [value]
+    keys = where.split(".")
+    registry = _registry(kind, key)
     try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        message = f"{where}: {first['msg']}, got {first['input']!r}"
-        if not several and each_would_do(adapter, value):
-            raise ListError(message, where.split("."), value) from error
-        raise ValueError(message) from error
+        if registry is not None and not dataclasses.is_dataclass(value):
+            return registry.build(_with_names(value))
+        return fitted(kind, key, value)
+    except SettingError as error:
+        raise error.under(*keys, instead=1) from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _entries(value: Any, key: str, registry: Registry[Any]) -> tuple[Entry[Any], ...]:
@@ -250,9 +233,9 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
     try:
         _check_settings(_with_names(settings), list(own), registry)
         item = attacks.build(settings) if registry is attacks.attacks else registry.build(settings)
-    except ListError as error:
+    except SettingError as error:
         label = str(given["as"] or settings["name"])
-        raise ListError(f"{key}: {error}", (key, label, *error.keys), error.values) from error
+        raise error.under(key, label, instead=1) from error
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     label = _name(item) if given["as"] is None else str(given["as"])
@@ -262,7 +245,7 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
     changes = dict(mapping(given.get("with", {}), f"{key}.with"))
     for name in changes:
         if "." not in name:
-            raise ValueError(f"{key}.with: expected keys such as {CHANGES[key][-1]}.rounds, got {name!r}")
+            raise ValueError(f"{key}.with: expected keys such as {CHANGES[key][-1]}.rounds, got {shown(name)}")
         if (section := name.partition(".")[0]) not in CHANGES[key]:
             raise UnknownNameError(f"section in {key}.with", section, CHANGES[key])
     return Entry(label=label, item=item, against=against, changes=changes)
@@ -283,7 +266,7 @@ def _with_names(value: Any) -> Any:
     """`value`, in which everything called `name` is text."""
     if isinstance(value, Mapping):
         if not isinstance(value.get("name", ""), str):
-            raise ValueError(f"expected a name, got {value['name']!r}")
+            raise ValueError(f"expected a name, got {shown(value['name'])}")
         for inner in value.values():
             _with_names(inner)
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fl.method import Method, ServerState, Step
 from fl.noise import Noise, drawn_key, fresh_key
 from fl.privacy import STABILISER, Where
 from fl.private_gradient import PrivateGradient
+from fl.ranges import Count, CountFrom0, OpenShare, Positive, PositiveShare, Range, Weight
 from fl.sampling import PoissonPhase
 from fl.tensors import Tensors, dense, norm, scaled, zeros
 from fl.types import Batch, Phase, Scope, Task, Upload
@@ -76,20 +77,20 @@ class Private(Method):
     released: ClassVar[str] = "the gradient of all weights"
 
     mode: Literal["dp-joint", "as-published", "client-level"] = "dp-joint"
-    epsilon: float | None = 4.0
-    noise_multiplier: float | None = None
-    delta: float = 1e-5
-    clip: float = 0.04
-    rounds: int = 200
-    images: int | None = 600
-    rate: float | None = None
-    local_steps: int | None = None
+    epsilon: Annotated[float, Range(0, 1000, above=True)] | None = 4.0
+    noise_multiplier: Weight | None = None
+    delta: OpenShare = 1e-5
+    clip: Positive = 0.04
+    rounds: Annotated[int, Range(1, 10**9)] = 200
+    images: Count | None = 600
+    rate: PositiveShare | None = None
+    local_steps: Count | None = None
     accountant: Accountant = "prv"
     sampler: Literal["poisson", "shuffle", "sequential"] = "poisson"
     profile: Literal["experiment", "release"] = "experiment"
-    batch_size: int | None = 50
-    epochs: int | None = 5
-    steps: int | None = None
+    batch_size: Count | None = 50
+    epochs: CountFrom0 | None = 5
+    steps: Count | None = None
 
     def __post_init__(self) -> None:
         if self.noise_multiplier is not None:

@@ -11,6 +11,11 @@ from torch.utils import _pytree as pytree
 from fl.tensors import LowRank, Value
 from fl.types import Upload
 
+MOST_WEIGHT = 1e18
+"""What a client counts in the mean at most: the weights' sum stays a number."""
+ROOM_TO_ADD = 2.0**-16
+"""Share of the largest number of its type that a number sent can be: sums over tens of thousands of clients hold."""
+
 
 def check_finite(uploads: Iterable[Upload], round: int, known: dict[int, Tensor] | None = None) -> None:
     """Refuse a round in which a client sends numbers that are none.
@@ -32,6 +37,7 @@ def check_finite(uploads: Iterable[Upload], round: int, known: dict[int, Tensor]
             if id(part) in known:
                 continue
             if _is_finite(part):
+                _check_size(upload.client, round, name, part)
                 known.update({id(part): part} if common else {})
             else:
                 bad = int((~part.isfinite()).sum())
@@ -40,6 +46,50 @@ def check_finite(uploads: Iterable[Upload], round: int, known: dict[int, Tensor]
                     f"numbers of {name!r} are NaN or infinite): its training diverged; lower the method's step size "
                     "(lr) or clip its gradients (max_norm)"
                 )
+
+
+def check_form(number: int, weight: float, sent: Mapping[str, Value], like: Mapping[str, Value]) -> None:
+    """Refuse an upload that the server could not take the mean of, or that would spoil it unseen.
+
+    Args:
+        number: of the client.
+        weight: what it counts in the mean.
+        sent: what it sends, by name.
+        like: tensors of the names, shapes, types and devices that it has to have.
+
+    Raises:
+        ValueError: a weight that is no number from 0; a tensor that is missing, that nobody asked for, or that has
+            another form than what the server sent. Says whose and which.
+    """
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:
+        raise ValueError(
+            f"client {number}: expected a weight in the mean from 0 to {MOST_WEIGHT:g}, got {weight!r}: see the "
+            "method's `weight`"
+        )
+    for name, tensor in like.items():
+        if name not in sent:
+            raise ValueError(f"client {number}: {name!r} is missing in what it sends: send every tensor it received")
+        if reason := _other_form(sent[name], tensor):
+            raise ValueError(f"client {number}: expected {name!r} {reason} in what it sends")
+    if more := [name for name in sent if name not in like]:
+        raise ValueError(
+            f"client {number}: it sends {more[0]!r}, which the server did not send: further tensors go into payloads "
+            "that the method's `finish` returns"
+        )
+
+
+def _other_form(value: object, like: Value) -> str:
+    """What form `value` should have, and what it has; empty where it is that of `like`."""
+    if not isinstance(value, LowRank) and not isinstance(value, Tensor):
+        return f"as a tensor, got {type(value).__name__}"
+    if tuple(value.shape) != tuple(like.shape):
+        return f"of shape {tuple(like.shape)}, got {tuple(value.shape)}"
+    if isinstance(value, LowRank) or isinstance(like, LowRank):
+        return ""
+    for what in ("layout", "dtype", "device"):
+        if (got := getattr(value, what)) != (wanted := getattr(like, what)):
+            return f"with {what} {wanted}, got {got}"
+    return ""
 
 
 def finite(values: Mapping[str, Value]) -> bool:
@@ -63,6 +113,20 @@ def unfit(value: object) -> str:
 def _is_finite(part: Tensor) -> bool:
     """Whether there is no NaN or infinity: told by the smallest and largest number, which NaN passes through."""
     return not part.numel() or all(bool(extreme.isfinite()) for extreme in part.aminmax())
+
+
+def _check_size(client: int, round: int, name: str, part: Tensor) -> None:
+    """Refuse numbers of which a few added up are none any more."""
+    if not part.numel() or not part.is_floating_point():
+        return
+    most = torch.finfo(part.dtype).max * ROOM_TO_ADD
+    largest = max(abs(float(extreme)) for extreme in part.aminmax())
+    if largest > most:
+        raise ValueError(
+            f"client {client}: its update has numbers of up to {largest:.3g} in {name!r} in round {round}, of which "
+            f"{part.dtype} can't hold a sum: its training diverged; lower the method's step size (lr) or clip its "
+            "gradients (max_norm)"
+        )
 
 
 def _named(upload: Upload) -> Iterator[tuple[str, Tensor, bool]]:

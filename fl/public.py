@@ -16,6 +16,7 @@ from fl.kept import ended
 from fl.method import Download, ServerState
 from fl.methods.fedavg import FedAvg
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count
 from fl.sampling import plan
 from fl.seeds import stream
 from fl.tensors import Tensors, Value, dense
@@ -46,7 +47,7 @@ class PublicImages(FedAvg):
 
     public: Source
     part: Literal["train", "test"] = "train"
-    images: int | None = None
+    images: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,15 +6,14 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
-import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
+from fl.settings import SettingError, check, shown
 
 T = TypeVar("T")
 Entry = TypeVar("Entry", bound=Callable[..., Any])
@@ -31,19 +30,6 @@ class UnknownNameError(ValueError):
         likely = close(str(name), known)
         hint = f"did you mean {likely!r}? " if likely is not None else ""
         super().__init__(f"unknown {kind} {name!r}; {hint}known: {', '.join(known) or 'none'}{note}")
-
-
-class ListError(ValueError):
-    """A list for a setting that takes one value, each of which would do by itself.
-
-    Attributes:
-        keys: lead to the setting, the outermost first.
-        values: the list.
-    """
-
-    def __init__(self, message: str, keys: Sequence[str], values: Sequence[Any]) -> None:
-        super().__init__(message)
-        self.keys, self.values = tuple(keys), list(values)
 
 
 def close(name: str, known: Collection[str]) -> str | None:
@@ -90,6 +76,8 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[Entry], Entry]:
         """Decorator that enters a dataclass or a function as `name` and sets its attribute `name`.
 
+        A dataclass then checks the values it is built of by the types of its fields (`fl.ranges`).
+
         Raises:
             ValueError: the name is taken, or the class is not a frozen keyword-only dataclass.
         """
@@ -101,6 +89,7 @@ class Registry(Generic[T]):
                 raise ValueError(f"{self.kind} {name!r} is taken by {owner.__module__}.{owner.__qualname__}")
             if isinstance(entry, type):
                 _check_settings(entry)
+                check(entry, name)
             self._entries[name] = entry
             entry.name = name  # type: ignore[attr-defined]
             return entry
@@ -133,7 +122,7 @@ class Registry(Generic[T]):
     def build(self, spec: str | Mapping[str, Any] | T) -> T:
         """The object that `spec` describes: a name, `{"name": name, field: value, ...}`, or the object itself.
 
-        Values are checked against the field's type and converted to it ("1e-4" to a float, a list to a tuple).
+        Values are checked against the field's type (`fl.ranges`) and brought into its form (a list to a tuple).
 
         Raises:
             UnknownNameError: unknown name or field.
@@ -144,7 +133,7 @@ class Registry(Generic[T]):
             return typing.cast(T, spec)
         settings = {"name": spec} if isinstance(spec, str) else spec
         if not isinstance(settings, Mapping) or "name" not in settings:
-            raise ValueError(f"expected {self.kind} as a name or a mapping with 'name', got {spec!r}")
+            raise ValueError(f"expected {self.kind} as a name or a mapping with 'name', got {shown(spec)}")
         name = settings["name"]
         entry = self.get(name)
         values = {key: value for key, value in settings.items() if key != "name"}
@@ -161,9 +150,10 @@ class Registry(Generic[T]):
         lacking = [k for k, f in fields.items() if f.default is missing and f.default_factory is missing]
         if absent := [key for key in lacking if key not in values]:
             raise ValueError(f"{what}: expected a value for {', '.join(absent)}, got none")
-        checked = {key: _checked(entry, key, value, what) for key, value in values.items()}
         try:
-            return typing.cast(T, entry(**checked))
+            return typing.cast(T, entry(**values))
+        except (SettingError, UnknownNameError):
+            raise
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from error
 
@@ -223,58 +213,6 @@ def _check_settings(entry: type) -> None:
         raise ValueError(f"expected keyword-only fields in {entry.__qualname__}, got {', '.join(positional)}")
     if any(f.name == "name" for f in fields):
         raise ValueError(f"expected no field 'name' in {entry.__qualname__}: it holds the registered name")
-
-
-@cache
-def _adapters(entry: type) -> dict[str, TypeAdapter[Any]]:
-    hints = typing.get_type_hints(entry, include_extras=True)
-    fields = [f.name for f in dataclasses.fields(entry)]
-    config = ConfigDict(arbitrary_types_allowed=True)
-    # wrapped in Annotated, a dataclass as a field's type takes the configuration too
-    kinds: dict[str, Any] = {k: Annotated[_with_registries(hints[k]), None] for k in fields}
-    return {k: TypeAdapter(kind, config=config) for k, kind in kinds.items()}
-
-
-def _with_registries(hint: Any) -> Any:
-    """`hint` with every class that has a registry read through it."""
-    if isinstance(hint, type) and isinstance(registry := getattr(hint, "registry", None), Registry):
-        return Annotated[Any, PlainValidator(registry.build)]
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in {typing.Union, types.UnionType}:
-        return typing.Union[tuple(map(_with_registries, args))]  # noqa: UP007 - built from a tuple
-    if origin in {tuple, list, dict}:
-        return origin[tuple(map(_with_registries, args))]
-    return hint
-
-
-def _checked(entry: type, key: str, value: Any, what: str) -> Any:
-    try:
-        return _adapters(entry)[key].validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join([key, *(str(part) for part in first["loc"] if isinstance(part, int))])
-        inner = first.get("ctx", {}).get("error")
-        reason = inner or f"{first['msg']}, got {first['input']!r}"
-        message = f"{what}, {where}: {reason}"
-        if isinstance(inner, ListError) and where == key:
-            raise ListError(message, (key, *inner.keys), inner.values) from error
-        if each_would_do(_adapters(entry)[key], value):
-            raise ListError(message, (key,), value) from error
-        raise ValueError(message) from error
-
-
-def each_would_do(adapter: TypeAdapter[Any], value: Any) -> bool:
-    """Whether `value` is a list of plain values of which each fits the type by itself."""
-    if not isinstance(value, list) or not value:
-        return False
-    if not all(item is None or isinstance(item, str | int | float) for item in value):
-        return False
-    try:
-        for item in value:
-            adapter.validate_python(item)
-    except ValidationError:
-        return False
-    return True
 
 
 def _plain(value: Any, where: str) -> Any:

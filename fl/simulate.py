@@ -12,6 +12,7 @@ from torch import Tensor
 from fl import sampling
 from fl.client import Client, LocalResult, gather, local_update
 from fl.defense import DRAWN, Unknown, overrides
+from fl.finite import check_form
 from fl.method import Download
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors, dense, detached, flatten
@@ -198,6 +199,8 @@ def finish(start: Start, result: LocalResult) -> Round:
     client, buffers = start.client, start.buffers
     with torch.no_grad():
         sent = client.defense.transform_update(result.sent(), start.noise)
+    asked = {**start.download.shared, **{k: v for k, v in result.sent().items() if k not in result.update}}
+    check_form(start.number, start.weight, sent, asked)
     shared = {name for name, scope in client.scopes(buffers).items() if scope is Scope.SHARED}
     upload = Upload(
         client=start.number,

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fl.ranges import CountFrom0
+from fl.settings import declared
 
+
+@declared("threat")
 @dataclass(frozen=True, kw_only=True)
 class ThreatModel:
     """What an honest-but-curious server knows beside the update itself.
@@ -23,7 +27,7 @@ class ThreatModel:
         rounds: how many earlier rounds of the same client it kept.
 
     Raises:
-        ValueError: what it knows is neither True nor False.
+        ValueError: what it knows is neither True nor False, or a number of rounds that is none.
     """
 
     knows_labels: bool = False
@@ -35,14 +39,9 @@ class ThreatModel:
     knows_optimizer: bool = True
     knows_private_init: bool = False
     sees_buffers: bool = True
-    rounds: int = 0
+    rounds: CountFrom0 = 0
 
     @property
     def knows_sizes(self) -> bool:
         """Whether an update's tensors can be taken to have the sizes to each other that one rule gave them."""
         return self.knows_defense and self.knows_optimizer
-
-    def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            if key != "rounds" and not isinstance(value, bool):
-                raise ValueError(f"expected {key} as True or False, got {value!r}")

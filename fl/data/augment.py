@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from fl.ranges import CountFrom0
 from fl.registry import Registry
 from fl.types import Batch
 
@@ -42,7 +43,7 @@ class CropFlip(Augmentation):
         flip: mirror left and right with probability 1/2.
     """
 
-    padding: int = 4
+    padding: CountFrom0 = 4
     flip: bool = True
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from fl.data import Dataset, Groups, datasets, stratified
 from fl.data.folders import classes, decode, listed
 from fl.data.stored import DatasetMissingError, Limited, Pixels, find, folder, read_pixels
 from fl.paths import inside, readable
+from fl.ranges import OpenShare, Seed, Width
 from fl.types import Batch
 
 Labelled = tuple[list[Path], Tensor, Tensor]
@@ -39,9 +40,9 @@ class _Domains(Limited):
     """Name of the folder in the data folder."""
 
     path: str | None = None
-    size: int = 32
-    test_share: float = 0.1
-    seed: int = 0
+    size: Width = 32
+    test_share: OpenShare = 0.1
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

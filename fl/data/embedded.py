@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from fl.data import Dataset, Source, datasets, stratified
+from fl.ranges import OpenShare, Seed, Width
 from fl.registry import UnknownNameError
 from fl.types import Batch
 
@@ -49,9 +50,9 @@ class Faces(Source):
         seed: of the split.
     """
 
-    size: int = 28
-    test_share: float = 0.2
-    seed: int = 0
+    size: Width = 28
+    test_share: OpenShare = 0.2
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -86,7 +87,7 @@ class Photos(Source):
     """
 
     names: tuple[str, ...] = ("astronaut", "chelsea", "coffee", "rocket")
-    size: int = 32
+    size: Width = 32
     mode: Literal["colour", "grey"] = "colour"
 
     def __post_init__(self) -> None:

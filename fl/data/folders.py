@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from fl.data import Dataset, datasets, stratified
 from fl.data.stored import DatasetMissingError, Limited, Pixels
 from fl.paths import inside, linked_inside, readable, regular
+from fl.ranges import OpenShare, Seed, Width
 from fl.seeds import stream
 from fl.types import Batch
 
@@ -54,10 +55,10 @@ class Folder(Limited):
     """
 
     path: str
-    size: int | None = 32
+    size: Width | None = 32
     mode: Mode = "colour"
-    test_share: float = 0.2
-    seed: int = 0
+    test_share: OpenShare = 0.2
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl.data import Dataset, Groups
 from fl.data.partition import Partition, Partitioner, partitions
+from fl.ranges import Count, CountFrom0, Seed
 from fl.registry import UnknownNameError
 from fl.seeds import stream
 
@@ -39,11 +40,11 @@ class LeaveOneOut(Partitioner):
     """
 
     leave_out: str
-    clients: int | None = None
-    per_client: int = 1
-    shots: int = 0
+    clients: Count | None = None
+    per_client: Count = 1
+    shots: CountFrom0 = 0
     score: Literal["sources", "left-out"] = "sources"
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         for key, value, least in (("clients", self.clients or 1, 1), ("shots", self.shots, 0)):

@@ -17,6 +17,7 @@ from fl.data.dominant import dominant_groups, published_groups
 from fl.data.published import OFFSETS, sequential_slices
 from fl.files import replacing
 from fl.paths import regular
+from fl.ranges import Count, CountFrom0, Seed, Share
 from fl.registry import Registry
 from fl.seeds import derive, stream
 
@@ -140,10 +141,10 @@ class Iid(Partitioner):
         seed: of the shuffle.
     """
 
-    clients: int = 20
-    train_size: int | None = None
-    test_size: int | None = None
-    seed: int = 0
+    clients: Count = 20
+    train_size: Count | None = None
+    test_size: Count | None = None
+    seed: Seed = 0
 
     def __call__(self, dataset: Dataset) -> Partition:
         """The partition of `dataset`.
@@ -175,14 +176,14 @@ class DominantGroups(Partitioner):
         seed: of the shuffle within each class.
     """
 
-    clients: int = 20
-    groups: tuple[tuple[int, ...], ...] = ()
-    share: float = 0.2
-    train_size: int = 600
-    test_size: int = 300
+    clients: Count = 20
+    groups: tuple[tuple[CountFrom0, ...], ...] = ()
+    share: Share = 0.2
+    train_size: Count = 600
+    test_size: Count = 300
     disjoint: bool = True
     compat: bool = False
-    seed: int = 0
+    seed: Seed = 0
 
     def __call__(self, dataset: Dataset) -> Partition:
         """The partition of `dataset`.

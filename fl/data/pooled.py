@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fl.data import Dataset, Groups, Source, datasets, stratified
+from fl.ranges import OpenShare, Seed
 from fl.types import Batch
 
 
@@ -25,8 +26,8 @@ class Pooled(Source):
     """
 
     source: Source
-    test_share: float = 0.2
-    seed: int = 0
+    test_share: OpenShare = 0.2
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.test_share < 1:

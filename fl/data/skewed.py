@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fl.data import Dataset
 from fl.data.partition import Partition, Partitioner, partitions
+from fl.ranges import Count, Range, Seed
 from fl.seeds import derive, stream
 
 TRIES = 100
@@ -39,11 +40,11 @@ class Dirichlet(Partitioner):
         seed: of the draws, and of the shuffle within each class.
     """
 
-    alpha: float = 0.5
-    clients: int = 20
+    alpha: Annotated[float, Range(1e-6, 1e6)] = 0.5
+    clients: Count = 20
     over: Literal["clients", "classes"] = "clients"
-    min_size: int = 10
-    seed: int = 0
+    min_size: Count = 10
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if not 1e-6 <= self.alpha <= 1e6:
@@ -92,9 +93,9 @@ class Shards(Partitioner):
         seed: of the draw.
     """
 
-    clients: int = 100
-    shards_per_client: int = 2
-    seed: int = 0
+    clients: Count = 100
+    shards_per_client: Count = 2
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         for key in ("clients", "shards_per_client"):
@@ -142,10 +143,10 @@ class ClassGroups(Partitioner):
         seed: of the shuffle within each class.
     """
 
-    clients: int = 20
-    groups: int = 5
-    classes: int = 2
-    seed: int = 0
+    clients: Count = 20
+    groups: Count = 5
+    classes: Count = 2
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         for key in ("clients", "groups", "classes"):

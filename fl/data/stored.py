@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fl.data import Dataset, Source, datasets, stratified
 from fl.files import replacing
+from fl.ranges import Count, OpenShare, Seed
 from fl.types import Batch
 
 VARIABLE = "HYPERLEAK_DATA"
@@ -69,8 +70,8 @@ class Limited(Source):
         test_limit: likewise for the test images.
     """
 
-    limit: int | None = None
-    test_limit: int | None = None
+    limit: Count | None = None
+    test_limit: Count | None = None
 
     def __post_init__(self) -> None:
         for key in ("limit", "test_limit"):
@@ -93,8 +94,8 @@ class Npz(Limited):
 
     train: str
     test: str | None = None
-    test_share: float = 0.2
-    seed: int = 0
+    test_share: OpenShare = 0.2
+    seed: Seed = 0
 
     def load(self) -> Dataset:
         """Read the files.

@@ -8,6 +8,7 @@ from typing import ClassVar
 from fl.dp import Private
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 
 
@@ -33,11 +34,11 @@ class Centaur(Private, FedAvg):
     personal: ClassVar[bool] = True
     released: ClassVar[str] = "the gradients of the classifier and then of the extractor"
 
-    lr: float = 0.01
-    momentum: float = 0.5
-    weight_decay: float = 5e-4
-    head_lr: float = 0.1
-    head_epochs: int = 1
+    lr: StepSize = 0.01
+    momentum: ShareBelow1 = 0.5
+    weight_decay: Weight = 5e-4
+    head_lr: StepSize = 0.1
+    head_epochs: CountFrom0 = 1
 
     @classmethod
     def example(cls) -> Centaur:

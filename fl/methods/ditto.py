@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count, CountFrom0, StepSize, Weight
 from fl.tensors import Tensors, combine
 from fl.types import Batch, Scope, Task
 
@@ -38,11 +39,11 @@ class Ditto(FedAvg):
         "as fedavg, but each client also trains a network of its own, pulled towards the common one, and uses that."
     )
 
-    lam: float = 1.0
-    lr: float = 0.05
-    epochs: int | None = None
-    steps: int | None = 2
-    batch_size: int | None = 16
+    lam: Weight = 1.0
+    lr: StepSize = 0.05
+    epochs: CountFrom0 | None = None
+    steps: Count | None = 2
+    batch_size: Count | None = 16
 
     def __post_init__(self) -> None:
         if self.epochs is not None:  # steps is only a default: naming epochs replaces it

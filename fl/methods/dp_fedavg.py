@@ -8,6 +8,7 @@ from typing import ClassVar
 from fl.dp import Private
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import ShareBelow1, StepSize, Weight
 
 
 @methods.register("dp-fedavg")
@@ -27,9 +28,9 @@ class DPFedAvg(Private, FedAvg):
         "that amount."
     )
 
-    lr: float = 0.01
-    momentum: float = 0.5
-    weight_decay: float = 5e-4
+    lr: StepSize = 0.01
+    momentum: ShareBelow1 = 0.5
+    weight_decay: Weight = 5e-4
 
     @classmethod
     def example(cls) -> DPFedAvg:

@@ -11,6 +11,7 @@ import torch
 
 from fl.kept import KeepsModels, kept, mixed, packed
 from fl.method import Download, ServerState, Step, methods
+from fl.ranges import Count, Positive, StepSize, Weight
 from fl.tensors import Tensors, combine, dense, squared_distance
 from fl.types import Batch, Task, Upload
 
@@ -52,11 +53,11 @@ class FedAMP(KeepsModels):
         "pulls the client to it."
     )
 
-    alpha: float = 1.0
-    sigma: float = 1.0
-    lam: float = 1.0
-    lr: float = 0.005
-    batch_size: int | None = 10
+    alpha: Positive = 1.0
+    sigma: Positive = 1.0
+    lam: Weight = 1.0
+    lr: StepSize = 0.005
+    batch_size: Count | None = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fl.method import Method, methods
+from fl.ranges import Count, CountFrom0, Limit, ShareBelow1, StepSize, Weight
 from fl.types import OPTIMIZERS, Group, Optimizer, Phase, Task
 
 
@@ -31,14 +32,14 @@ class FedAvg(Method):
     optimizers: ClassVar[tuple[str, ...]] = OPTIMIZERS
     """Those by which its clients can train."""
 
-    lr: float = 0.01
+    lr: StepSize = 0.01
     optimizer: Optimizer = "sgd"
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    max_norm: float | None = None
-    epochs: int | None = 1
-    steps: int | None = None
-    batch_size: int | None = 50
+    momentum: ShareBelow1 = 0.0
+    weight_decay: Weight = 0.0
+    max_norm: Limit | None = None
+    epochs: CountFrom0 | None = 1
+    steps: Count | None = None
+    batch_size: Count | None = 50
     sampler: Literal["shuffle", "poisson", "sequential"] = "shuffle"
 
     def __post_init__(self) -> None:

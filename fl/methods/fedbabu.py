@@ -9,6 +9,7 @@ from torch import nn
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import CountFrom0, ShareBelow1, StepSize
 from fl.types import Group, Phase, Task
 
 
@@ -34,9 +35,9 @@ class FedBABU(FedAvg):
         "averaged; clients tune the network to their pictures afterwards."
     )
 
-    lr: float = 0.1
-    momentum: float = 0.9
-    epochs: int | None = 4
+    lr: StepSize = 0.1
+    momentum: ShareBelow1 = 0.9
+    epochs: CountFrom0 | None = 4
     tunes: Literal["full", "head", "body"] = "full"
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from fl.data.embedded import Faces
 from fl.data.skewed import dirichlet
 from fl.method import ServerState, methods
 from fl.public import PublicImages, arrived, module, parts, scores, state_of
+from fl.ranges import Count, CountFrom0, Positive, ShareBelow1, StepSize, Weight
 from fl.tensors import Tensors, dense
 from fl.types import Group, Phase, Task, Upload
 
@@ -71,21 +72,21 @@ class FedBE(PublicImages):
 
     takes_statistics: ClassVar[bool] = True
 
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 2e-4
-    epochs: int | None = 20
-    batch_size: int | None = 40
-    drawn_models: int = 10
+    lr: StepSize = 0.01
+    momentum: ShareBelow1 = 0.9
+    weight_decay: Weight = 2e-4
+    epochs: CountFrom0 | None = 20
+    batch_size: Count | None = 40
+    drawn_models: CountFrom0 = 10
     distribution: Literal["gaussian", "dirichlet"] = "gaussian"
-    spread: float = 0.1
-    concentration: float = 1.0
-    temperature: float = 0.5
-    server_epochs: int = 20
-    server_lr: float = 1e-3
-    server_batch: int = 128
-    average_from: int = 500
-    average_every: int = 25
+    spread: Weight = 0.1
+    concentration: Positive = 1.0
+    temperature: Positive = 0.5
+    server_epochs: CountFrom0 = 20
+    server_lr: StepSize = 1e-3
+    server_batch: Count = 128
+    average_from: CountFrom0 = 500
+    average_every: Count = 25
 
     def __post_init__(self) -> None:
         super().__post_init__()

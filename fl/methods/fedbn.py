@@ -9,6 +9,7 @@ from torch import nn
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count
 from fl.types import Scope, Task
 
 
@@ -26,7 +27,7 @@ class FedBN(FedAvg):
 
     plain: ClassVar[str] = "as fedavg, but each client keeps to itself how its layers scale and centre their inputs."
 
-    batch_size: int | None = 32
+    batch_size: Count | None = 32
 
     @classmethod
     def example(cls) -> FedBN:

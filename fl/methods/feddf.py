@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from fl.data.embedded import Faces
 from fl.method import ServerState, methods
 from fl.public import PublicImages, arrived, module, scores, state_of
+from fl.ranges import Count, CountFrom0, Limit, StepSize
 from fl.types import Group, Phase, Task, Upload
 
 
@@ -51,13 +52,13 @@ class FedDF(PublicImages):
         "clients' networks do together."
     )
 
-    lr: float = 0.1
-    epochs: int | None = 40
-    batch_size: int | None = 64
-    server_steps: int = 10_000
-    server_lr: float = 1e-3
-    server_batch: int = 128
-    server_max_norm: float | None = 5.0
+    lr: StepSize = 0.1
+    epochs: CountFrom0 | None = 40
+    batch_size: Count | None = 64
+    server_steps: CountFrom0 = 10_000
+    server_lr: StepSize = 1e-3
+    server_batch: Count = 128
+    server_max_norm: Limit | None = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ import torch
 
 from fl.method import ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import CountFrom0, Limit, Positive, StepSize, Weight
 from fl.tensors import Payloads, Tensors, blend, combine, dense, minus, zeros
 from fl.types import Batch, Scope, Task, Upload
 
@@ -47,11 +48,11 @@ class FedDyn(FedAvg):
         "as fedavg, but a spring and a steady push, learnt from earlier rounds, keep clients from going their own ways."
     )
 
-    alpha: float = 0.01
-    lr: float = 0.1
-    weight_decay: float = 1e-3
-    max_norm: float | None = 10.0
-    epochs: int | None = 5
+    alpha: Positive = 0.01
+    lr: StepSize = 0.1
+    weight_decay: Weight = 1e-3
+    max_norm: Limit | None = 10.0
+    epochs: CountFrom0 | None = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fl.methods.fedavg import FedAvg
 from fl.models.initialise import initialise
 from fl.network import Network
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, CountFrom0, Range, StepSize, Weight
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Task, Upload
@@ -51,11 +52,11 @@ class FedEnsemble(FedAvg):
         "as fedavg with several networks: each client trains one at a time, and all of them answer together."
     )
 
-    members: int = 5
-    lr: float = 5e-3
-    weight_decay: float = 1e-3
-    epochs: int | None = 10
-    batch_size: int | None = 16
+    members: Annotated[int, Range(1, 1000)] = 5
+    lr: StepSize = 5e-3
+    weight_decay: Weight = 1e-3
+    epochs: CountFrom0 | None = 10
+    batch_size: Count | None = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

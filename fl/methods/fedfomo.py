@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from fl.kept import KeepsModels, kept
 from fl.method import Download, ServerState, Step, methods
+from fl.ranges import CountFrom0, Range, Share, StepSize, Weight
 from fl.sampling import PartPhase
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors, blend, combine, dense, minus, norm
@@ -75,13 +76,13 @@ class FedFomo(KeepsModels):
     per_sample: ClassVar[bool] = False
     """Its weights look at all images held out, so clipping each image's gradient would promise nothing."""
 
-    downloads: int = 4
-    epsilon: float = 0.3
-    decay: float = 0.05
-    every: int = 5
-    lr: float = 0.1
-    weight_decay: float = 1e-4
-    epochs: int | None = 5
+    downloads: CountFrom0 = 4
+    epsilon: Share = 0.3
+    decay: Share = 0.05
+    every: Annotated[int, Range(2, 10**7)] = 5
+    lr: StepSize = 0.1
+    weight_decay: Weight = 1e-4
+    epochs: CountFrom0 | None = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.models.feature_generator import STATISTICS, FeatureGenerator
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, CountFrom0, Range, StepSize, Weight, Width
 from fl.seeds import stream
 from fl.server_optim import server_step
 from fl.tensors import Payloads, Tensors, Value, dense, minus
@@ -83,18 +84,18 @@ class FedGen(FedAvg):
     )
     per_sample: ClassVar[bool] = False
 
-    epochs: int | None = None
-    batch_size: int | None = 32
-    alpha: float = 10.0
-    beta: float = 10.0
-    generated: int = 32
-    noise: int = 32
-    hidden: int = 256
-    diversity: float = 1.0
-    server_steps: int = 50
-    server_lr: float = 3e-4
-    server_decay: float = 1e-2
-    server_batch: int = 32
+    epochs: CountFrom0 | None = None
+    batch_size: Count | None = 32
+    alpha: Weight = 10.0
+    beta: Weight = 10.0
+    generated: Count = 32
+    noise: Width = 32
+    hidden: Width = 256
+    diversity: Weight = 1.0
+    server_steps: CountFrom0 = 50
+    server_lr: StepSize = 3e-4
+    server_decay: Weight = 1e-2
+    server_batch: Annotated[int, Range(2, 10**7)] = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()

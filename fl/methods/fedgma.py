@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl.method import ServerState, mean, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count, CountFrom0, PositiveStep, Share, StepSize, Weight
 from fl.tensors import dense
 from fl.types import Task, Upload
 
@@ -36,12 +37,12 @@ class FedGMA(FedAvg):
 
     plain: ClassVar[str] = "as fedavg, but a weight moves little where the clients' changes point both ways."
 
-    tau: float = 0.7
-    server_lr: float = 1.0
-    lr: float = 1e-3
-    weight_decay: float = 1e-4
-    epochs: int | None = 2
-    batch_size: int | None = 64
+    tau: Share = 0.7
+    server_lr: PositiveStep = 1.0
+    lr: StepSize = 1e-3
+    weight_decay: Weight = 1e-4
+    epochs: CountFrom0 | None = 2
+    batch_size: Count | None = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

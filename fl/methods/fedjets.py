@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fl.methods.fedavg import FedAvg
 from fl.models.initialise import initialise
 from fl.network import Network
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, Range, Weight
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors, dense
 from fl.types import Batch, Phase, Task, Upload
@@ -62,9 +63,9 @@ class FedJETs(FedAvg):
         "to one of them."
     )
 
-    experts: int = 5
-    chosen: int = 2
-    anchor: float = 1.0
+    experts: Annotated[int, Range(1, 1000)] = 5
+    chosen: Count = 2
+    anchor: Weight = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,6 +14,7 @@ from fl.data.embedded import Faces
 from fl.method import ServerState, methods
 from fl.network import Network
 from fl.public import PublicImages, arrived
+from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.tensors import Tensors, dense
 from fl.types import Group, Phase, Task, Upload
 
@@ -55,13 +56,13 @@ class FedLAW(PublicImages):
         "how small the numbers of the network should be."
     )
 
-    lr: float = 0.08
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    batch_size: int | None = 128
-    server_epochs: int = 20
-    server_lr: float = 0.01
-    server_batch: int = 128
+    lr: StepSize = 0.08
+    momentum: ShareBelow1 = 0.9
+    weight_decay: Weight = 5e-4
+    batch_size: Count | None = 128
+    server_epochs: CountFrom0 = 20
+    server_lr: StepSize = 0.01
+    server_batch: Count = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()

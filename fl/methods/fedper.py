@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import StepSize
 from fl.types import Group, Phase, Scope, Task
 
 
@@ -25,7 +26,7 @@ class FedPer(FedAvg):
 
     plain: ClassVar[str] = "as fedavg, but each client keeps the last layer, its classifier, to itself."
 
-    head_lr: float | None = None
+    head_lr: StepSize | None = None
 
     @classmethod
     def example(cls) -> FedPer:

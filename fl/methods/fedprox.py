@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count, CountFrom0, StepSize, Weight
 from fl.tensors import Tensors, combine
 from fl.types import Batch
 
@@ -33,10 +34,10 @@ class FedProx(FedAvg):
 
     plain: ClassVar[str] = "as fedavg, but a spring pulls each client back to the network it was sent."
 
-    mu: float = 1.0
-    lr: float = 0.03
-    epochs: int | None = 20
-    batch_size: int | None = 10
+    mu: Weight = 1.0
+    lr: StepSize = 0.03
+    epochs: CountFrom0 | None = 20
+    batch_size: Count | None = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()

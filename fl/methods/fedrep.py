@@ -8,6 +8,7 @@ from typing import ClassVar
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.ranges import Count, CountFrom0, ShareBelow1, Weight
 from fl.types import Group, Phase, Task
 
 
@@ -36,10 +37,10 @@ class FedRep(FedPer):
         "averages."
     )
 
-    momentum: float = 0.5
-    weight_decay: float = 1e-4
-    batch_size: int | None = 10
-    head_epochs: int = 10
+    momentum: ShareBelow1 = 0.5
+    weight_decay: Weight = 1e-4
+    batch_size: Count | None = 10
+    head_epochs: CountFrom0 = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count, Weight
 from fl.tensors import Tensors, add, norm
 from fl.types import Batch
 
@@ -38,9 +39,9 @@ class FedSAM(FedAvg):
         "as fedavg, but clients look for networks that stay good when their weights are shaken a bit."
     )
 
-    rho: float = 0.5
-    weight_decay: float = 4e-4
-    batch_size: int | None = 64
+    rho: Weight = 0.5
+    weight_decay: Weight = 4e-4
+    batch_size: Count | None = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.models.initialise import initialise
 from fl.network import Network
+from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, Scope, Task
@@ -61,14 +62,14 @@ class FedSR(FedAvg):
     )
     per_sample: ClassVar[bool] = False  # the draws are those of a whole batch, which nobody takes apart to clip each
 
-    l2: float = 0.01
-    cmi: float = 0.001
-    samples: int = 20
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    epochs: int | None = None
-    batch_size: int | None = 64
+    l2: Weight = 0.01
+    cmi: Weight = 0.001
+    samples: CountFrom0 = 20
+    lr: StepSize = 0.01
+    momentum: ShareBelow1 = 0.9
+    weight_decay: Weight = 5e-4
+    epochs: CountFrom0 | None = None
+    batch_size: Count | None = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fl.method import ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.tensors import Payloads, Tensors, dense
 from fl.types import Batch, Phase, Task, Upload
 
@@ -58,13 +59,13 @@ class GA(FedAvg):
         "the more, the worse the common one does."
     )
 
-    step_size: float = 0.2
-    rounds: int | None = None
-    lr: float = 1e-3
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    epochs: int | None = 5
-    batch_size: int | None = 16
+    step_size: StepSize = 0.2
+    rounds: Count | None = None
+    lr: StepSize = 1e-3
+    momentum: ShareBelow1 = 0.9
+    weight_decay: Weight = 5e-4
+    epochs: CountFrom0 | None = 5
+    batch_size: Count | None = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

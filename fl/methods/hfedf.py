@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from fl.methods.fedavg import FedAvg
 from fl.models.dropout import drawn, drops, masks
 from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, OPTIMIZER, ServerHypernetwork, embedding_of
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, CountFrom0, Length, PositiveShare, StepSize, Weight, Width
 from fl.seeds import stream
 from fl.server_optim import server_step
 from fl.tensors import Tensors, add, combine, dense, norm, scaled, total
@@ -71,19 +72,19 @@ class HFedF(FedAvg):
         "client's are recognised, too."
     )
 
-    lr: float = 1e-3
-    weight_decay: float = 1e-3
-    epochs: int | None = 2
-    batch_size: int | None = 64
+    lr: StepSize = 1e-3
+    weight_decay: Weight = 1e-3
+    epochs: CountFrom0 | None = 2
+    batch_size: Count | None = 64
     optimizer: Optimizer = "sgd"
-    embedding: int | None = None
-    hidden: tuple[int, ...] = (50, 50, 50, 50)
+    embedding: Width | None = None
+    hidden: Annotated[tuple[Width, ...], Length(1)] = (50, 50, 50, 50)
     embeddings: Literal["learned", "fixed", "random"] = "learned"
     align: Align = "toward"
-    ema: float = 0.95
-    warmup: int = 10
-    server_lr: float = 1e-3
-    server_decay: float = 1e-5
+    ema: PositiveShare = 0.95
+    warmup: CountFrom0 = 10
+    server_lr: StepSize = 1e-3
+    server_decay: Weight = 1e-5
     unseen: Literal["embedding", "model"] = "embedding"
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from fl.models.dropout import drops
 from fl.models.initialise import initialise
 from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, embedding_of
 from fl.models.table6 import Autoencoder
+from fl.ranges import Count, CountFrom0, Seed, StepSize, Width
 from fl.tensors import Tensors, dense, minus
 from fl.types import Batch, Group, Phase, Task, Upload
 
@@ -65,13 +66,13 @@ class HFedFLatent(HFedF):
         "clients apart."
     )
 
-    embedding: int | None = 1
-    latent_images: int | None = None
-    autoencoder_rounds: int = 1
-    autoencoder_steps: int = 50
-    autoencoder_batch: int = 100
-    autoencoder_lr: float = 1e-3
-    autoencoder_seed: int = 0
+    embedding: Width | None = 1
+    latent_images: Count | None = None
+    autoencoder_rounds: CountFrom0 = 1
+    autoencoder_steps: CountFrom0 = 50
+    autoencoder_batch: Count = 100
+    autoencoder_lr: StepSize = 1e-3
+    autoencoder_seed: Seed = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embeddings", "fixed")

@@ -9,6 +9,7 @@ from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.models.filter_hypernetwork import EMBEDDINGS, Filters
 from fl.parametrisation import Generated, Parametrisation
+from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Phase, Task
 
 
@@ -46,13 +47,13 @@ class HyperFedNet(FedAvg):
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)  # with Nesterov's momentum
 
-    lr: float = 0.1
-    momentum: float = 0.9
+    lr: StepSize = 0.1
+    momentum: ShareBelow1 = 0.9
     nesterov: bool = True
-    weight_decay: float = 5e-4
-    epochs: int | None = 4
-    batch_size: int | None = 128
-    drops: tuple[int, ...] = ()
+    weight_decay: Weight = 5e-4
+    epochs: CountFrom0 | None = 4
+    batch_size: Count | None = 128
+    drops: tuple[CountFrom0, ...] = ()
     tune: Literal["own", "private"] = "own"
     parametrisation: Parametrisation = field(default_factory=Filters)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from fl.methods.fedavg import FedAvg
 from fl.models.dropout import drawn, masks
 from fl.models.zero import JoinedNet, ZeroNet, draw_initial
 from fl.network import Network
+from fl.ranges import Count, CountFrom0, Length, Range, StepSize, Weight, Width
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Optimizer, Task
@@ -64,19 +65,19 @@ class HyperFedZero(FedAvg):
     )
     per_sample: ClassVar[bool] = False
 
-    lr: float = 0.001
-    epochs: int | None = None
-    steps: int | None = 5
-    batch_size: int | None = 80
+    lr: StepSize = 0.001
+    epochs: CountFrom0 | None = None
+    steps: Count | None = 5
+    batch_size: Count | None = 80
     optimizer: Optimizer = "adam"
-    embedding: int = 16
+    embedding: Annotated[int, Range(2, 2**16)] = 16
     extractor: Literal["conv", "mlp"] = "conv"
-    hidden: tuple[int, ...] = (300, 300)
-    chunk: int | None = None
-    chunk_embedding: int = 16
+    hidden: Annotated[tuple[Width, ...], Length(1)] = (300, 300)
+    chunk: Count | None = None
+    chunk_embedding: Width = 16
     condition: Literal["parameters", "input"] = "parameters"
-    alpha: float = 1.0
-    beta: float = 1.0
+    alpha: Weight = 1.0
+    beta: Weight = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from typing import ClassVar
 from fl.method import Method, methods
 from fl.models.hypernetwork import EMBEDDING, Hypernetwork
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, CountFrom0, Limit, ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 
 
@@ -38,15 +39,15 @@ class HyperFL(Method):
         "and classifier stay private, which is meant to hide the pictures."
     )
 
-    lr: float = 0.02
-    head_lr: float = 0.1
-    momentum: float = 0.5
-    weight_decay: float = 5e-4
-    max_norm: float | None = 50.0
-    epochs: int | None = 5
-    steps: int | None = None
-    head_epochs: int = 1
-    batch_size: int | None = 50
+    lr: StepSize = 0.02
+    head_lr: StepSize = 0.1
+    momentum: ShareBelow1 = 0.5
+    weight_decay: Weight = 5e-4
+    max_norm: Limit | None = 50.0
+    epochs: CountFrom0 | None = 5
+    steps: Count | None = None
+    head_epochs: CountFrom0 = 1
+    batch_size: Count | None = 50
     learn_embedding: bool = True
     parametrisation: Parametrisation = field(default_factory=Hypernetwork)
     train_mode: bool = False

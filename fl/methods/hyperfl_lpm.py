@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fl.method import methods
 from fl.methods.hyperfl import HyperFL
+from fl.ranges import Count, StepSize
 from fl.types import Scope, Task
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -35,8 +36,8 @@ class HyperFLLPM(HyperFL):
         "the small parts that are put into it."
     )
 
-    lr: float = 0.01
-    batch_size: int | None = 16
+    lr: StepSize = 0.01
+    batch_size: Count | None = 16
 
     def scope(self, name: str, task: Task) -> Scope:
         """Only the hypernetwork is shared, and buffers that hold no client's statistics."""

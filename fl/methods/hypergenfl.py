@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fl.method import Download, ServerState, mean, methods
 from fl.methods.fedavg import FedAvg
 from fl.models.attention_hypernetwork import AttentionHypernetwork
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, CountFrom0, Positive, Range, StepSize, Weight, Width
 from fl.server_optim import server_step
 from fl.tensors import Payloads, Tensors, Value, dense, minus, total
 from fl.types import Group, Optimizer, Phase, Task, Upload
@@ -91,20 +92,20 @@ class HyperGenFL(FedAvg):
         "clients."
     )
 
-    lr: float = 0.01
-    weight_decay: float = 1e-5
-    epochs: int | None = 10
-    batch_size: int | None = 32
+    lr: StepSize = 0.01
+    weight_decay: Weight = 1e-5
+    epochs: CountFrom0 | None = 10
+    batch_size: Count | None = 32
     optimizer: Optimizer = "adamw"
-    embedding: int = 128
+    embedding: Width = 128
     start: Literal["ones", "random", "one-hot"] = "ones"
-    depth: int = 1
-    heads: int = 4
-    floor: float = 1e-3
+    depth: Annotated[int, Range(1, 100)] = 1
+    heads: Width = 4
+    floor: Positive = 1e-3
     distance: Literal["difference", "as-printed", "mse", "log-cosh"] = "difference"
     aggregates: Literal["arrived", "stored"] = "arrived"
-    server_lr: float = 0.01
-    server_decay: float = 1e-5
+    server_lr: StepSize = 0.01
+    server_decay: Weight = 1e-5
     server_optimizer: Literal["sgd", "adamw"] = "adamw"
 
     def __post_init__(self) -> None:

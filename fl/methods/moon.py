@@ -11,6 +11,7 @@ from torch.nn import functional
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.network import Network
+from fl.ranges import Count, CountFrom0, Positive, ShareBelow1, Weight
 from fl.tensors import Payloads, Tensors, dense
 from fl.types import Batch, Task
 
@@ -51,12 +52,12 @@ class Moon(FedAvg):
         "and away from the client's own last one."
     )
 
-    mu: float = 5.0
-    temperature: float = 0.5
-    momentum: float = 0.9
-    weight_decay: float = 1e-5
-    epochs: int | None = 10
-    batch_size: int | None = 64
+    mu: Weight = 5.0
+    temperature: Positive = 0.5
+    momentum: ShareBelow1 = 0.9
+    weight_decay: Weight = 1e-5
+    epochs: CountFrom0 | None = 10
+    batch_size: Count | None = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

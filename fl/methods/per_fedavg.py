@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count, CountFrom0, Positive, StepSize, Weight
 from fl.tensors import Tensors, combine
 from fl.types import Batch, Phase, Task
 
@@ -43,13 +44,13 @@ class PerFedAvg(FedAvg):
         "pictures."
     )
 
-    alpha: float = 0.01
+    alpha: Weight = 0.01
     variant: Literal["fo", "hf"] = "fo"
-    delta: float = 1e-3
-    lr: float = 1e-3
-    epochs: int | None = None
-    steps: int | None = 10
-    batch_size: int | None = 40
+    delta: Positive = 1e-3
+    lr: StepSize = 1e-3
+    epochs: CountFrom0 | None = None
+    steps: Count | None = 10
+    batch_size: Count | None = 40
 
     def __post_init__(self) -> None:
         if self.epochs is not None:  # steps is only a default: naming epochs replaces it

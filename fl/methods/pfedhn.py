@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 
@@ -12,6 +12,7 @@ from fl.method import Download, ServerState, methods
 from fl.methods.fedavg import FedAvg
 from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, OPTIMIZER, ServerHypernetwork, embedding_of
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, CountFrom0, Length, Limit, ShareBelow1, StepSize, Weight, Width
 from fl.server_optim import server_step
 from fl.tensors import Tensors, combine, scaled
 from fl.types import Group, Phase, Scope, Task, Upload
@@ -57,19 +58,19 @@ class PFedHN(FedAvg):
         "what they get and send how it changed."
     )
 
-    lr: float = 5e-3
-    momentum: float = 0.9
-    weight_decay: float = 5e-5
-    max_norm: float | None = 50.0
-    epochs: int | None = None
-    batch_size: int | None = 64
+    lr: StepSize = 5e-3
+    momentum: ShareBelow1 = 0.9
+    weight_decay: Weight = 5e-5
+    max_norm: Limit | None = 50.0
+    epochs: CountFrom0 | None = None
+    batch_size: Count | None = 64
     head: Literal["shared", "private"] = "shared"
-    embedding: int | None = None
-    hidden: tuple[int, ...] = (100, 100, 100, 100)
-    server_lr: float | None = None
-    server_momentum: float = 0.9
-    server_decay: float = 1e-3
-    server_max_norm: float | None = 50.0
+    embedding: Width | None = None
+    hidden: Annotated[tuple[Width, ...], Length(1)] = (100, 100, 100, 100)
+    server_lr: StepSize | None = None
+    server_momentum: ShareBelow1 = 0.9
+    server_decay: Weight = 1e-3
+    server_max_norm: Limit | None = 50.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

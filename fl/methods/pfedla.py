@@ -14,6 +14,7 @@ from fl.kept import KeepsModels, kept
 from fl.method import ServerState, methods
 from fl.methods.hypergenfl import layer, layers
 from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, ServerHypernetwork, head_bias, head_weight
+from fl.ranges import Count, CountFrom0, StepSize, Width
 from fl.tensors import Tensors, blend, combine, dense, total
 from fl.types import Task, Upload
 
@@ -56,11 +57,11 @@ class PFedLA(KeepsModels):
         "layers help it."
     )
 
-    embedding: int = 100
-    hidden: tuple[int, ...] = (100, 100, 100)
-    server_lr: float = 5e-3
-    epochs: int | None = 10
-    batch_size: int | None = 32
+    embedding: Width = 100
+    hidden: tuple[Width, ...] = (100, 100, 100)
+    server_lr: StepSize = 5e-3
+    epochs: CountFrom0 | None = 10
+    batch_size: Count | None = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fl.method import ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count, CountFrom0, Positive, PositiveStep, StepSize
 from fl.tensors import Tensors, combine, scaled
 from fl.types import Batch, Task, Upload
 
@@ -43,14 +44,14 @@ class PFedMe(FedAvg):
         "towards it."
     )
 
-    lam: float = 15.0
-    inner_steps: int = 5
-    inner_lr: float = 0.09
-    beta: float = 1.0
-    lr: float = 0.005
-    epochs: int | None = None
-    steps: int | None = 20
-    batch_size: int | None = 20
+    lam: Positive = 15.0
+    inner_steps: Count = 5
+    inner_lr: PositiveStep = 0.09
+    beta: Positive = 1.0
+    lr: StepSize = 0.005
+    epochs: CountFrom0 | None = None
+    steps: Count | None = 20
+    batch_size: Count | None = 20
 
     def __post_init__(self) -> None:
         if self.epochs is not None:  # steps is only a default: naming epochs replaces it

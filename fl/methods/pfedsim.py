@@ -13,6 +13,7 @@ from fl.kept import KeepsModels, kept, mixed, packed
 from fl.method import Download, ServerState, methods
 from fl.methods.fedavg import FedAvg
 from fl.parametrisation import Parametrisation
+from fl.ranges import Count, CountFrom0
 from fl.tensors import Tensors, dense
 from fl.types import Task, Upload
 
@@ -52,9 +53,9 @@ class PFedSim(KeepsModels):
         "last layers look like its own."
     )
 
-    warmup: int = 50
-    epochs: int | None = 5
-    batch_size: int | None = 32
+    warmup: CountFrom0 = 50
+    epochs: CountFrom0 | None = 5
+    batch_size: Count | None = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()

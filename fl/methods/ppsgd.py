@@ -10,6 +10,7 @@ from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.models.additive_head import PERSONAL, AdditiveHead
 from fl.parametrisation import Parametrisation
+from fl.ranges import ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 
 
@@ -37,10 +38,10 @@ class PPSGD(Private, FedAvg):
     personal: ClassVar[bool] = True
     released: ClassVar[str] = "the gradient of extractor and classifier together"
 
-    lr: float = 0.01
-    momentum: float = 0.5
-    weight_decay: float = 5e-4
-    head_lr: float = 0.1
+    lr: StepSize = 0.01
+    momentum: ShareBelow1 = 0.5
+    weight_decay: Weight = 5e-4
+    head_lr: StepSize = 0.1
     parametrisation: Parametrisation = field(default_factory=AdditiveHead)
 
     @classmethod

@@ -10,6 +10,7 @@ import torch
 
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
+from fl.ranges import PositiveStep
 from fl.tensors import Payloads, Tensors, add, blend, combine, minus, scaled, times, zeros
 from fl.types import Batch, Phase, Scope, Task, Upload
 
@@ -52,7 +53,7 @@ class Scaffold(FedAvg):
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)  # what c_i learns from is the way that plain steps lead
 
     option: Literal["I", "II"] = "II"
-    server_lr: float = 1.0
+    server_lr: PositiveStep = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

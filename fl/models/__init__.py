@@ -10,6 +10,7 @@ from torch import nn
 
 from fl.models.initialise import initialise
 from fl.models.layers import Classifier, Normalize, usual_statistics
+from fl.ranges import Positive, Width
 from fl.registry import Registry
 from fl.types import Task
 
@@ -31,10 +32,10 @@ class Network:
     head_bias: ClassVar[bool] = True
     """Whether the head has a bias."""
 
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[Width, Width, Width]
     normalize: bool = True
     mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
+    std: tuple[Positive, ...] = ()
 
     def body(self) -> nn.Sequential:
         """The extractor: (B, C, H, W) to features (B, F)."""

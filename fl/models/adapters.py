@@ -15,6 +15,7 @@ from fl.models import Network
 from fl.models.initialise import initialise
 from fl.models.layers import Normalize
 from fl.models.pretrained import RANDOM
+from fl.ranges import Width
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +115,8 @@ class Adapted(Network):
     statistics: ClassVar[dict[int, tuple[tuple[float, ...], tuple[float, ...]]]] = {}
     """Mean and standard deviation that the backbone was trained with, by number of channels."""
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
-    image_size: int | None = None
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
+    image_size: Width | None = None
     train: Literal["adapters", "head", "all"] = "adapters"
     weights: str = RANDOM
 

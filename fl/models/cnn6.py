@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl.models import Network, models
+from fl.ranges import ShareBelow1, Width
 
 LAYERS = ((4, 2, 2), (3, 2, 1), (3, 1, 1), (3, 1, 1), (3, 2, 1), (3, 1, 1))
 """Kernel size, stride and padding of each convolution."""
@@ -25,10 +26,10 @@ class CNN6(Network):
         slope: of LeakyReLU below zero; 0 makes it ReLU.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
     normalize: bool = False
-    channels: tuple[int, ...] = (12, 36, 36, 36, 64, 128)
-    slope: float = 0.2
+    channels: tuple[Width, ...] = (12, 36, 36, 36, 64, 128)
+    slope: ShareBelow1 = 0.2
 
     def __post_init__(self) -> None:
         if len(self.channels) != len(LAYERS):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl.parametrisation import Generated, parametrisations
+from fl.ranges import Width
 from fl.tensors import Tensors, Value, dense
 from fl.types import Scope, Task
 
@@ -73,8 +74,8 @@ class Filters(Generated):
             as PyTorch does linear ones, which makes weights of standard deviation 1/3. The paper gives neither.
     """
 
-    embedding: int = 128
-    block: tuple[int, int] | None = (16, 16)
+    embedding: Width = 128
+    block: tuple[Width, Width] | None = (16, 16)
     local: bool = True
     regenerate: Literal["step", "round"] = "step"
     init: Literal["he", "default"] = "he"

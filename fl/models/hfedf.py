@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fl.models import Network, models
 from fl.models.dropout import ReplayedDropout
 from fl.models.layers import features
+from fl.ranges import ShareBelow1, Width
 
 POOLED = 3
 """Height and width after the adaptive pooling."""
@@ -55,11 +56,11 @@ class HFedFCnn(Network):
             draw the masks themselves can train with it: hFedF's do.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
-    channels: tuple[int, int] = (32, 64)
-    widths: tuple[int, int, int] = (32, 64, 16)
-    hidden: int = 256
-    dropout: float = 0.0
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
+    channels: tuple[Width, Width] = (32, 64)
+    widths: tuple[Width, Width, Width] = (32, 64, 16)
+    hidden: Width = 256
+    dropout: ShareBelow1 = 0.0
 
     def body(self) -> nn.Sequential:
         """Features (B, hidden)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from fl.models import Network, models
 from fl.models.initialise import initialise, initialise_uniform
 from fl.models.layers import features
 from fl.models.lenet_zhu import BOUND
+from fl.ranges import Range, Width
 
 
 class Residual(nn.Module):
@@ -49,9 +50,9 @@ class HFNResNet(Network):
         width: channels of the first convolution and the first group; 32 for CIFAR-100.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
-    blocks: int = 6
-    width: int = 16
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
+    blocks: Annotated[int, Range(1, 100)] = 6
+    width: Width = 16
 
     def __post_init__(self) -> None:
         for key in ("blocks", "width"):
@@ -87,7 +88,7 @@ class HFNLeNet(Network):
         init: "uniform" draws every weight and bias from U(-0.5, 0.5), as DLG and iDLG do; "default" is PyTorch's.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
     normalize: bool = False
     init: Literal["uniform", "default"] = "uniform"
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fl.models import Network, models
 from fl.models.layers import features
+from fl.ranges import Width
 
 SLOPE = 0.01
 
@@ -33,7 +34,7 @@ def _extractor(convolutions: list[nn.Conv2d], input_shape: tuple[int, int, int])
 class HyperFLGrey(Network):
     """HyperFL's network for EMNIST and Fashion-MNIST: two convolutions, 115,776 parameters before the head."""
 
-    input_shape: tuple[int, int, int] = (1, 28, 28)
+    input_shape: tuple[Width, Width, Width] = (1, 28, 28)
 
     def body(self) -> nn.Sequential:
         """Features (B, 128)."""
@@ -45,7 +46,7 @@ class HyperFLGrey(Network):
 class HyperFLColour(Network):
     """HyperFL's network for CIFAR-10 and CINIC-10: three convolutions, 106,400 parameters before the head."""
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
 
     def body(self) -> nn.Sequential:
         """Features (B, 128)."""

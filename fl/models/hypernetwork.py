@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl.parametrisation import Generated, parametrisations
+from fl.ranges import Width
 from fl.tensors import LowRank, Tensors, dense, matvec, rmatvec
 from fl.types import Scope, Task
 
@@ -51,8 +52,8 @@ class Hypernetwork(Generated):
 
     structured: ClassVar[bool] = True
 
-    embedding: int = 64
-    hidden: int = 128
+    embedding: Width = 64
+    hidden: Width = 128
     init: Literal["published", "scaled", "network"] = "published"
     bias: bool = True
 

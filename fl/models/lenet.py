@@ -9,6 +9,7 @@ from torch import nn
 
 from fl.models import Network, models
 from fl.models.layers import features
+from fl.ranges import Width
 
 
 @models.register("lenet")
@@ -25,9 +26,9 @@ class LeNet(Network):
         hidden: units of the hidden layer.
     """
 
-    input_shape: tuple[int, int, int] = (1, 28, 28)
-    channels: tuple[int, int] = (20, 50)
-    hidden: int = 500
+    input_shape: tuple[Width, Width, Width] = (1, 28, 28)
+    channels: tuple[Width, Width] = (20, 50)
+    hidden: Width = 500
 
     def body(self) -> nn.Sequential:
         """Features (B, hidden)."""
@@ -47,5 +48,5 @@ class LeNet(Network):
 class LeNetS(LeNet):
     """The smaller of the two usual sizes of LeNet (after LeCun et al., 1998): 21,840 parameters for ten classes."""
 
-    channels: tuple[int, int] = (10, 20)
-    hidden: int = 50
+    channels: tuple[Width, Width] = (10, 20)
+    hidden: Width = 50

@@ -10,6 +10,7 @@ from torch import nn
 
 from fl.models import Network, models
 from fl.models.layers import features
+from fl.ranges import Width
 
 
 @models.register("lenet-rog")
@@ -19,7 +20,7 @@ class LeNetROG(Network):
 
     head_bias: ClassVar[bool] = False
 
-    input_shape: tuple[int, int, int] = (3, 128, 128)
+    input_shape: tuple[Width, Width, Width] = (3, 128, 128)
     normalize: bool = False
 
     def body(self) -> nn.Sequential:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fl.models import Network, models
 from fl.models.initialise import initialise, initialise_uniform
+from fl.ranges import Width
 
 BOUND = 0.5
 
@@ -26,7 +27,7 @@ class LeNetZhu(Network):
             its weights (the victims of Geiping et al., who also normalise); "default" is PyTorch's.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
     normalize: bool = False
     init: Literal["uniform", "redrawn", "default"] = "uniform"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 from torch import nn
 
 from fl.models import Network, models
+from fl.ranges import Length, ShareBelow1, Width
 
 
 @models.register("mlp")
@@ -25,9 +27,9 @@ class MLP(Network):
         ValueError: no layer, or one without units, or a slope outside [0, 1).
     """
 
-    input_shape: tuple[int, int, int] = (1, 28, 28)
-    widths: tuple[int, ...] = (200,)
-    slope: float = 0.0
+    input_shape: tuple[Width, Width, Width] = (1, 28, 28)
+    widths: Annotated[tuple[Width, ...], Length(1)] = (200,)
+    slope: ShareBelow1 = 0.0
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from fl.models import Network, models
 from fl.models.dropout import ReplayedDropout
+from fl.ranges import Range, ShareBelow1, Width
 
 
 class Padded(nn.Module):
@@ -49,10 +51,10 @@ class ResNet20(Network):
             where nor how much; 0, since only methods that draw the masks themselves can train with it, as it does.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
-    blocks: int = 3
-    width: int = 16
-    dropout: float = 0.0
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
+    blocks: Annotated[int, Range(1, 100)] = 3
+    width: Width = 16
+    dropout: ShareBelow1 = 0.0
 
     def __post_init__(self) -> None:
         for key in ("blocks", "width"):

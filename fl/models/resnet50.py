@@ -13,6 +13,7 @@ from torchvision.models import resnet50
 
 from fl.models import Network, models
 from fl.models.initialise import initialise
+from fl.ranges import Width
 
 
 @models.register("resnet50")
@@ -29,7 +30,7 @@ class ResNet50(Network):
             convolution of stride 2 and 3x3 max pooling, which leaves 1x1 of a 32x32 image.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
     stem: Literal["small", "imagenet"] = "small"
 
     def body(self) -> nn.Sequential:

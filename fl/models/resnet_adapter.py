@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torchvision.models.resnet import BasicBlock
 from fl.models import models
 from fl.models.adapters import Adapted, Affine, ConvAdapter, backbone_parameters
 from fl.models.pretrained import IMAGENET, RANDOM, fill, folded, read
+from fl.ranges import Range, Width
 
 
 @models.register("resnet18-adapter")
@@ -36,9 +37,9 @@ class ResNetAdapter(Adapted):
         1: ((0.449,), (0.226,)),  # the mean over ImageNet's channels
     }
 
-    stages: int = 4
-    blocks: int = 2
-    width: int = 64
+    stages: Annotated[int, Range(1, 4)] = 4
+    blocks: Annotated[int, Range(1, 100)] = 2
+    width: Width = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()

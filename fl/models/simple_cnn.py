@@ -9,6 +9,7 @@ from torch import nn
 
 from fl.models import Network, models
 from fl.models.layers import features
+from fl.ranges import Width
 
 
 @models.register("simple-cnn")
@@ -26,9 +27,9 @@ class SimpleCnn(Network):
         widths: units of the two linear layers.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
-    channels: tuple[int, int] = (6, 16)
-    widths: tuple[int, int] = (120, 84)
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
+    channels: tuple[Width, Width] = (6, 16)
+    widths: tuple[Width, Width] = (120, 84)
 
     def body(self) -> nn.Sequential:
         """Features (B, widths[1])."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from fl.models import Network, models
 from fl.models.layers import features
+from fl.ranges import Width
 
 
 @models.register("linear")
@@ -16,7 +17,7 @@ from fl.models.layers import features
 class Linear(Network):
     """Softmax regression: the head alone, on the pixels."""
 
-    input_shape: tuple[int, int, int] = (1, 8, 8)
+    input_shape: tuple[Width, Width, Width] = (1, 8, 8)
     normalize: bool = False
 
     def body(self) -> nn.Sequential:
@@ -33,7 +34,7 @@ class Tiny(Network):
         batch_norm: whether batch normalisation follows the convolution.
     """
 
-    input_shape: tuple[int, int, int] = (1, 8, 8)
+    input_shape: tuple[Width, Width, Width] = (1, 8, 8)
     normalize: bool = False
     batch_norm: bool = False
 

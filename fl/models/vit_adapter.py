@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fl.models import models
 from fl.models.adapters import Adapted, Bottleneck, backbone_parameters
 from fl.models.pretrained import IMAGENET, RANDOM, fill, read
+from fl.ranges import Range, Width
 
 TIMM = "vit_small_patch16_384"
 
@@ -35,12 +36,12 @@ class ViTAdapter(Adapted):
 
     statistics: ClassVar = {3: ((0.5,) * 3, (0.5,) * 3), 1: ((0.5,), (0.5,))}  # of timm's weights
 
-    image_size: int | None = 384
-    patch: int = 16
-    width: int = 384
-    depth: int = 12
-    heads: int = 6
-    reduction: int = 16
+    image_size: Width | None = 384
+    patch: Width = 16
+    width: Width = 384
+    depth: Annotated[int, Range(1, 100)] = 12
+    heads: Width = 6
+    reduction: Width = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

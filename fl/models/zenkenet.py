@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor, nn
 
 from fl.models import Network, models
 from fl.models.dropout import ReplayedDropout
 from fl.models.layers import features
+from fl.ranges import Range, Width
 
 
 class ReplayedChannels(ReplayedDropout):
@@ -34,8 +36,8 @@ class ZenkeNet(Network):
             0, since only methods that draw the masks themselves can train with it, as HyperFedZero does.
     """
 
-    input_shape: tuple[int, int, int] = (3, 32, 32)
-    dropout: float = 0.0
+    input_shape: tuple[Width, Width, Width] = (3, 32, 32)
+    dropout: Annotated[float, Range(0, 0.5, below=True)] = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 0.5:

@@ -228,13 +228,13 @@ def test_it_says_why_not() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="expected iterations >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"iterations: expected a (whole )?number >= 1, got 0"):
         Bilevel(iterations=0)
-    with pytest.raises(ValueError, match="expected memory > 0"):
+    with pytest.raises(ValueError, match=r"memory: expected a (whole )?number > 0"):
         Bilevel(memory=0.0)
-    with pytest.raises(ValueError, match="expected memory > 0"):
+    with pytest.raises(ValueError, match=r"memory: expected a (whole )?number > 0"):
         Bilevel(memory=math.nan)
-    with pytest.raises(ValueError, match="expected tv >= 0"):
+    with pytest.raises(ValueError, match=r"tv: expected a (whole )?number >= 0"):
         Bilevel(tv=-1.0)
 
 

@@ -217,7 +217,7 @@ def test_what_the_server_does_not_know_is_said() -> None:
 
 def test_a_search_that_blows_up_keeps_its_best_finite_iterate() -> None:
     view, _ = tiny_views(1)[0]
-    found = attacks.build({"name": "dlg", "iterations": 30, "lr": 1e30})(view, seed=0)
+    found = attacks.build({"name": "dlg", "iterations": 30, "lr": 1e6})(view, seed=0)
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
     assert found.inputs.isfinite().all()
@@ -235,10 +235,10 @@ def test_an_iterate_of_large_steps_is_not_kept_for_its_objective(schedule: str, 
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected iterations >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"iterations: expected a (whole )?number >= 1, got 0"):
         attacks.build({"name": "ig", "iterations": 0})
     for key in ("tv", "lr", "label_lr", "private_lr"):
-        with pytest.raises(ValueError, match=f"expected {key} >= 0 and finite, got -1"):
+        with pytest.raises(ValueError, match=f"ig.{key}: expected a number >= 0.*, got -1"):
             attacks.build({"name": "ig", key: -1})
     with pytest.raises(ValueError, match="did you mean 'ig'"):
         attacks.build("igg")

@@ -131,8 +131,8 @@ def test_whole_labels_do_not_explain_an_update_of_blends() -> None:
 
 def test_settings_are_checked() -> None:
     for build_, words in (
-        (lambda: Mixup(alpha=-1.0), "expected alpha >= 0, got -1"),
-        (lambda: InstaHide(k=1), "expected k >= 2, got 1"),
+        (lambda: Mixup(alpha=-1.0), "alpha: expected a (whole )?number >= 0, got -1"),
+        (lambda: InstaHide(k=1), "k: expected a (whole )?number >= 2, got 1"),
         (lambda: InstaHide(upper=0.2), r"expected upper in \(1 / 4, 1\], got 0.2"),
     ):
         with pytest.raises(ValueError, match=words):

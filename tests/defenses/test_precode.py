@@ -154,8 +154,8 @@ def test_what_it_cannot_defend_is_said() -> None:
         Client(replace(worlds.task(), num_classes=4), STEP, SMALL)
     with pytest.raises(ValueError, match="at most 1 defence that changes the gradient"):
         Chain(parts=(SMALL, DPSGD()))
-    for settings, words in (({"latent": 0}, "latent >= 1, got 0"), ({"beta": -1.0}, "beta >= 0, got -1")):
-        with pytest.raises(ValueError, match=f"expected {words}"):
+    for settings, words in (({"latent": 0}, "latent"), ({"beta": -1.0}, "beta")):
+        with pytest.raises(ValueError, match=f"{words}: expected a"):
             Precode(**settings)
 
 

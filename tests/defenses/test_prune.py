@@ -71,7 +71,7 @@ def test_no_pruning_is_no_defence_bit_for_bit(scope: Any) -> None:
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.2, float("nan")])
 def test_settings_are_checked(ratio: float) -> None:
-    with pytest.raises(ValueError, match=r"expected ratio in \[0, 1\), got"):
+    with pytest.raises(ValueError, match=r"ratio: expected a (whole )?number in \[0, 1\), got"):
         Prune(ratio=ratio)
 
 

@@ -72,7 +72,7 @@ def test_other_columns_are_compared() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"expected ratio in \[0, 1\), got 1.2"):
+    with pytest.raises(ValueError, match=r"ratio: expected a (whole )?number in \[0, 1\), got 1.2"):
         Soteria(ratio=1.2)
     with pytest.raises(ValueError, match="expected 'nowhere' in the network, got body"):
         Client(worlds.task(), STEP, Soteria(layer="nowhere"))

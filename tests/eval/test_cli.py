@@ -59,7 +59,7 @@ def test_run_prints_the_table_and_writes_the_results(path):
     expected = {"cells", "config.yaml", "run.json", "env.json", "log.txt", "rounds.jsonl", "images.jsonl", "images"}
     assert names >= expected | {"table.md", "report.html", "report.md"}
     assert "expected device" in run(path, "--device", "tpu").output
-    assert "expected lr >= 0, got -1.0" in run(path, "--set", "method.lr=-1").output
+    assert "method.fedavg.lr: expected a number >= 0, got -1" in run(path, "--set", "method.lr=-1").output
 
 
 def test_flags_say_which_defence_they_are_raised_under():
@@ -146,14 +146,20 @@ def test_without_a_terminal_an_entry_is_a_line(path, monkeypatch):
         (["--set", "task.dataset=cifar"], "did you mean 'cifar10'"),
         (["--set", "task.dataset={name: npz, train: none.npz}"], "HYPERLEAK_DATA"),
         (["--device", "gpu"], "expected device"),
-        (["--set", "method.lr=-1"], "method 'fedavg': expected lr >= 0, got -1.0"),
-        (["--set", "method.fedavg.batch_size=0"], "expected batch_size >= 1, got 0"),
+        (["--set", "method.lr=-1"], "method.fedavg.lr: expected a number >= 0, got -1"),
+        (
+            ["--set", "method.fedavg.batch_size=0"],
+            "method.fedavg.batch_size: expected a whole number >= 1",
+        ),
         (["--set", "method.fedavg.epochs=0"], "expected epochs >= 1, got 0"),
-        (["--set", "observe.method={steps: 0}"], "observe.method 'fedavg': expected steps >= 1, got 0"),
+        (["--set", "observe.method={steps: 0}"], "observe.method.steps: expected a whole number >= 1 or null, got 0"),
         (["--set", "method=local"], "`against` is a setting of 'refuse' in the config"),
         (["--set", "method=local", "--set", "attack=guess"], "unknown key of observe.method 'head_epochs'"),
         (["--set", "nothing"], "expected key=value"),
-        (["--set", "seeds=[99999999999999999999999]"], "seeds: expected numbers in [-2^63, 2^64), got 99999999999"),
+        (
+            ["--set", "seeds=[99999999999999999999999]"],
+            "seeds.0: expected a whole number >= -2^63 and < 2^64, got 99999999999",
+        ),
         (
             ["--set", "attack=guess", "--set", "observe.method={batch_size: null}", "--set", "method=dp-fedavg"],
             "got 1 from batch_size; lower batch_size, or leave rate out to calibrate anew; an observed round can't",

@@ -45,8 +45,8 @@ def test_they_may_be_of_one_value_of_a_sweep() -> None:
         ({"attack": ""}, "attack in published"),
         ({"attack": "gi"}, "did you mean 'ig'"),
         ({"pnsr": 3.0}, "did you mean 'psnr'"),
-        ({"accuracy": 73.03}, "share in \\[0, 1\\]"),
-        ({"accuracy_local": -0.1}, "published.accuracy_local: expected a share"),
+        ({"accuracy": 73.03}, r"in \[0, 1\]"),
+        ({"accuracy_local": -0.1}, "published.accuracy_local: expected a number"),
         ({"source": None}, "published.source"),
     ],
 )

@@ -141,7 +141,7 @@ def test_the_list_of_tables_and_figures_names_every_config_and_no_other(paper):
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
-    [("method", "fedagv", "did you mean"), ("attack", "gi", "did you mean"), ("accuracy", 73.03, "share in")],
+    [("method", "fedagv", "did you mean"), ("attack", "gi", "did you mean"), ("accuracy", 73.03, "a number in")],
 )
 def test_a_wrong_label_or_a_percentage_is_not_read(key, value, said):
     base = {"task": {"dataset": "faces", "model": "tiny"}, "method": ["fedavg"], "attack": ["ig"]}

@@ -101,8 +101,8 @@ def test_augmentations_by_name() -> None:
     assert augmentations.names() == ["crop-flip", "none"]
     for _, augmentation in augmentations.examples():
         assert augmentations.build(augmentations.spec(augmentation)) == augmentation
-    assert augmentations.build({"name": "crop-flip", "padding": 2, "flip": "false"}) == CropFlip(padding=2, flip=False)
-    with pytest.raises(ValueError, match="expected padding >= 0, got -1"):
+    assert augmentations.build({"name": "crop-flip", "padding": 2, "flip": False}) == CropFlip(padding=2, flip=False)
+    with pytest.raises(ValueError, match="padding: expected a whole number >= 0, got -1"):
         CropFlip(padding=-1)
 
 

@@ -117,7 +117,7 @@ def test_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(load("npz", train="mnist_test.npz", test="mnist_train.npz", test_limit=3).test) == 3
     with pytest.raises(ValueError, match="limit of at most 12 images, got 13"):
         load("mnist", limit=13)
-    with pytest.raises(ValueError, match="expected limit >= 1 or None, got 0"):
+    with pytest.raises(ValueError, match="limit: expected a whole number >= 1 or null, got 0"):
         load("mnist", limit=0)
 
 
@@ -203,7 +203,7 @@ def test_train_and_test_files_must_agree(tmp_path: Path) -> None:
 def test_specs_of_datasets_round_trip() -> None:
     for _, source in datasets.examples():
         assert datasets.build(datasets.spec(source)) == source
-    assert datasets.build({"name": "npz", "train": "x", "limit": "7"}) == Npz(train="x", limit=7)
+    assert datasets.build({"name": "npz", "train": "x", "limit": 7}) == Npz(train="x", limit=7)
 
 
 @needs_files

@@ -141,5 +141,5 @@ def test_constants_are_the_authors_and_others_are_refused() -> None:
     (phase,) = Ditto().phases(worlds.task(), 0)
     assert (phase.groups[0].lr, phase.steps, phase.batch_size, Ditto().lam) == (0.05, 2, 16, 1.0)
     assert Ditto(epochs=3).steps is None
-    with pytest.raises(ValueError, match="expected lam >= 0, got -1"):
+    with pytest.raises(ValueError, match="lam: expected a number >= 0, got -1"):
         Ditto(lam=-1.0)

@@ -196,7 +196,7 @@ def test_what_cannot_be_left_out_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a data set with domains"):
         LeaveOneOut(leave_out="x")(load("faces"))
     for settings in ({"clients": -1}, {"shots": -1}):
-        with pytest.raises(ValueError, match=r"expected (clients|shots) >= "):
+        with pytest.raises(ValueError, match=f"{next(iter(settings))}: expected a whole number"):
             LeaveOneOut(leave_out="x", **settings)
 
 

@@ -93,11 +93,11 @@ def test_the_published_noise() -> None:
     ("settings", "message"),
     [
         ({"epsilon": None}, "neither"),
-        ({"clip": 0.0}, "expected clip > 0"),
-        ({"delta": 1.0}, "expected delta in"),
+        ({"clip": 0.0}, "clip: expected a number > 0, got"),
+        ({"delta": 1.0}, r"delta: expected a number in \(0, 1\), got"),
         ({"images": None}, "a public number"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier >= 0"),
-        ({"rate": 1.5}, "expected rate in"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier: expected a number >= 0 or null, got"),
+        ({"rate": 1.5}, r"rate: expected a number in \(0, 1\] or null, got"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:

@@ -132,9 +132,9 @@ def test_steps_along_the_plain_gradient_and_settings_out_of_range() -> None:
     assert not METHOD.plain_gradient(2)
     assert replace(METHOD, lam=0.0).plain_gradient(None)
     for key in ("alpha", "sigma"):
-        with pytest.raises(ValueError, match=f"expected {key} > 0, got 0"):
+        with pytest.raises(ValueError, match=f"{key}: expected a number > 0, got 0"):
             FedAMP(**{key: 0.0})
-    with pytest.raises(ValueError, match="expected lam >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"lam: expected a (whole )?number >= 0( or null)?, got -1"):
         FedAMP(lam=-1.0)
 
 

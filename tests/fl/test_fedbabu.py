@@ -96,5 +96,5 @@ def test_its_training_is_fedper_with_the_classifier_at_rest() -> None:
 def test_constants_are_the_authors_and_others_are_refused() -> None:
     (phase,) = FedBABU().phases(worlds.task(), 0)
     assert (phase.groups[0].lr, phase.momentum, phase.epochs, phase.batch_size) == (0.1, 0.9, 4, 50)
-    with pytest.raises(ValueError, match="expected tunes 'full', 'head' or 'body', got 'tail'"):
+    with pytest.raises(ValueError, match="tunes: expected 'full', 'head' or 'body', got 'tail'"):
         FedBABU(tunes="tail")  # type: ignore[arg-type]

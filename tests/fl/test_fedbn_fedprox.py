@@ -75,5 +75,5 @@ def test_fedprox_trains_the_loss_with_its_proximal_term(mu: float, momentum: flo
 
 
 def test_the_weight_of_the_term_is_checked() -> None:
-    with pytest.raises(ValueError, match="expected mu >= 0, got -1"):
+    with pytest.raises(ValueError, match="mu: expected a number >= 0, got -1"):
         replace(FedProx(), mu=-1.0)

@@ -277,15 +277,15 @@ def test_images_have_to_be_named() -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (small, {"images": 0}, "expected images >= 1, or None for all, got 0"),
+        (small, {"images": 0}, "images: expected a (whole )?number >= 1( or null)?, got 0"),
         (small, {"parametrisation": Hypernetwork.example()}, "'direct'"),
         (small, {"server_steps": 0}, "expected steps >= 1"),
-        (small, {"server_lr": -1.0}, "expected lr >= 0"),
-        (small, {"server_max_norm": 0.0}, "expected max_norm > 0 or None"),
-        (ensemble, {"drawn_models": -1}, "expected drawn_models >= 0, got -1"),
-        (ensemble, {"average_every": 0}, "expected average_every >= 1, got 0"),
-        (ensemble, {"temperature": 0.0}, "expected temperature > 0, got 0"),
-        (ensemble, {"concentration": 0.0}, "expected concentration > 0, got 0"),
+        (small, {"server_lr": -1.0}, "server_lr: expected a number >= 0, got"),
+        (small, {"server_max_norm": 0.0}, "server_max_norm: expected a number > 0 or null"),
+        (ensemble, {"drawn_models": -1}, "drawn_models: expected a (whole )?number >= 0( or null)?, got -1"),
+        (ensemble, {"average_every": 0}, "average_every: expected a (whole )?number >= 1( or null)?, got 0"),
+        (ensemble, {"temperature": 0.0}, "temperature: expected a (whole )?number > 0( or null)?, got 0"),
+        (ensemble, {"concentration": 0.0}, "concentration: expected a (whole )?number > 0( or null)?, got 0"),
     ],
 )
 def test_settings_out_of_range(make: Any, settings: dict[str, Any], message: str) -> None:

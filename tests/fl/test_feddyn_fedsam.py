@@ -150,7 +150,7 @@ def test_fedsam_that_looks_nowhere_else_is_fedavg() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(ValueError, match="expected alpha > 0, got 0"):
+    with pytest.raises(ValueError, match="alpha: expected a number > 0, got 0"):
         FedDyn(alpha=0.0)
-    with pytest.raises(ValueError, match="expected rho >= 0, got -1"):
+    with pytest.raises(ValueError, match="rho: expected a number >= 0, got -1"):
         FedSAM(rho=-1.0)

@@ -219,10 +219,10 @@ def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
 
 def test_what_it_refuses() -> None:
     for settings, words in {
-        ("epsilon", 1.5): "expected epsilon in [0, 1], got 1.5",
-        ("decay", -1.0): "expected decay in [0, 1], got -1.0",
-        ("downloads", -1): "expected downloads >= 0, got -1",
-        ("every", 1): "expected every >= 2, got 1",
+        ("epsilon", 1.5): "epsilon: expected a (whole )?number in [0, 1], got 1.5",
+        ("decay", -1.0): "decay: expected a (whole )?number in [0, 1], got -1.0",
+        ("downloads", -1): "downloads: expected a (whole )?number >= 0, got -1",
+        ("every", 1): "every: expected a (whole )?number >= 2, got 1",
     }.items():
         with pytest.raises(ValueError, match=words.replace("[", r"\[")):
             FedFomo(**dict([settings]))  # type: ignore[arg-type]

@@ -190,9 +190,9 @@ def test_a_network_without_a_linear_classifier_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"alpha": -1.0}, "expected alpha >= 0, got -1"),
-        ({"server_batch": 1}, "expected server_batch >= 2, got 1"),
-        ({"noise": 0}, "expected noise >= 1, got 0"),
+        ({"alpha": -1.0}, "alpha: expected a number >= 0, got -1"),
+        ({"server_batch": 1}, "server_batch: expected a whole number >= 2, got 1"),
+        ({"noise": 0}, "noise: expected a whole number >= 1, got 0"),
         ({"parametrisation": Hypernetwork.example()}, "'direct'"),
     ],
 )

@@ -169,7 +169,7 @@ def test_one_expert_without_anchors_is_fedavg_from_fresh_weights() -> None:
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="expected chosen from 1 to 5 experts, got 6"):
         FedJETs(chosen=6)
-    with pytest.raises(ValueError, match="expected anchor >= 0, got -1"):
+    with pytest.raises(ValueError, match="anchor: expected a number >= 0, got -1"):
         FedJETs(anchor=-1)
     with pytest.raises(ValueError, match="expected parametrisation 'direct'"):
         FedJETs(parametrisation=Hypernetwork.example())

@@ -90,7 +90,7 @@ def test_labels_of_other_classes_are_refused_at_once() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(ValueError, match="expected lr >= 0"):
+    with pytest.raises(ValueError, match="server_lr: expected a number >= 0, got"):
         FedLAW(**LOCAL, **{**SERVER, "server_lr": -0.1})
-    with pytest.raises(ValueError, match="expected batch_size >= 1"):
+    with pytest.raises(ValueError, match="server_batch: expected a whole number >= 1"):
         FedLAW(**LOCAL, **{**SERVER, "server_batch": 0})

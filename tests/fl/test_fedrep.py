@@ -54,9 +54,9 @@ def test_without_head_epochs_it_is_fedper_with_its_classifier_at_rest() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(ValueError, match="expected head_epochs >= 0, got -1"):
+    with pytest.raises(ValueError, match="head_epochs: expected a whole number >= 0, got -1"):
         FedRep(head_epochs=-1)
-    with pytest.raises(ValueError, match=r"expected lr >= 0, got -0\.1"):
+    with pytest.raises(ValueError, match=r"head_lr: expected a number >= 0 or null, got -0\.1"):
         FedRep(head_lr=-0.1).phases(worlds.task(), 0)
 
 

@@ -153,7 +153,7 @@ def test_labels_of_several_classes() -> None:
 def test_settings_out_of_range() -> None:
     for key in ("l2", "cmi", "samples"):
         settings: dict[str, Any] = {key: -1}
-        with pytest.raises(ValueError, match=f"expected {key} >= 0, got -1"):
+        with pytest.raises(ValueError, match=f"{key}: expected a (whole )?number >= 0, got -1"):
             FedSR(**settings)
     lengths = [FedSR(**given).phases(worlds.task(), 0)[0] for given in ({}, {"epochs": 2}, {"steps": 3})]  # type: ignore[arg-type]
     assert [(phase.epochs, phase.steps) for phase in lengths] == [(None, 5), (2, None), (None, 3)]

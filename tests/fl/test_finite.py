@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
 from support import worlds
 from support.compare import assert_same
+from torch import Tensor
 
+from fl.defense import Defense
 from fl.federation import Federation
 from fl.finite import check_finite
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hfedf import HFedF
 from fl.methods.hyperfl import HyperFL
-from fl.tensors import LowRank, Term
+from fl.tensors import LowRank, Tensors, Term
 from fl.types import Upload
 
 WORDS = r"client 1: its update is not finite in round 1 \([\d,]+ of [\d,]+ numbers of '[\w.]+' are NaN or infinite\)"
@@ -68,3 +72,72 @@ def test_a_round_with_a_client_that_diverged_leaves_no_trace(method: Method) -> 
     assert run.server.round == 1
     assert run.clients == clients
     run.run_round([0, 2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(FedAvg):
+    """Counts clients by what it is told."""
+
+    counts: object = 1.0
+
+    def weight(self, images: int) -> float:
+        return self.counts  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("weight", [torch.nan, torch.inf, -1.0, 3e38, True, "4", None])
+def test_a_weight_that_is_none_is_named(weight: object) -> None:
+    run = worlds.federation(Weighted(steps=1, counts=weight), rounds=0)
+    with pytest.raises(ValueError, match="client 0: expected a weight in the mean from 0"):
+        run.run_round()
+    assert run.server.round == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sends(Defense):
+    """Sends something else."""
+
+    name: ClassVar[str] = "sends"  # type: ignore[misc]
+    how: Callable[[Tensors], Tensors]
+
+    def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
+        return self.how(update)
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "a shape that broadcasts": (lambda t: t[:1], r"of shape \(\d+.*\), got \(1,"),
+    "an axis more": (lambda t: t[None], "of shape"),
+    "a number": (lambda t: 0.5, "as a tensor, got float"),
+    "another type": (lambda t: t.float(), "with dtype torch.float64, got torch.float32"),
+    "whole numbers": (lambda t: t.long(), "with dtype"),
+    "sparse": (lambda t: t.to_sparse(), "with layout"),
+    "another device": (lambda t: t.to("meta"), "with device"),
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_tensor_in_another_form_is_named(kind: str) -> None:
+    change, words = FORMS[kind]
+
+    def how(update: Tensors) -> Tensors:
+        name = list(update)[-1]
+        return {**update, name: change(update[name])}  # type: ignore[arg-type, dict-item]
+
+    run = worlds.federation(FedAvg(steps=1), Sends(how=how), rounds=0)
+    with pytest.raises(ValueError, match=rf"client 0: expected 'head.\w+' {words}"):
+        run.run_round()
+
+
+def test_tensors_that_lack_and_tensors_that_nobody_asked_for_are_named() -> None:
+    for how, words in (
+        (lambda update: dict(list(update.items())[1:]), r"client 0: '[\w.]+' is missing"),
+        (lambda update: {**update, "mine": torch.ones(2)}, "client 0: it sends 'mine', which the server did not send"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            worlds.federation(FedAvg(steps=1), Sends(how=how), rounds=0).run_round()
+
+
+def test_numbers_near_the_largest_are_named() -> None:
+    with pytest.raises(ValueError, match=r"client 1: its update has numbers of up to 3e\+38 in 'w' in round 2"):
+        check_finite([upload(update={"w": torch.tensor([1.0, -3e38])})], 2)
+    check_finite([upload(update={"w": torch.tensor([1.0, -1e30])})], 2)
+    check_finite([upload(update={"w": torch.tensor([1.0, -3e38], dtype=torch.float64)})], 2)

@@ -124,9 +124,9 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
     expect("expected 8 bits per channel in .*0.png, got an image of mode I;16", tmp_path / "deep", test_share=0.5)
     _fill(tmp_path / "few", 4)
     expect("limit of at most 4 images, got 5", tmp_path / "few", test_share=0.5, limit=5)
-    with pytest.raises(ValueError, match="expected size >= 1 or None, got 0"):
+    with pytest.raises(ValueError, match="size: expected a whole number >= 1 or null, got 0"):
         Folder(path="x", size=0)
-    with pytest.raises(ValueError, match="expected limit >= 1 or None, got 0"):
+    with pytest.raises(ValueError, match="limit: expected a whole number >= 1 or null, got 0"):
         Folder(path="x", limit=0)
 
 

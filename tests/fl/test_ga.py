@@ -143,7 +143,7 @@ def test_looks_move_nothing_and_tuning_has_none() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(ValueError, match="expected step_size >= 0, got -1"):
+    with pytest.raises(ValueError, match="step_size: expected a number >= 0, got -1"):
         GA(step_size=-1)
-    with pytest.raises(ValueError, match="expected rounds >= 1 or None, got 0"):
+    with pytest.raises(ValueError, match=r"rounds: expected a (whole )?number >= 1( or null)?, got 0"):
         GA(rounds=0)

@@ -198,7 +198,7 @@ def test_one_step_for_many_is_one_of_the_network_alone() -> None:
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="expected embedding as a number"):
         HFedFLatent(embedding=None)
-    with pytest.raises(ValueError, match="expected autoencoder_rounds >= 0, got -1"):
+    with pytest.raises(ValueError, match="autoencoder_rounds: expected a whole number >= 0, got -1"):
         HFedFLatent(autoencoder_rounds=-1)
 
 

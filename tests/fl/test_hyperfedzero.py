@@ -260,8 +260,8 @@ def test_dropout_is_drawn_by_the_method_and_replayed() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"embedding": 1}, "embedding >= 2, got 1"),
-        ({"alpha": -1.0}, "alpha >= 0, got -1.0"),
+        ({"embedding": 1}, "embedding: expected a whole number >= 2, got 1"),
+        ({"alpha": -1.0}, r"alpha: expected a number >= 0, got -1\.0"),
         ({"hidden": ()}, "hidden"),
     ],
 )

@@ -138,7 +138,7 @@ def test_the_normalisation_survives_construction_and_is_told_to_the_task() -> No
     assert torch.equal(task.model.normalise(x), expected)
     assert not any(key.startswith("normalise") for key in task.model.state_dict())
     assert build("lenet-zhu", num_classes=10, normalize=True).mean == task.mean
-    assert build("tiny", num_classes=2, normalize=True, mean=[0.5], std=["0.25"]).std == (0.25,)
+    assert build("tiny", num_classes=2, normalize=True, mean=[0.5], std=[0.25]).std == (0.25,)
 
 
 def test_batch_norm_variant_starts_as_the_identity() -> None:

@@ -125,9 +125,9 @@ def test_generated_networks() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(ValueError, match="expected mu >= 0, got -1"):
+    with pytest.raises(ValueError, match="mu: expected a number >= 0, got -1"):
         Moon(mu=-1.0)
-    with pytest.raises(ValueError, match="expected temperature > 0, got 0"):
+    with pytest.raises(ValueError, match="temperature: expected a number > 0, got 0"):
         Moon(temperature=0.0)
     with pytest.raises(ValueError, match="expected a network with a classifier, a module called 'top', got none"):
         Client(replace(worlds.task(), head="top."), Moon())

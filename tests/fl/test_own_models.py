@@ -180,5 +180,5 @@ def test_settings_by_name_are_told_what_makes_them(settings: dict[str, Any], sai
 
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_a_server_knows_or_does_not(value: Any) -> None:
-    with pytest.raises(ValueError, match=f"expected knows_labels as True or False, got {value!r}"):
+    with pytest.raises(ValueError, match=f"knows_labels: expected true or false, got {value!r}"):
         ThreatModel(knows_labels=value)

@@ -165,7 +165,7 @@ def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(ValueError, match="expected server_lr >= 0, got -1"):
+    with pytest.raises(ValueError, match="server_lr: expected a number >= 0, got -1"):
         PFedLA(server_lr=-1.0)
-    with pytest.raises(ValueError, match="expected embedding >= 1, got 0"):
+    with pytest.raises(ValueError, match="embedding: expected a whole number >= 1, got 0"):
         federation(PFedLA(embedding=0))

@@ -67,7 +67,7 @@ def test_groups_go_with_their_images() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_the_share_is_checked(share: float) -> None:
-    with pytest.raises(ValueError, match="expected test_share in"):
+    with pytest.raises(ValueError, match=r"test_share: expected a number in \(0, 1\), got"):
         Pooled(source=FACES, test_share=share)
 
 

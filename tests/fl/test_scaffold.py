@@ -159,9 +159,9 @@ def test_the_look_counts_for_no_decay() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(ValueError, match="expected option 'I' or 'II', got 'III'"):
+    with pytest.raises(ValueError, match="option: expected 'I' or 'II', got 'III'"):
         Scaffold(option="III")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected server_lr > 0, got 0"):
+    with pytest.raises(ValueError, match="server_lr: expected a number > 0, got 0"):
         Scaffold(server_lr=0.0)
     with pytest.raises(ValueError, match="expected lr > 0, got 0"):
         Scaffold(lr=0.0)
