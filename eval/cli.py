@@ -7,14 +7,16 @@ import sys
 import typer
 
 from eval.commands import audit, compare, doctor, list_, report, run, show
+from eval.surroundings import Guarded
 from fl.guard import leave_if_unguarded
 
 app = typer.Typer(
+    cls=Guarded,
     help="What a federated update gives away, and what each way of hiding it costs in accuracy.",
     pretty_exceptions_enable=False,
     add_completion=False,
     no_args_is_help=True,
-    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+    rich_markup_mode="rich" if sys.stdout is not None and sys.stdout.isatty() else None,
 )
 app.callback()(leave_if_unguarded)
 app.command()(run.run)

@@ -67,9 +67,12 @@ def _folder() -> Check:
     from fl.data import stored
 
     place = stored.folder()
-    if place.is_dir():
-        return Check("data folder", FINE, str(place))
     remedy = f"set {stored.VARIABLE} to a folder of .npz files, or let --download make this one"
+    try:
+        if place.is_dir():
+            return Check("data folder", FINE, str(place))
+    except OSError as error:
+        return Check("data folder", ABSENT, f"{place}: {error.strerror}", remedy)
     return Check("data folder", ABSENT, f"{place} does not exist", remedy)
 
 

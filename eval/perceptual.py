@@ -21,6 +21,7 @@ from torch.backends import cudnn
 from torch.nn.functional import interpolate
 
 from eval.metrics import prepare
+from fl.paths import there
 from fl.registry import UnknownNameError
 
 if TYPE_CHECKING:
@@ -170,11 +171,11 @@ def _from_cache(net: str, allow_download: bool) -> Lpips | Unavailable:
     path = Path(torch.hub.get_dir()) / "checkpoints" / CHECKPOINTS[net]
     # results quote this: the variable, not this machine's folder
     remedy = f"put {path.name} into $TORCH_HOME/hub/checkpoints (~/.cache/torch by default), or set {ENVIRONMENT}"
-    if not path.is_file():
+    if not there(path):
         if not allow_download:
             return Unavailable(net, f"no {path.name} found", remedy)
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(_URL + path.name, str(path), _prefix(path.name), progress=False)
         except (OSError, RuntimeError) as error:  # no network; RuntimeError is torch's for a wrong hash
             return Unavailable(net, f"{path.name} could not be downloaded ({error})", remedy)

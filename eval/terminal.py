@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.shown import cut, visible
+from eval.surroundings import explained
 from fl.guard import UnguardedError
 
 if TYPE_CHECKING:
@@ -53,8 +54,11 @@ def errors(code: int) -> Iterator[None]:
     """Say what is wrong in one line and leave; other errors are faults of the program and keep their traceback."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
-        say(f"error: {' '.join(str(error).split())}")
+    except BrokenPipeError:  # of what is printed (see `eval.surroundings`)
+        raise
+    except (ValueError, OSError) as error:
+        words = explained(error) if isinstance(error, OSError) else str(error)
+        say(f"error: {' '.join(words.split())}")
         raise typer.Exit(USAGE if isinstance(error, UnguardedError) else code) from error
 
 

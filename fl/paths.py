@@ -56,3 +56,11 @@ def readable(name: str, most: int = 255) -> str:
     """A file's name as text that UTF-8 has, whatever its bytes are, without its end where it is long."""
     words = name.encode("utf-8", "backslashreplace").decode()
     return words if len(words) <= most else f"{words[:most]}..."
+
+
+def there(path: Path) -> bool:
+    """Whether there is such a file, in a place that may be looked at."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

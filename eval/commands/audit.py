@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.surroundings import stop_on_signals
 from eval.terminal import (
     FAILURE,
     LEAKED,
@@ -122,6 +123,7 @@ def audit(
     from eval.imports import bring
     from eval.request import Request, limits
 
+    stop_on_signals()
     with errors(USAGE):
         imports = bring(import_ or ())
         allowed = limits(psnr=max_psnr, ssim=max_ssim)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eval.surroundings import stop_on_signals
 from eval.terminal import (
     FAILURE,
+    STOPPED,
     USAGE,
     Imports,
     Json,
@@ -81,7 +82,7 @@ def run(
     from eval.machine import settle
     from eval.rundir import RunDir
 
-    signal.signal(signal.SIGTERM, _stop)  # so that a run ended politely ends its worker processes
+    stop_on_signals()  # so that a run ended politely ends its worker processes
     screen, notes = console(as_json=json), list[str]()
 
     def note(words: str) -> None:
@@ -157,7 +158,8 @@ def _held(folder: RunDir) -> Iterator[None]:
             say(f"error: {error}")
             raise typer.Exit(USAGE) from error
         except OSError as error:
-            say(f"error: {folder.path} can't be written to ({error.strerror or error}); choose another --out")
+            why = f"{folder.path} can't be written to ({error.strerror or error})"
+            say(f"error: {why}; choose another --out")
             raise typer.Exit(USAGE) from error
         yield
 
@@ -194,7 +196,10 @@ def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> l
         raise typer.Exit(FAILURE) from error
     except KeyboardInterrupt as error:
         say(f"stopped; the same command goes on from here ({folder.path})")
-        raise typer.Exit(128 + signal.SIGINT) from error
+        raise typer.Exit(STOPPED) from error
+    except SystemExit as error:  # by a signal
+        say(f"stopped; the same command goes on from here ({folder.path})")
+        raise typer.Exit(int(error.code or 0)) from error
 
 
 def _write(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> Table | None:
@@ -215,7 +220,3 @@ def _summary(plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Tab
         "failures": [asdict(failure) for failure in failures],
         "table": asdict(found) if found is not None else None,
     }
-
-
-def _stop(number: int, _frame: object) -> NoReturn:
-    sys.exit(128 + number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -56,7 +57,7 @@ class _Domains(Limited):
             DatasetMissingError: there is no such folder.
             ValueError: domains differ in their classes, or an image can't be read; says which.
         """
-        root = folder() / self.stem if self.path is None else Path(self.path).expanduser()
+        root = folder() / self.stem if self.path is None else Path(os.path.expanduser(self.path))
         if not root.is_dir():
             raise DatasetMissingError(
                 f"no folder {root}: expected one with a folder for each domain, and in it one for each class; set path"

@@ -47,6 +47,8 @@ def download(name: str, folder: Path | None = None, *, source: Path | None = Non
     if name not in names():
         raise UnknownNameError("data set to download", name, names())
     folder = stored.folder() if folder is None else Path(folder)
+    if folder == stored.NOWHERE:
+        raise DatasetMissingError(f"there is no home folder to write {name} to; set {stored.VARIABLE} to a folder")
     folder.mkdir(parents=True, exist_ok=True)
     paths = {part: folder / f"{name}_{part}.npz" for part in ("train", "test")}
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:

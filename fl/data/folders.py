@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 import warnings
 import zlib
@@ -72,7 +73,7 @@ class Folder(Limited):
             DatasetMissingError: there is no such folder.
             ValueError: it has no classes or no images, or an image can't be read; says which.
         """
-        root = Path(self.path).expanduser()
+        root = Path(os.path.expanduser(self.path))
         if not root.is_dir():
             raise DatasetMissingError(f"no folder {self.path}: expected one with a folder of images for each class")
         top = root / "train" if (root / "train").is_dir() else root

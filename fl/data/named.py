@@ -9,6 +9,7 @@ from typing import ClassVar
 from fl.data import Dataset, datasets
 from fl.data.download import WHERE, names
 from fl.data.stored import Limited, folder, load_pair
+from fl.paths import there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,5 +113,5 @@ def available() -> dict[str, Path | None]:
         kind = datasets.get(name)
         if isinstance(kind, type) and issubclass(kind, _Named):
             train, test = (folder() / f"{kind.stem}_{part}.npz" for part in ("train", "test"))
-            result[name] = train if train.is_file() and test.is_file() else None
+            result[name] = train if there(train) and there(test) else None
     return result

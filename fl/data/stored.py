@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 from fl.data import Dataset, Source, datasets, stratified
 from fl.files import replacing
 from fl.ranges import Count, OpenShare, Seed
+from fl.paths import there
 from fl.types import Batch
 
 VARIABLE = "HYPERLEAK_DATA"
+NOWHERE = Path("~/.cache/hyperleak/data")
+"""The data folder of a user without a home."""
 KEYS = ("images", "labels")
 NAMES = "class_names"
 MOST_NUMBERED = 2**16
@@ -121,11 +124,17 @@ class Npz(Limited):
 
 
 def folder() -> Path:
-    """The data folder: `$HYPERLEAK_DATA`, or `hyperleak/data` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`)."""
+    """The data folder: `$HYPERLEAK_DATA`, or `hyperleak/data` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`).
+
+    Where nothing says what the user's home is, it is a folder that is not there.
+    """
     if given := os.environ.get(VARIABLE):
         return Path(given)
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "hyperleak" / "data"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "hyperleak" / "data"
+    except RuntimeError:  # neither HOME nor the user is known
+        return NOWHERE
 
 
 def load_pair(stem: str, settings: Limited, remedy: str = "") -> Dataset:
@@ -153,13 +162,13 @@ def find(name: str, remedy: str = "") -> Path:
     given, home = Path(name), folder()
     places = [given] if given.is_absolute() else [given, home / name]
     for path in places:
-        if path.is_file():
+        if there(path):
             return path
-    there = ", ".join(sorted(path.name for path in home.glob("*.npz"))) or "no .npz file"
+    others = ", ".join(sorted(path.name for path in home.glob("*.npz"))) or "no .npz file"
     unset = "" if os.environ.get(VARIABLE) else f" ({VARIABLE} is not set)"
     first = f"{remedy}, or set" if remedy else "Set"
     raise DatasetMissingError(
-        f"no file {name}: looked for {' and '.join(map(str, places))}; that folder has {there}{unset}. "
+        f"no file {name}: looked for {' and '.join(map(str, places))}; that folder has {others}{unset}. "
         f"{first} {VARIABLE} to the folder that has it, or write it from any copy of the data with "
         "fl.data.stored.save(path, images, labels, class_names)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl.data.stored import VARIABLE, folder
+from fl.paths import there
 
 RANDOM, IMAGENET = "random", "imagenet"
 EPS = 1e-5
@@ -44,10 +46,10 @@ def read(name: str) -> dict[str, Tensor]:
 
 
 def _find(name: str) -> Path:
-    given = Path(name).expanduser()
+    given = Path(os.path.expanduser(name))
     places = [given] if given.is_absolute() else [given, folder() / given]
     for path in places:
-        if path.is_file():
+        if there(path):
             return path
     raise FileNotFoundError(
         f"no weights {name}: looked for {' and '.join(map(str, places))}; set {VARIABLE} to the folder that has them, "

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _guesses(monkeypatch):
-    monkeypatch.setattr(running.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("eval.surroundings.signal.signal", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "160")
     with Registered():
         yield
@@ -205,7 +205,7 @@ def test_a_key_pressed_stops_the_run_where_it_is(path, monkeypatch):
     assert result.exit_code == 130
     assert "the same command goes on from here" in result.output
     monkeypatch.undo()
-    monkeypatch.setattr(running.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("eval.surroundings.signal.signal", lambda *_: None)
     assert "fedavg: training" not in run(path).output
 
 

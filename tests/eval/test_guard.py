@@ -40,7 +40,7 @@ def call(*words):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setattr("eval.commands.run.signal.signal", lambda *_: None)
+    monkeypatch.setattr("eval.surroundings.signal.signal", lambda *_: None)
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     with Registered():
         yield tmp_path / "tiny.yaml"
@@ -145,6 +145,6 @@ def test_a_run_that_ends_with_nothing_points_to_no_report(path, monkeypatch):
         assert "RuntimeError: rain (cells/" in told.stderr
         assert "goes on with it" in told.stderr
     monkeypatch.undo()
-    monkeypatch.setattr("eval.commands.run.signal.signal", lambda *_: None)
+    monkeypatch.setattr("eval.surroundings.signal.signal", lambda *_: None)
     assert run(path).exit_code == 0
     assert call("report", out).exit_code == 0

@@ -41,7 +41,7 @@ class Own(Attack):
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch, tmp_path):
     """Registries, modules and places as they were, whatever is imported; the current folder is a new one."""
-    monkeypatch.setattr("eval.commands.run.signal.signal", lambda *_: None)
+    monkeypatch.setattr("eval.surroundings.signal.signal", lambda *_: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(imports, "_sources", {})
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,6 @@ from support.tiny import CONFIG
 from typer.testing import CliRunner, Result
 
 from eval import cli, config, yamlfile
-from eval.commands import run as running
 from eval.report.overview import UNATTACKED
 
 QUIET = yamlfile.parse(CONFIG)
@@ -19,7 +18,7 @@ del QUIET["attack"]
 
 @pytest.fixture(autouse=True)
 def _signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("eval.surroundings.signal.signal", lambda *_: None)
 
 
 def run(folder: Path, *words: str) -> Result:
