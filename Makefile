@@ -1,5 +1,6 @@
 # make demo    set up, then train, attack and print a table of what leaked
 # make test    set up, then run the tests, a process a core (PYTEST_ARGS="-m slow tests/fl" is passed on; "-n 0": one process)
+# make nightly set up, then run the slow tests, and make up files for an hour (see docs/security.md)
 # make check   lint, formatting and types
 # make clean   remove caches and builds; the environment and results stay
 
@@ -7,7 +8,7 @@ PY ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check clean
+.PHONY: demo test nightly check clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ok
@@ -15,6 +16,10 @@ demo: .venv/ok
 
 test: .venv/ok
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+nightly: .venv/ok
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow and not gpu and not download" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 0 tests/fuzz --hypothesis-profile nightly $(PYTEST_ARGS)
 
 check: .venv/ok
 	$(BIN)/ruff check .

@@ -97,6 +97,12 @@ class Chain(Defense):
             update = part.transform_update(update, generator)
         return update
 
+    def release(self, update: Tensors) -> Tensors:
+        """The update, changed by each as a real client does it."""
+        for part in self.parts:
+            update = part.release(update)
+        return update
+
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """The prediction through the stand-in of each."""
         for part in self.parts:

@@ -10,6 +10,8 @@ import torch
 
 from defenses import defenses
 from fl.defense import Defense
+from fl.noise import Noise as Secret
+from fl.noise import fresh_key
 from fl.ranges import Weight
 from fl.tensors import Tensors, dense, rms
 
@@ -19,7 +21,8 @@ from fl.tensors import Tensors, dense, rms
 class Noise(Defense):
     """Independent Gaussian noise on every entry of the update (Zhu et al., NeurIPS 2019, section 5.1).
 
-    A heuristic, no differential privacy: nothing bounds what one image contributes. Noise has full rank, so a
+    A heuristic, no differential privacy: nothing bounds what one image contributes. In an experiment the noise follows
+    from the run's seed, and who knows that takes it off; a real update takes `release`. Noise has full rank, so a
     structured update leaves this defence dense. An attacker who knows it and solves equations weighs every tensor by
     the inverse of its noise. A search doesn't by itself: whether that helps depends on the network, with and without
     noise (`balance` of `attacks.matching.Matching`, whose 1 makes a squared distance the likelihood of relative noise).
@@ -59,6 +62,16 @@ class Noise(Defense):
             draw = torch.randn(matrix.shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
             noisy[name] = matrix + draw * scale
         return noisy
+
+    def release(self, update: Tensors) -> Tensors:
+        """The update plus noise that nobody can draw again (`fl.keystream`)."""
+        if self.std == 0 or not update:
+            return update
+        matrices = {name: dense(value) for name, value in update.items()}
+        drawn = Secret(fresh_key(), secret=True).like({name: value.double() for name, value in matrices.items()})
+        relative = self.unit == "relative"
+        scales = {name: self.std * rms(value) if relative else self.std for name, value in update.items()}
+        return {name: value + drawn[name].to(value) * scales[name] for name, value in matrices.items()}
 
     def deviations(self, observed: Tensors) -> dict[str, float]:
         """The noise's, estimated from the update itself where they are relative to it."""

@@ -86,7 +86,7 @@ def _read(path: Path, wanted: str) -> object:
     """What the file holds, whatever that is."""
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 return {name: torch.from_numpy(file[name]) for name in file.files}
         return torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError as error:

@@ -162,7 +162,7 @@ def whole(source: str) -> Batch:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}; expected arrays `images` and `labels` in it (see --help)")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             keys = [*file.files]
     except (AttributeError, TypeError, *DAMAGED):
         keys = [*KEYS]  # what is wrong with the file is said by what reads it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -94,6 +95,15 @@ class Defense:
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
         """What the client sends instead of `update`, which holds further payloads under `payload/name`."""
         return update
+
+    def release(self, update: Tensors) -> Tensors:
+        """What a real client sends instead of `update`: what chance there is follows from no seed that anybody knows.
+
+        In experiments it does, by public names, so that figures can be had again; that protects nobody. This draws a
+        seed from the operating system, of which torch keeps 32 bits: a defence that hides something by what it draws
+        overrides it.
+        """
+        return self.transform_update(update, torch.Generator().manual_seed(secrets.randbits(63)))
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """What a search of an attacker who knows the defence compares with `observed`, in place of `predicted`.

@@ -34,7 +34,7 @@ LONGEST = 200
 Pixels = NDArray[np.float32]
 Pictured = tuple[str, str, str, int, int]
 """What an attack's pictures go by: the values of `KEYS`."""
-DAMAGED = (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+DAMAGED = (ArithmeticError, OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged `.npz` may raise; RuntimeError where flags say it is encrypted or packed in another way."""
 
 

@@ -9,6 +9,7 @@ from support.compare import assert_near, assert_same
 from support.updates import numbers
 from torch import Tensor
 
+from defenses.compose import Chain
 from defenses.noise import Noise
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
@@ -98,3 +99,13 @@ def test_predictions_leave_the_noise_out(method: Any) -> None:
     for name, value in view.update.items():
         off = float((dense(predicted[name]) - dense(value)).norm() / dense(value).norm())
         assert 0 < off < 0.3, name
+
+
+def test_a_release_draws_noise_that_no_seed_gives() -> None:
+    for defense in (Noise(std=0.5), Chain(parts=(Noise(std=0.5), Noise(std=0.0)))):
+        first, second = defense.release(UPDATE), defense.release(UPDATE)
+        assert not torch.equal(dense(first["small"]), dense(second["small"]))
+        noise = dense(first["small"]) - dense(UPDATE["small"])
+        assert abs(rms(noise) / rms(UPDATE["small"]) - 0.5) < 0.03
+        assert torch.equal(dense(first["zero"]), dense(UPDATE["zero"]))
+    assert Noise(std=0.0).release(UPDATE) is UPDATE
