@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from benchmarks.reliability.environment import Case, carry_out, cases
+from benchmarks.reliability.environment import carry_out
+from benchmarks.reliability.surroundings import Case, cases
 
 QUICK = {"stdout is closed", "stdout is a full device", "the current folder is gone", "an eval.py of one's own"}
 

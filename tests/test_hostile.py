@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reliability.hostile import kinds
+from benchmarks.reliability.hostile_files import kinds
 
 ROOT = Path(__file__).parents[1]
 
