@@ -200,7 +200,7 @@ def test_optimiser_is_refused_where_it_means_nothing() -> None:
         Scaffold(optimizer="adam")
     with pytest.raises(ValueError, match="weights from a hypernetwork"):
         FedAvg(optimizer="adam", parametrisation=Hypernetwork())
-    with pytest.raises(ValueError, match="'sgd' or 'adam' or 'adamw' or 'rmsprop' or 'adagrad' for fedavg, got 'lion'"):
+    with pytest.raises(ValueError, match="'sgd', 'adam', 'adamw', 'rmsprop' or 'adagrad', got 'lion'"):
         FedAvg(optimizer="lion")  # type: ignore[arg-type]
 
 
