@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,10 +14,11 @@ from types import MappingProxyType
 
 from attacks.base import Attack, Result, attacked
 from fl.guard import leave_if_unguarded
-from fl.packing import Packed, pack, unpack
+from fl.packing import Packed, pack, unpack, unportable
 from fl.types import ServerView
 from fl.workers import START, Workers, alike
 
+log = logging.getLogger(__name__)
 POLL = 0.2
 """Seconds between two looks at what other threads have done."""
 
@@ -99,7 +101,7 @@ class Spread:
 
     def _help(self, job: _Job) -> None:
         """Have a worker take portions, once it is there, as long as there are any."""
-        if job.over.wait(max(self.patience, 0.0)):
+        if job.over.wait(max(self.patience, 0.0)) or not job.portable():
             return
         ready = self._started()
         while not ready.done():
@@ -158,6 +160,13 @@ class _Job:
             self.results.update(zip(portion, found, strict=True))
             if told:
                 self.tell()
+
+    def portable(self) -> bool:
+        """Whether another process can be given what is attacked: classes made in a function, say, it can't import."""
+        reason = unportable((self.attack, [*self.views[:1]], [*self.seeds[:1]]))
+        if reason:
+            log.warning("attacks run in one process: the model can't be sent to another (%s)", reason)
+        return not reason
 
     def stop(self) -> None:
         """No other portion is taken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,7 @@ def examine(
     out: Path | None = None,
     told: Progress = silent,
     thrifty: bool = False,
+    workers: int = 1,
 ) -> Audit:
     """Run attacks on the updates of one subject; one that fails stops no other, and Ctrl-C loses none that is done.
 
@@ -197,7 +199,28 @@ def examine(
         out: folder for pictures and tracebacks; none are kept without.
         told: of how many images every attack is done with.
         thrifty: whether an update that one attack settles (`eval.proof`) is left out of those behind it.
+        workers: processes that updates are spread over; their number changes no result.
     """
+    with closing(Spread(workers)) as spread:
+        found, stopped = _examined(subjects, attacks, seed, out, told, spread, thrifty=thrifty)
+    against = (
+        f"{one.attack}: {one.words}" for own in found for one in own.outcomes if one.words.startswith(CONTRADICTED)
+    )
+    mismatch = next(filter(None, (*map(_mismatch, subjects), *against)), "")
+    return Audit(name, found, mismatch=mismatch, stopped=stopped)
+
+
+def _examined(
+    subjects: Sequence[Subject],
+    attacks: Mapping[str, Attack],
+    seed: int,
+    out: Path | None,
+    told: Progress,
+    spread: Spread,
+    *,
+    thrifty: bool,
+) -> tuple[list[Finding], str]:
+    """What attacks found, and the one at which Ctrl-C came, or nothing."""
     found: list[Finding] = []
     settled: dict[int, str] = {}
     stopped = ""
@@ -209,7 +232,7 @@ def examine(
         try:
             truths = (subject.truth.inputs for subject in open_to.values() if subject.truth is not None)
             beforehand.refuse(attack, label, truths)
-            results = _results(label, attack, open_to, seed, told)
+            results = _results(label, attack, open_to, seed, told, spread)
             finding = _finding(label, open_to, results, seed)
             if out is not None:
                 kept.pictures(out / label, open_to, results)
@@ -229,13 +252,11 @@ def examine(
         if thrifty:
             sizes = {i: subject.view.batch_size for i, subject in open_to.items()}
             settled |= {i: label for i, result in results.items() if proof.settled(result, sizes[i])}
-    against = (f"{one.attack}: {one.words}" for own in found for one in own.outcomes if one.words == CONTRADICTED)
-    mismatch = next(filter(None, (*map(_mismatch, subjects), *against)), "")
-    return Audit(name, found, mismatch=mismatch, stopped=stopped)
+    return found, stopped
 
 
 def _results(
-    label: str, attack: Attack, subjects: Mapping[int, Subject], seed: int, told: Progress
+    label: str, attack: Attack, subjects: Mapping[int, Subject], seed: int, told: Progress, spread: Spread
 ) -> dict[int, Result]:
     """What one attack makes of updates, by their numbers."""
     views = [subject.view for subject in subjects.values()]
@@ -243,7 +264,7 @@ def _results(
     count = Counter(told, f"{label}: images", size * len(views))
     count.to(0)
     seeds = [derive(seed, "attack", number) for number in subjects]
-    results = Spread().run(attack, views, seeds, lambda done: count.more(size * done))
+    results = spread.run(attack, views, seeds, lambda done: count.more(size * done))
     return dict(zip(subjects, results, strict=True))
 
 
@@ -263,7 +284,7 @@ def _finding(label: str, subjects: Mapping[int, Subject], results: Mapping[int, 
     said = _said(rows, refused, "" if rows or not answers else unscored([*answers.values()]))
     first = next(iter(subjects.values()))
     view = first.view
-    flags = _flags(rows, view.threat, defended=view.defense.name != "none", tolerance=first.tolerance)
+    flags = checks.of_audit(rows, view.threat, defended=view.defense.name != "none", tolerance=first.tolerance)
     notes = proof.notes(rows) or list(dict.fromkeys(result.note for result in answers.values() if result.note))
     return Finding(
         label,
@@ -305,7 +326,7 @@ def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bo
         scored = [row for row in group if "not_applicable" not in row]
         verified = agreed(row["verified"] for row in scored)
         reason = refused[0] if refused else ""
-        flags = _flags(scored, threat, defended=defended)
+        flags = checks.of_audit(scored, threat, defended=defended)
         said = _said(scored, refused, tests=tests)
         notes = proof.notes(scored)
         found.append(
@@ -354,23 +375,6 @@ def _error(subject: Subject) -> Row:
     if subject.error is None:
         return {}
     return {"forward_error": subject.error if math.isfinite(subject.error) else None}
-
-
-def _flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tolerance: float = 1e-4) -> list[str]:
-    """The validity flags of one attack (see `eval.checks`)."""
-    if not rows:
-        return []
-    errors = [row["forward_error"] for row in rows if "forward_error" in row]
-    found = checks.flags(
-        rows,
-        histories=[[math.nan if value is None else value for value in row.get("history") or ()] for row in rows],
-        labels_given=threat.knows_labels,
-        defence_known=defended and threat.knows_defense,
-        forward_error=max((math.inf if error is None else error for error in errors), default=None),
-        tolerance=tolerance,
-        image="picture",
-    )
-    return [name for name in found if name != "lpips-missing"]  # an audit does not ask for it
 
 
 def _said(rows: Sequence[Row], refused: Sequence[str], instead: str = "", tests: int = 1) -> str:

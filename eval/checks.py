@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from eval.score import NO_IMAGES, NO_RECONSTRUCTION, Row
+from fl.types import ThreatModel
 
 FLAGS = {
     "non-finite": "The attack produced NaN or infinity, in an image or in its objective; such images are failures.",
@@ -69,6 +70,23 @@ def flags(
         "ssim-missing": "ssim" in missing,
     }
     return [name for name in FLAGS if applies[name]]
+
+
+def of_audit(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tolerance: float = 1e-4) -> list[str]:
+    """The validity flags of one attack in an audit, by its rows and what the attacker knows."""
+    if not rows:
+        return []
+    errors = [row["forward_error"] for row in rows if "forward_error" in row]
+    found = flags(
+        rows,
+        histories=[[math.nan if value is None else value for value in row.get("history") or ()] for row in rows],
+        labels_given=threat.knows_labels,
+        defence_known=defended and threat.knows_defense,
+        forward_error=max((math.inf if error is None else error for error in errors), default=None),
+        tolerance=tolerance,
+        image="picture",
+    )
+    return [name for name in found if name != "lpips-missing"]  # an audit does not ask for it
 
 
 def _stuck(history: Sequence[float]) -> bool:

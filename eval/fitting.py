@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from eval.harness import FAULTS
 from fl.copies import copied
+from fl.fits import check_logits
 from fl.method import Method
 
 SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
@@ -38,9 +39,8 @@ def classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = 
         taken = sorted(_taken(probe))
         said = _says(taken, shape, ready=bool(source)) if taken else f"it says: {error}"
         raise ValueError(f"expected {what} that fit the model, got {got}; {said}") from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        got = str(tuple(logits.shape)) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"expected a model that returns logits (B, K), got {got}")
+    check_logits(logits)
+    assert isinstance(logits, Tensor)
     return int(logits.shape[1])
 
 

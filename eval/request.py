@@ -38,6 +38,22 @@ OPTIONS = {
     r"^seeds": "--seed",
 }
 """How errors about a config are put for the command, whose options stand for these keys."""
+_METHODS = "goes with --method alone; give --images"
+_MODELS = "goes with your own model; a method takes its images from --dataset"
+IDLE: dict[str, dict[str, str]] = {
+    "method": dict.fromkeys(("update", "images", "input_shape", "mean", "std"), _MODELS),
+    "model": {
+        **dict.fromkeys(("dataset", "rounds"), _METHODS),
+        "input_shape": "goes with --update alone: a model's images have a shape",
+    },
+    "update": {
+        **dict.fromkeys(("dataset", "rounds"), _METHODS),
+        "count": "does not go with --update: it is made of --batch-size images",
+    },
+}
+"""Options that do nothing, and why, by what is audited: a method, a model of the user's own, or a captured update."""
+ONE = "does nothing for one update, which one process attacks; leave it out"
+"""Why several processes are refused then."""
 NETWORKS = {(1, 28, 28): "hyperfl-grey", (3, 32, 32): "hyperfl-colour"}
 """Networks taken for images of a shape where none is named."""
 
@@ -125,9 +141,7 @@ class Request:
         """
         if self.method is None or self.dataset is None:
             raise ValueError("expected MODULE:FUNCTION, --update with --model, or --method with --dataset")
-        if own := [key for key in ("update", "images", "input_shape", "mean", "std") if getattr(self, key)]:
-            option = own[0].replace("_", "-")
-            raise ValueError(f"--{option} goes with your own model; a method takes its images from --dataset")
+        self._refuse_idle("method")
         given = yamlfile.named(self.method)
         method = methods.build(given)
         settings = methods.spec(method)
@@ -162,14 +176,9 @@ class Request:
             ValueError: no model, or model, images and update do not fit each other; says which.
             FileNotFoundError: a file is not there.
         """
-        if self.dataset or self.rounds:
-            raise ValueError(f"--{'dataset' if self.dataset else 'rounds'} goes with --method alone; give --images")
         if self.target and self.model:
             raise ValueError(f"expected one model, got {self.target} and --model {self.model}")
-        if self.count and self.update is not None:
-            raise ValueError("--count does not go with --update: it is made of --batch-size images")
-        if self.input_shape and self.update is None:
-            raise ValueError("--input-shape goes with --update alone: a model's images have a shape")
+        self._refuse_idle("model" if self.update is None else "update")
         where = device_of(self.device)
         target = self.target or self.model
         if target is None:
@@ -200,6 +209,12 @@ class Request:
         rule["source"] = "" if self.input_shape or data is None else source
         subject = captured.of_update(model, update, **rule)
         return [subject], (*update.notes, *_about(subject, source))
+
+    def _refuse_idle(self, source: str) -> None:
+        """Refuse options that do nothing in an audit of `source`."""
+        for key, why in IDLE[source].items():
+            if getattr(self, key):
+                raise ValueError(f"--{key.replace('_', '-')} {why}")
 
     @property
     def _count(self) -> int:

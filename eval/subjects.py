@@ -24,6 +24,7 @@ from eval.report.load import DAMAGED
 from fl.capture import from_batch
 from fl.data import Source, datasets
 from fl.data.stored import KEYS, read
+from fl.fits import TABLE
 from fl.method import Method
 from fl.registry import UnknownNameError, close
 from fl.simulate import Truth
@@ -142,7 +143,9 @@ def _weighted(model: nn.Module, target: str) -> nn.Module:
 
 def _check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
     if inputs.ndim != 4 or not len(inputs):
-        raise ValueError(f"expected {target} to give at least one image, as (N, C, H, W), got {tuple(inputs.shape)}")
+        hint = TABLE if inputs.ndim == 2 and len(inputs) else ""
+        shape = tuple(inputs.shape)
+        raise ValueError(f"expected {target} to give at least one image, as (N, C, H, W), got {shape}{hint}")
     if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
         got = f"{labels.dtype} {tuple(labels.shape)}"
         raise ValueError(f"expected {target} to give one label per image, int64 ({len(inputs)},), got {got}")

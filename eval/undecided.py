@@ -108,7 +108,7 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
 
 def _contradicted(note: str) -> str:
     """What an attack notes where the rest of the update does not bear its picture out, or nothing."""
-    return next((words for words in (CONTRADICTED, UNTOLD) if words in note), "")
+    return next((part for part in note.split("; ") if part.startswith((CONTRADICTED, UNTOLD.partition(";")[0]))), "")
 
 
 def _kind(verified: bool | None, *, pictured: bool) -> Kind:

@@ -151,7 +151,7 @@ def from_update(
     params = client.method.initial(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, known = _captured(client, params, scopes, update, shared, buffers, kind)
-    check_shape(task.model, _grey(task, batch_size))
+    check_shape(task.model, _grey(task, batch_size), task.num_classes)
     check_training(client, _grey(task, batch_size), default=method is None)
     return ServerView(
         method=client.method,

@@ -20,10 +20,11 @@ from fl.types import ThreatModel
 
 MOST = 5
 """So many names stand in an error; of a large network nobody reads them all."""
+TABLE = ": give rows of a table as images of one row, inputs.view(-1, 1, 1, columns), to a model that flattens them"
 ONE_CLASS = "the loss is cross entropy, which is 0 with one output; give a yes or no two of them"
 """Why a classifier of one output is refused."""
-MISFITS = (RuntimeError, ValueError, IndexError, AssertionError)
-"""What a network raises that is given images of a shape or type that it does not take."""
+MISFITS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
+"""What a network raises that is given images of a shape or type that it does not take, or too few inputs."""
 
 
 def check_settings(method: object, defense: object, threat: object) -> None:
@@ -65,21 +66,24 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
             raise ValueError(f"expected a model of finite numbers, got NaN or infinity in {name!r} ({bad} of them)")
 
 
-def check_shape(model: nn.Module, images: Tensor) -> None:
-    """Refuse images of a shape that the network, a copy of which it runs, does not take.
+def check_shape(model: nn.Module, images: Tensor, num_classes: int) -> None:
+    """Refuse images of a shape that the network, a copy of which it runs, does not take, or a number of classes.
 
     Raises:
-        ValueError: says which shape, and what the network says.
+        ValueError: says which shape, and what the network says or returns.
     """
     probe = copy.deepcopy(model).eval()
     with torch.no_grad(), _own_randomness(images.device):
         try:
-            probe(images)
+            logits = probe(images)
         except MISFITS as error:
             raise ValueError(
                 f"expected an input_shape (C, H, W) that the model takes, got {tuple(images.shape[1:])}: on "
                 f"{len(images)} image(s) of it the model says: {error}"
             ) from error
+    check_logits(logits)
+    if logits.shape[1] != num_classes:
+        raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
 
 
 def keep_inputs(model: nn.Module, inputs: Tensor) -> None:
@@ -168,13 +172,17 @@ def check_images(inputs: Tensor, labels: Tensor) -> None:
         if not isinstance(values, Tensor):
             raise ValueError(f"expected {what} as a tensor, got {no_tensor(values)}")
     if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
-        raise ValueError(f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}")
+        rows = inputs.ndim == 2 and inputs.is_floating_point() and len(inputs)
+        raise ValueError(
+            f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}{TABLE * bool(rows)}"
+        )
     if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}")
     low, high = float(inputs.min()), float(inputs.max())
     if not (low >= 0 and high <= 1):
         raise ValueError(
-            f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalisation belongs into the model"
+            f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalisation belongs into "
+            "the model: give it numbers in [0, 1], and undo the scaling in its first layer"
         )
 
 
@@ -188,14 +196,27 @@ def classes_of(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int
             raise ValueError(
                 f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
             ) from error
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"expected a model that returns logits (B, K), got {got}")
+    check_logits(logits)
     if logits.shape[1] < 2:
         raise ValueError(f"expected a model of 2 outputs or more, got {logits.shape[1]}: {ONE_CLASS}")
     if num_classes not in {None, logits.shape[1]}:
         raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
     return int(logits.shape[1])
+
+
+def check_logits(logits: object) -> None:
+    """Refuse what a network returned that is no logits (B, K).
+
+    Raises:
+        ValueError: says what it is, and how a network is wrapped whose logits are a part of it.
+    """
+    if isinstance(logits, Tensor) and logits.ndim == 2:
+        return
+    if isinstance(logits, Tensor):
+        raise ValueError(f"expected a model that returns logits (B, K), got {tuple(logits.shape)}")
+    part = "output['logits']" if isinstance(logits, Mapping) else "output[0]" if isinstance(logits, tuple) else ""
+    hint = f"; give a module whose forward returns the logits alone ({part}, say)" if part else ""
+    raise ValueError(f"expected a model that returns logits (B, K), got {type(logits).__name__}{hint}")
 
 
 def head_of(model: nn.Module, head: str | None, num_classes: int) -> str:

@@ -58,6 +58,17 @@ def flat(packed: Packed) -> Flat:
     return Flat(torch.frombuffer(code.getbuffer(), dtype=torch.uint8), packed.blocks)
 
 
+def unportable(value: Any) -> str:
+    """Why a value can't be handed to another process, or nothing; classes of a function's own are of one alone."""
+    try:
+        flat(pack(value))
+    except Exception as error:
+        if type(error).__name__ in {"PicklingError", "AttributeError", "TypeError", "RuntimeError"}:
+            return " ".join(str(error).split())
+        raise
+    return ""
+
+
 class _Whole(ForkingPickler):
     """Pickles tensors that are no part of a packed value, such as a model's, with their numbers.
 

@@ -164,7 +164,9 @@ def _report(
     left = f"the same command goes on from here ({out})" if out and not own else nothing
     with _interrupted(left):
         found = (
-            _of_own(request, out, limited=bool(limits)) if own else _of_method(request, out, workers, imports, screen)
+            _of_own(request, out, workers, limited=bool(limits))
+            if own
+            else _of_method(request, out, workers, imports, screen)
         )
     best = {figure: found.best(figure) for figure in limits}
     above = [figure for figure, value in best.items() if value is not None and value > limits[figure]]
@@ -202,9 +204,10 @@ def _interrupted(left: str) -> Iterator[None]:
         raise typer.Exit(STOPPED) from error
 
 
-def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
+def _of_own(request: Request, out: Path | None, workers: int | None, *, limited: bool) -> Audit:
     from eval import auditing, kept
-    from eval.request import make_folder
+    from eval.machine import settle
+    from eval.request import ONE, make_folder
     from eval.rundir import held
 
     with ExitStack() as stack:
@@ -214,15 +217,28 @@ def _of_own(request: Request, out: Path | None, *, limited: bool) -> Audit:
             if limited and subjects[0].truth is None:
                 missing = "expected the true images (--images) beside a limit: nothing can be scored without them"
                 raise ValueError(missing)
+            several = len(subjects) > 1
+            if not several and (workers or 1) > 1:
+                raise ValueError(f"--workers {workers} {ONE}")
             if out is not None:
                 kept.check(out, request.name, request.settings)
                 make_folder(out)
                 stack.enter_context(held(out))
                 kept.check(out, request.name, request.settings)  # again: another audit may have come and gone
                 kept.mark(out, request.name, request.settings)
-        with errors(FAILURE), progress(console(as_json=True)) as seen:  # on stderr: stdout is for what was found
+        screen = console(as_json=True)  # on stderr: stdout is for what was found
+        # one update has all threads to itself
+        processes = settle(workers, subjects[0].view.device) if several else 1
+        with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
             found = auditing.examine(
-                request.name, subjects, tried, seed=request.seed, out=out, told=seen, thrifty=not request.attack
+                request.name,
+                subjects,
+                tried,
+                seed=request.seed,
+                out=out,
+                told=seen,
+                thrifty=not request.attack,
+                workers=processes,
             )
     return replace(found, notes=(*notes, *_chosen(request), *found.notes))
 

@@ -52,6 +52,15 @@ def findings(groups: Sequence[Group], *, labels_given: bool = False) -> list[Fin
     return [_finding(name, own, several, labels_given) for name, own in by_subject(groups).items()]
 
 
+def _open(groups: Sequence[Group]) -> list[str]:
+    """What attacks leave open of a subject."""
+    from eval.undecided import of_rows, opened  # which is written in words of this package
+
+    return [
+        f"Not decided: {one}." for one in opened([one for group in groups for one in of_rows(group.attack, group.rows)])
+    ]
+
+
 def _finding(name: str, groups: Sequence[Group], several: bool, labels_given: bool) -> Finding:
     if not any(group.scored for group in groups):
         reasons = list(dict.fromkeys(reason for group in groups for reason in group.refusals))
@@ -65,6 +74,7 @@ def _finding(name: str, groups: Sequence[Group], several: bool, labels_given: bo
     if leaks:
         return Finding(name, f"{LEAKS}: {join(leaks)}", True, lines, leaks)
     lines += _unseen(groups)
+    lines += _open(groups)
     lines.append("That is no proof of safety: it says what these attacks with these settings did on these images.")
     return Finding(name, OPEN, False, lines)
 

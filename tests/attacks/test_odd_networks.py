@@ -133,3 +133,72 @@ def test_weights_that_a_hook_computes_are_no_obstacle_to_a_search(norm: Callable
         assert isinstance(result, Reconstruction) or result.reason
     assert isinstance(result, Reconstruction)
     assert not result.given_up
+
+
+class Wrapped(nn.Module):
+    """Returns its logits in something else, as `how` makes it."""
+
+    def __init__(self, how: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.how, self.head = how, nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> object:
+        return self.how(self.head(x.flatten(1)))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (lambda z: (z, z), r"got tuple; give a module whose forward returns the logits alone \(output\[0\], say\)"),
+        (lambda z: {"logits": z}, r"got dict; give a module .*output\['logits'\]"),
+        (lambda z: z[:, :, None], r"got \(1, 3, 1\)$"),
+    ],
+)
+def test_outputs_that_are_no_logits_are_refused_by_name(how: Callable[[Tensor], object], said: str) -> None:
+    model, image = Wrapped(how), torch.zeros(1, 1, 8, 8)
+    update = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        from_batch(model, image, torch.tensor([1]))
+    with pytest.raises(ValueError, match=said):
+        from_update(model, update, input_shape=(1, 8, 8), num_classes=3)
+
+
+class Pair(nn.Module):
+    """Takes two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head((x * mask).flatten(1))
+
+
+def test_what_can_not_be_called_on_images_alone_is_refused() -> None:
+    update = {name: torch.rand_like(value) for name, value in Pair().named_parameters()}
+    for refused in (
+        lambda: from_batch(Pair(), torch.zeros(1, 1, 8, 8), torch.tensor([1])),
+        lambda: from_update(Pair(), update, input_shape=(1, 8, 8), num_classes=3),
+    ):
+        with pytest.raises(ValueError, match="missing 1 required positional argument: 'mask'"):
+            refused()
+
+
+def test_a_number_of_classes_that_is_not_the_models_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    update = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    with pytest.raises(ValueError, match="expected num_classes 3, as the model has, got 7"):
+        from_update(model, update, input_shape=(1, 8, 8), num_classes=7, head="1.")
+
+
+def test_rows_of_a_table_are_told_what_to_become() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(30, 3))
+    with pytest.raises(ValueError, match=r"got torch.float32 \(2, 30\): give rows of a table as images of one row"):
+        from_batch(model, torch.zeros(2, 30), torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="undo the scaling in its first layer"):
+        from_batch(model, torch.full((1, 1, 1, 30), -2.0), torch.tensor([1]))
+    view, truth = from_batch(model, torch.rand(1, 1, 1, 30, generator=stream(0, "row")), torch.tensor([1]))
+    result = build("analytic")(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert torch.allclose(result.inputs, truth.inputs, atol=1e-4)
