@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
-from attacks.linear import LinearLayer, first_linear, shown
+from attacks.linear import LinearLayer, first_linear
 from attacks.whose import single
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
@@ -141,7 +141,7 @@ def _over(top: Tensor, bottom: Tensor) -> Tensor:
 
 def _in_box(layer: LinearLayer, inputs: Tensor, slack: float) -> Tensor:
     """Which of the inputs (N, n) are pixels in [0, 1]."""
-    pixels = shown(layer.view, inputs).flatten(1)
+    pixels = layer.shown(inputs).flatten(1)
     return (pixels.amin(1) >= -slack) & (pixels.amax(1) <= 1 + slack)
 
 

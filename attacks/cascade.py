@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from attacks.past import USED, same_images
 from attacks.rounding import ROUNDED, rounding
 from attacks.training import training
 from attacks.units import in_unit
-from attacks.unroll import Stage, unroll
+from attacks.unroll import Stage, named, unroll
 from attacks.whose import single, whose
 from fl.tensors import dense
 from fl.types import ServerView
@@ -94,7 +94,8 @@ class Cascade(Attack):
         if isinstance(stages, NotApplicable):
             return stages
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
-        even, _ = in_unit({n: dense(g).detach().to(place, torch.float64) for n, g in gradient.items()})
+        sent = named(stages, {n: dense(g).detach().to(place, torch.float64) for n, g in gradient.items()})
+        even, _ = in_unit({**sent})
         gradients = {n: dense(g) for n, g in even.items()}
         top = first_told(stages, gradients)
         if top is None:
@@ -103,8 +104,11 @@ class Cascade(Attack):
                 "no linear layer's bias moved by more than rounding: no gradient reached it, as of an image that the "
                 "network is certain of"
             )
-            missing = "no linear layer with a bias is in the update: nothing says what flows back"
-            return NotApplicable(still if there else missing)
+            if there:
+                return NotApplicable(still)
+            why = f": {stages[-1].above}" if stages[-1].above else ""
+            missing = f"no linear layer with a bias is in the update: nothing says what flows back{why}"
+            return NotApplicable(missing, limit=True)
         refused = _refusal(stages[: top + 1], gradients)
         if refused is not None:
             return refused
@@ -142,25 +146,48 @@ def _of_round(result: Result, taken: int, last: int) -> Result:
 
 def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> NotApplicable | None:
     """Why the stages can't be undone, or None."""
-    for below, stage in zip([None, *stages], stages, strict=False):
+    if reason := _silent(stages, gradients):
+        return NotApplicable(reason)
+    reason = _beyond(stages)
+    return NotApplicable(reason, limit=True) if reason else None
+
+
+def _silent(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:
+    """What the update or the model lacks, or None."""
+    for stage in stages:
         weight = gradients.get(f"{stage.name}.weight")
         if weight is None or not bool(weight.any()):
-            return NotApplicable(f"the update says nothing of {stage.name}: its weight moved by no more than rounding")
+            return f"the update says nothing of {stage.name}: its weight moved by no more than rounding"
         if not bool(weight.isfinite().all()):
-            return NotApplicable(f"the update of {stage.name} has numbers that are not finite")
+            return f"the update of {stage.name} has numbers that are not finite"
         parts = (stage.before, stage.layer, stage.after)
         if not all(bool(value.isfinite().all()) for part in parts for value in part.state_dict().values()):
-            return NotApplicable(f"the model has numbers at {stage.name} that are not finite")
+            return f"the model has numbers at {stage.name} that are not finite"
         bias = gradients.get(f"{stage.name}.bias")
         if isinstance(stage.layer, nn.Linear) and bias is not None and not bool(bias.any()):
-            lost = f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
-            return NotApplicable(lost)
-        if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
-            return NotApplicable(f"{stage.name} is dilated, which is not handled; see the attack rconv", limit=True)
-        if below is not None and isinstance(below.layer, nn.Conv2d) and pooling(below, stage) is None:
-            between = f"what lies between {below.name} and {stage.name} can't be undone: {SIMPLE}"
-            return NotApplicable(between, limit=True)
+            return f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
     return None
+
+
+def _beyond(stages: Sequence[Stage]) -> str | None:
+    """What of the stages is not handled here, or None."""
+    first = stages[0]
+    if not first.pointwise:
+        return f"what lies between the image and {first.name} ({_places(first.before)}) loses or mixes its numbers"
+    if isinstance(first.layer, nn.Conv2d) and statistics(first) is None:
+        return f"the normalisation before {first.name} ({_places(first.before)}) differs from place to place"
+    for below, stage in zip([None, *stages], stages, strict=False):
+        if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
+            return f"{stage.name} is dilated, which is not handled; see the attack rconv"
+        if below is not None and isinstance(below.layer, nn.Conv2d) and pooling(below, stage) is None:
+            there = _places([*below.after, below.activation, *stage.before])
+            return f"what lies between {below.name} and {stage.name} ({there}) can't be undone: {SIMPLE}"
+    return None
+
+
+def _places(modules: Iterable[nn.Module]) -> str:
+    """Where in the model some modules stand, in words."""
+    return ", ".join(str(getattr(module, "place", type(module).__name__)) for module in modules)
 
 
 SIMPLE = "it takes at most one normalisation and one pooling whose windows do not overlap, averages before activations"
@@ -192,7 +219,7 @@ def _descend(
     values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
     kept: tuple[int, int] | None = None
     spread = torch.zeros_like(values)
-    flows = max(first.off, rounding(view, f"{stages[top].name}.bias"))  # off by this, in every layer below
+    flows = max(first.off, rounding(view, stages[top].sent("bias")))  # off by this, in every layer below
     notes: list[str] = []
     for i in range(top, -1, -1):
         stage = stages[i]
@@ -212,9 +239,10 @@ def _descend(
                 notes.append(f"{stage.name}: its gradient explained up to {off:.1e}")
             signal, spread = signal @ stage.layer.weight.detach(), torch.full_like(values, off)
         else:
-            off = max(off, rounding(view, f"{stage.name}.weight"))
+            off = max(off, rounding(view, stage.sent("weight")))
             known = replace(equations(view, stage, stages[i + 1], gradients, returned, kept), noise=off, above=flows)
-            solved = solve(known, statistics(stage) if i == 0 else None)
+            scale = statistics(stage) if i == 0 else None
+            solved = solve(known, scale)
             found = solved.found
             residuals[stage.name] = torch.tensor([found.gradient, found.forward])
             verified = verified and solved.satisfied
@@ -222,7 +250,8 @@ def _descend(
             if count > 1 and i > 0 and not found.error < ROUGHLY:
                 return _stopped(residuals, stage.name, known.layer.apart(found.x), notes)
             if i == 0 and verified:
-                fixed = known.layer.apart(fixed_pixels(solved, *statistics(stage)))
+                assert scale is not None
+                fixed = known.layer.apart(fixed_pixels(solved, *scale))
                 verified = bool(fixed.all())
             values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
             off, kept = max(found.gradient, off), known.layer.reached

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from attacks.exact.equations import Equations
 from attacks.exact.layer import Layer
 from attacks.layer_equations import Outputs, bend, invert
+from attacks.maps import Reshape, Scaling
 from attacks.rounding import grain
 from attacks.unroll import Stage
 from fl.types import ServerView
 
-RESHAPING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d)
+RESHAPING = (nn.Identity, nn.Flatten, Reshape)
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ def pooling(stage: Stage, above: Stage) -> Pooling | None:
     """How a convolution's outputs are pooled before the stage above takes them, or None where that can't be undone."""
     after = [m for m in stage.after if not isinstance(m, RESHAPING)]
     before = [m for m in above.before if not isinstance(m, RESHAPING)]
-    norms = [m for m in after if isinstance(m, nn.BatchNorm2d)]
+    norms = [m for m in after if isinstance(m, Scaling)]
     pools = [m for m in [*after, *before] if isinstance(m, nn.MaxPool2d | nn.AvgPool2d)]
     if len(norms) + len(pools) != len(after) + len(before) or len(norms) > 1 or len(pools) > 1:
         return None
-    if norms and after[0] is not norms[0]:
+    if norms and (after[0] is not norms[0] or norms[0].by_channel() is None):
         return None
     if not pools:
         return Pooling()
@@ -161,22 +162,30 @@ def equations(
 
 def normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
     """Factor and shift of each output (O,) by batch normalisation at rest."""
-    norms = [m for m in stage.after if isinstance(m, nn.BatchNorm2d)]
+    norms = [m for m in stage.after if isinstance(m, Scaling)]
     if not norms:
         return like.new_ones(len(like)), like.new_zeros(len(like))
     (norm,) = norms
-    with torch.no_grad():
-        shift = norm(like.new_zeros(1, len(like), 1, 1)).flatten()
-        return norm(like.new_ones(1, len(like), 1, 1)).flatten() - shift, shift
+    found = norm.by_channel()
+    assert found is not None
+    return found
 
 
 def _grain(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
     """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalisation is between."""
-    found = None if any(isinstance(m, nn.BatchNorm2d) for m in stage.after) else grain(view, f"{stage.name}.weight")
-    return None if found is None else found.flatten(1).to(gradient.device)
+    found = None if any(isinstance(m, Scaling) for m in stage.after) else grain(view, stage.sent("weight"))
+    return None if found is None else stage.arranged("weight", found.to(gradient.device)).flatten(1)
 
 
-def statistics(stage: Stage) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the normalisation before the first layer, channel by channel (I,)."""
-    offset, slope = (part.flatten(2)[0, :, 0] for part in stage.affine())
+def statistics(stage: Stage) -> tuple[Tensor, Tensor] | None:
+    """Mean and standard deviation of the normalisation before the first layer, channel by channel (I,).
+
+    None where there is another map, or they differ from place to place.
+    """
+    if not stage.pointwise:
+        return None
+    offset, slope = (part.flatten(2)[0] for part in stage.affine())
+    if not all(torch.allclose(part, part[:, :1], rtol=1e-9, atol=1e-12) for part in (offset, slope)):
+        return None
+    offset, slope = offset[:, 0], slope[:, 0]
     return -offset / slope, 1 / slope

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attacks.maps import Monotone
 from attacks.unroll import Stage
 
 CERTAIN = 1e-12
@@ -71,6 +72,9 @@ def invert(activation: nn.Module, values: Tensor) -> tuple[Outputs, Tensor]:
         known = values.abs() < 1 - CERTAIN
         safe = torch.where(known, values, 0.0)
         return Outputs(torch.atanh(safe), known), (1 - safe.square()) * known
+    if isinstance(activation, Monotone):
+        given, known = activation.inverse(values)
+        return Outputs(given * known, known), activation.derivatives(given)[0] * known
     low = slope_below(activation)
     if low == 0:
         known = values > torch.maximum(-2 * values.min(), CERTAIN * values.abs().max())
@@ -83,6 +87,10 @@ def bend(activation: nn.Module, values: Tensor) -> Tensor:
     """How fast an activation's slope changes with what it returned: d slope / d value, 0 where it is made of lines."""
     if isinstance(activation, nn.Sigmoid):
         return 1 - 2 * values
+    if isinstance(activation, Monotone):
+        given, known = activation.inverse(values)
+        first, second = activation.derivatives(given)
+        return torch.where(known, second / first.clamp_min(1e-9), 0.0)
     return -2 * values if isinstance(activation, nn.Tanh) else torch.zeros_like(values)
 
 

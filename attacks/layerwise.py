@@ -16,7 +16,7 @@ from attacks.layer_equations import Outputs, Solved, invert, slope_below, solve
 from attacks.starts import Gradients, Start, starts_of
 from attacks.training import training
 from attacks.units import in_unit
-from attacks.unroll import Stage, unroll
+from attacks.unroll import Stage, named, unroll
 from attacks.whose import whose
 from fl.ranges import OpenShare, Positive
 from fl.tensors import dense
@@ -81,7 +81,7 @@ class Layerwise(Attack):
         stages = unroll(view)
         if isinstance(stages, NotApplicable):
             return stages
-        observed = {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()}
+        observed = named(stages, {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()})
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
         even, unit = in_unit({**observed})
         gradients = {n: dense(g) for n, g in even.items()}
@@ -108,13 +108,13 @@ class Layerwise(Attack):
                 return NotApplicable(f"no signal flows back into {stage.name}: its weight did not move")
             needed = sizes(stage, count)[0 if self.share is None else 1]
             if needed > self.gigabytes:
-                size = f"the equations of {stage.name} take {needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
-                return NotApplicable(size, limit=True)
+                size = f"{needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
+                return NotApplicable(f"the equations of {stage.name} take {size}", limit=True)
         if self.inverts:
             for stage in stages[:-1]:
                 if slope_below(stage.activation) == 0:
-                    flat = f"the activation above {stage.name} can't be inverted; rconv does without"
-                    return NotApplicable(flat, limit=True)
+                    reason = f"the activation above {stage.name} can't be inverted; rconv does without"
+                    return NotApplicable(reason, limit=True)
         return None
 
     def _attempt(self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: Start) -> Reconstruction:
@@ -152,7 +152,8 @@ class Layerwise(Attack):
 
 def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: Start) -> Reconstruction:
     """The one image with its label, known or read off what flows back into the classifier."""
-    head = f"{stages[start.top].name}.".startswith(view.task.head) and start.top == len(stages) - 1
+    last = start.top == len(stages) - 1 and not stages[-1].above
+    head = last and stages[start.top].sent("weight").startswith(view.task.head)
     odd = head and turned(start.signal[0])
     return replace(
         found,

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attacks.base import NotApplicable
+from attacks.flat import FlatLayer, Origin, flat_layers, outputs_of
 from attacks.headless import astray
+from attacks.trace import FAILURES
 from attacks.training import rescaled, training
 from attacks.update_rule import SIGNS, signs_only
 from fl.decay import decay_shares, without_decay
@@ -39,6 +41,7 @@ class LinearLayer:
     Attributes:
         view: the server's.
         name: of the layer.
+        origin: how its input is made of the pixels, where that is otherwise than the view says.
         weight: as sent by the server (m, n).
         bias: likewise (m,).
         moved: the weight's update without decay (m, n), its largest entry of size 1.
@@ -62,14 +65,21 @@ class LinearLayer:
     images: bool
     steps: int | None
     scale: float | None
+    origin: Origin | None = None
 
     @cached_property
     def _probe(self) -> _Probe:
         return _Probe(self.view)
 
+    def shown(self, inputs: Tensor) -> Tensor:
+        """Inputs of the layer (N, n) as pixels (N, C, H, W), wherever they lie."""
+        if self.origin is None:
+            return shown(self.view, inputs)
+        return self.origin.pixels(inputs).view(len(inputs), *self.view.task.input_shape)
+
     def pixels(self, inputs: Tensor) -> Tensor:
         """Inputs of the layer (N, n) as images (N, C, H, W) in [0, 1]."""
-        return shown(self.view, inputs).clamp(0, 1).to(self.view.dtype)
+        return self.shown(inputs).clamp(0, 1).to(self.view.dtype)
 
     def rectified(self) -> bool:
         """Whether no signal flows back where the layer's output is negative, but some where it is positive."""
@@ -79,7 +89,7 @@ class LinearLayer:
 
     def signals(self, inputs: Tensor, label: int) -> Tensor:
         """What flows back into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
-        return self._probe.signals(self.name, inputs, label)
+        return self._probe.signals(self.name, self.shown(inputs), label)
 
     def sized(self, inputs: Tensor, signals: Tensor) -> bool:
         """Whether `inputs` have their true size: an unknown defence may have changed it, unless `labels` fit."""
@@ -117,30 +127,39 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     if len(shares) < len(view.shared):
         return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
     change = without_decay(view.update, view.shared, shares, partial(view.client.defense.passed, observed=view.update))
+    probe = _Probe(view)
     try:
-        layers = _Probe(view).layers
-    except RuntimeError as error:
+        layers = probe.layers
+    except FAILURES as error:
         return NotApplicable(f"the network does not run on a batch of {PROBES} images: {error}", limit=True)
     for name, images in layers.items():
-        names = f"{name}.weight", f"{name}.bias"
+        names = probe.names(name)
         if not set(names) <= set(change):
             continue
+        if not probe.tapped(name):
+            reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
+            return NotApplicable(reason, limit=True)
         if signs_only(view):
             return NotApplicable(SIGNS)
         if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
             return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
-        weight, bias = (dense(change[n]).double() for n in names)
+        kinds = dict(zip(("weight", "bias"), names, strict=True))
+        weight, bias = (probe.arranged(name, kind, dense(change[n]).double()) for kind, n in kinds.items())
         if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
             return NotApplicable(f"the update of {name!r} is zero or not finite")
         unit = weight.abs().max()
         unit = unit if unit > 0 else bias.abs().max()
-        start, start_bias = (dense(view.shared[n]).double() for n in names)
+        start, start_bias = (probe.arranged(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
         steps = _steps(view, names[0])
         sent, trust = _defended(view, *names)
+        sent = None if sent is None else probe.arranged(name, "weight", sent)
+        origin = probe.origin(name)
         scale = _scale(view, names[0]) if steps == 1 else None
         scale = None if scale is None else scale / float(unit)
-        return LinearLayer(view, name, start, start_bias, weight / unit, bias / unit, sent, trust, images, steps, scale)
-    return NotApplicable("no linear layer with a bias, given one vector per image, is in the update")
+        moved = weight / unit, bias / unit
+        images = images or origin is not None
+        return LinearLayer(view, name, start, start_bias, *moved, sent, trust, images, steps, scale, origin)
+    return NotApplicable("no linear layer with a bias, given one vector per image, is in the update", limit=True)
 
 
 def _obstacle(view: ServerView) -> str | None:
@@ -217,7 +236,44 @@ class _Probe:
 
     @property
     def layers(self) -> dict[str, bool]:
-        """Every linear layer given one vector per image, in the order they run; True if that is the image itself."""
+        """Every linear layer given one vector per image, in the order they run; True if that is the image itself.
+
+        The latter as the view's normalisation has it; `origin` says so of any other.
+        """
+        seen, flat = self._modules, self._flat
+        order = [*flat, *(name for name in seen if name not in flat)]
+        return {name: seen.get(name, False) for name in order if name in seen or name in flat}
+
+    @cached_property
+    def _flat(self) -> dict[str, FlatLayer]:
+        return flat_layers(self.view)
+
+    def origin(self, name: str) -> Origin | None:
+        """How a layer's input is made of pixels, where that is otherwise than the view says."""
+        return None if self._modules.get(name) or name not in self._flat else self._flat[name].origin
+
+    def names(self, name: str) -> tuple[str, str]:
+        """Of a layer's weight and bias in the update."""
+        layer = self._flat.get(name)
+        return (f"{name}.weight", f"{name}.bias") if layer is None else (layer.names["weight"], layer.names["bias"])
+
+    def arranged(self, name: str, kind: str, sent: Tensor) -> Tensor:
+        """What was sent of a layer's "weight" or "bias", as it lies in the layer."""
+        layer = self._flat.get(name)
+        return sent if layer is None else layer.arranged(kind, sent)
+
+    def tapped(self, name: str) -> bool:
+        """Whether what flows back into a layer can be read image by image."""
+        if name in self._modules:
+            return True
+        try:
+            self.back(name)
+        except FAILURES:
+            return False
+        return True
+
+    @cached_property
+    def _modules(self) -> dict[str, bool]:
         images, seen = self.images, dict[str, bool]()
         mean, std = self.view.task.normalisation(images)
         flat = ((images - mean) / std).flatten(1)
@@ -243,17 +299,53 @@ class _Probe:
 
     def back(self, layer: str) -> tuple[Tensor, Tensor]:
         """The layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
+        if layer not in self._modules:
+            return self._back_by_bias(self._flat[layer])
         with _Tapped(self.model, layer) as tap, torch.enable_grad():
             result = self.run(self.images)
             weights = torch.randn(result.shape, generator=stream(0, "signal"), dtype=torch.float64).to(result)
             (grad,) = torch.autograd.grad((result * weights).sum(), tap.outputs)
         return tap.outputs[0].detach(), grad
 
-    def signals(self, layer: str, inputs: Tensor, label: int) -> Tensor:
-        """Gradients (N, m) of each image's own loss at the layer's output, from the layer's inputs (N, n)."""
-        view, count = self.view, len(inputs)
-        batch = Batch(shown(view, inputs), torch.full((count,), label, device=inputs.device))
+    def _back_by_bias(self, layer: FlatLayer) -> tuple[Tensor, Tensor]:
+        """The same of a layer that is no module, by a bias of each image's own."""
+        outputs = outputs_of(self._sent, layer.node, self.images)
+        if outputs is None:
+            raise RuntimeError(f"what {layer.name!r} returns hangs on the image")
+        own, weights = self._with_biases(layer, len(outputs))
+        with torch.enable_grad():
+            result = functional_call(self.model, {**weights, **self.buffers}, (self.images,))
+            if not torch.allclose(result, self.run(self.images)):
+                raise RuntimeError(f"the bias of {layer.name!r} is not added to one vector per image")
+            draw = torch.randn(result.shape, generator=stream(0, "signal"), dtype=torch.float64).to(result)
+            (grad,) = torch.autograd.grad((result * draw).sum(), own)
+        return outputs, grad
+
+    @cached_property
+    def _sent(self) -> nn.Module:
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, value in [*model.named_parameters(), *model.named_buffers()]:
+                value.copy_({**self.weights, **self.buffers}[name])
+        return model
+
+    def _with_biases(self, layer: FlatLayer, count: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weights with as many rows of a layer's bias as there are images, and those rows (N, m)."""
+        name = layer.names["bias"]
+        own = self.weights[name].flatten().expand(count, -1).clone().requires_grad_()
+        return own, {**self.weights, name: own}
+
+    def signals(self, layer: str, images: Tensor, label: int) -> Tensor:
+        """Gradients (N, m) of each image's own loss at the layer's output."""
+        view, count = self.view, len(images)
+        batch = Batch(images, torch.full((count,), label, device=images.device))
         step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
+        if layer not in self._modules:
+            own, weights = self._with_biases(self._flat[layer], count)
+            with torch.enable_grad():
+                loss = view.method.loss(Network(self.model, weights, self.buffers), batch, step)
+                (grad,) = torch.autograd.grad(loss, own)
+            return grad * count
         with _Tapped(self.model, layer) as tap, torch.enable_grad():
             loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)
             (grad,) = torch.autograd.grad(loss, tap.outputs)

@@ -68,13 +68,15 @@ def _of_one(view: ServerView, stages: Sequence[Stage], observed: Gradients, unit
     name = f"{last.name}.weight"
     bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
     if not bare or name not in observed or not isinstance(last.activation, nn.Identity):
-        return NotApplicable("no linear layer whose bias moved, and no classifier without bias: nothing to begin with")
-    if not _sized(view, name):
+        why = f" ({last.above})" if last.above else ""
+        reason = "no linear layer whose bias moved, and no classifier without bias: nothing to begin with"
+        return NotApplicable(f"{reason}{why}", limit=bool(why))
+    if not _sized(view, last.sent("weight")):
         return NotApplicable(
             "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
         )
     weight = last.layer.get_parameter("weight").detach()
-    undone = undefended(view, name, observed[name])
+    undone = _undefended(view, last, observed)
     ratio = observed[name].norm() / undone.norm()
     found = [Start(len(stages) - 1, signal * ratio / unit) for signal in biasless(weight, undone)]
     return found or NotApplicable("no logits explain the gradient of the classifier, which has no bias")
@@ -104,16 +106,16 @@ def _by_loss(view: ServerView, stages: Sequence[Stage], observed: Gradients, uni
     layer, own = last.layer, not len(last.after) and isinstance(last.activation, nn.Identity)
     if not isinstance(layer, nn.Linear) or not own or weight not in observed:
         return "no gradient of a linear classifier was sent"
-    mine = [weight] if layer.bias is None else [weight, bias]
+    mine = [last.sent(kind) for kind in ("weight", "bias") if kind == "weight" or layer.bias is not None]
     known = view.shared.keys() | frozen(view.client.task.model).keys()
     plain = view.method.uses_labels and view.method.plain_loss(view.client.task, view.round)
-    if not plain or not f"{last.name}.".startswith(view.task.head) or any(n not in known for n in mine):
+    if not plain or not mine[0].startswith(view.task.head) or any(n not in known for n in mine):
         return "the classifier or its loss is unknown"
-    if not _sized(view, weight):
+    if not _sized(view, mine[0]):
         return "the size of the classifier's gradient is unknown (clipping, a defence)"
     if few(len(layer.weight), count, bias=bias in observed):
         return f"{len(layer.weight)} classes are too few to tell {count} images apart by the loss"
-    undone = undefended(view, weight, observed[weight])
+    undone = _undefended(view, last, observed)
     ratio = observed[weight].norm() / undone.norm()
     told = told_by_loss(
         Classified(
@@ -129,6 +131,12 @@ def _by_loss(view: ServerView, stages: Sequence[Stage], observed: Gradients, uni
         return f"the loss explains the classifier's gradient by no {count} images{given}"
     found, labels = told
     return Start(len(stages) - 1, found.signals * ratio / unit, found.off, labels)
+
+
+def _undefended(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
+    """The gradient of a classifier's weight at the scale that it had before a known defence."""
+    name = last.sent("weight")
+    return last.arranged("weight", undefended(view, name, observed[name]))
 
 
 def _guess(view: ServerView, count: int) -> Tensor | None:

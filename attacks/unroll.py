@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable
-from fl.models.layers import Normalize
+from attacks.chain import Piece, pieces_of
+from attacks.maps import Beyond, LinearMap, Monotone, Reshape, Scaling
+from attacks.recognize import Permuted
+from attacks.trace import Graph, differing, traced
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import ServerView
 
 WEIGHTED = (nn.Conv2d, nn.Linear)
-ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh)
-POINTWISE = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout2d, nn.BatchNorm2d, Normalize)
+ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh, Monotone)
+RESHAPING = (nn.Identity, nn.Flatten, Reshape)
+POINTWISE = (*RESHAPING, Scaling)
 """Linear maps that move or scale numbers one by one, so that they can be undone."""
-BY_HAND = "; write what forward does by itself, such as torch.relu or flatten(1), as modules (nn.ReLU, nn.Flatten)"
-POOLING = (nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-"""Linear maps that lose numbers."""
+DIM = 0.2
+"""How bright the second probe is: a network that looks at the brightness of its images is found out by it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Stage:
         before: linear maps between the activation below and the layer.
         after: linear maps between the layer and its activation.
         activation: above; `nn.Identity` where there is none.
+        names: of the layer's weight and bias in the update, where they are not called so; the bias's is empty where
+            none is trained.
+        places: where each number of weight and bias stands in the parameter of that name, where they lie otherwise.
+        above: why the chain ends with this layer although the network does not; empty where both end.
     """
 
     name: str
@@ -44,6 +50,9 @@ class Stage:
     before: nn.Sequential = field(default_factory=nn.Sequential)
     after: nn.Sequential = field(default_factory=nn.Sequential)
     activation: nn.Module = field(default_factory=nn.Identity)
+    names: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Tensor] = field(default_factory=dict)
+    above: str = ""
 
     @property
     def pointwise(self) -> bool:
@@ -54,6 +63,14 @@ class Stage:
     def taken(self) -> torch.Size:
         """Shape of what the layer is given, which pooling below makes smaller than what comes in."""
         return self.given(self.blank()).shape[1:]
+
+    def sent(self, kind: str) -> str:
+        """The name of the layer's "weight" or "bias" in the update."""
+        return self.names.get(kind, f"{self.name}.{kind}")
+
+    def arranged(self, kind: str, sent: Tensor) -> Tensor:
+        """What was sent of the layer's "weight" or "bias", as it lies in the layer."""
+        return sent.flatten()[self.places[kind]] if kind in self.places else sent
 
     def given(self, values: Tensor) -> Tensor:
         """What the layer is given, from what comes in (N, *shape)."""
@@ -85,6 +102,44 @@ class Stage:
         return result
 
 
+def named(stages: Sequence[Stage], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An update's tensors with those of the stages as they lie there, under `layer.weight` and `layer.bias`."""
+    result = dict(sent)
+    for stage in stages:
+        for kind in ("weight", "bias"):
+            if stage.sent(kind) in sent and (kind in stage.places or stage.sent(kind) != f"{stage.name}.{kind}"):
+                result[f"{stage.name}.{kind}"] = stage.arranged(kind, sent[stage.sent(kind)])
+    return result
+
+
+def as_sent(model: nn.Module, view: ServerView) -> nn.Module:
+    """The network with the numbers that the server sent."""
+    known = {**view.shared, **view.buffers}
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if name in known:
+                value.copy_(dense(known[name]))
+    return model
+
+
+def graph_of(view: ServerView, device: torch.device | str = "cpu") -> tuple[nn.Module, Graph] | NotApplicable:
+    """The network of `view` in float64, and what it computes from an image, or why that can't be told."""
+    model = as_sent(copy.deepcopy(view.client.predictor).to(device=device, dtype=torch.float64), view)
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if not bool(value.isfinite().all()):
+            return NotApplicable(f"the model has numbers at {name} that are not finite")
+    probe = torch.rand(1, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64).to(device)
+    graphs = []
+    for image in (probe, DIM * probe.flip(-1)):
+        graph = traced(model, image)
+        if isinstance(graph, str):
+            return NotApplicable(graph, limit=True)
+        graphs.append(graph)
+    if apart := differing(*graphs):
+        return NotApplicable(f"what the network computes depends on the image: see {apart}", limit=True)
+    return model, graphs[0]
+
+
 def unroll(
     view: ServerView, *, max_pooling: bool = False, device: torch.device | str = "cpu"
 ) -> tuple[Stage, ...] | NotApplicable:
@@ -92,153 +147,195 @@ def unroll(
 
     `max_pooling` lets it stand among the linear maps, for attacks that know what to do with it.
 
-    The order is traced on an image of noise: each module without children must take what the one before it returned,
-    flattened or not, and the stages must give every layer what the network gives it.
+    What the network computes from two images of noise is recorded, operation by operation (`attacks.trace`), cut where
+    all of it passes through one tensor, and each part told by what it does (`attacks.recognize`): the way forward is
+    written does not count. The stages must give every layer what the network gives it, and send back what the network
+    does. Where the chain breaks off above a linear layer with a bias, it ends with that layer.
     """
-    model = copy.deepcopy(view.client.predictor).to(device=device, dtype=torch.float64)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.padding = _numbers(module)
-    known = {**view.shared, **view.buffers}
-    with torch.no_grad():
-        for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            if name in known:
-                value.copy_(dense(known[name]))
-    probe = torch.rand(1, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64).to(device)
-    calls = _trace(model, probe)
-    if isinstance(calls, NotApplicable):
-        return calls
-    stages = _stages(calls, max_pooling)
+    found = graph_of(view, device)
+    if isinstance(found, NotApplicable):
+        return found
+    model, graph = found
+    pieces: list[Piece] = []  # those that the chain reaches to
+    stages = _stages(view, _kept(pieces_of(graph), pieces), max_pooling)
     if isinstance(stages, NotApplicable):
         return stages
-    if apart := _apart(stages, calls, probe):
-        return NotApplicable(
-            f"the network is no plain chain of modules: something happens before {apart}{BY_HAND}", limit=True
-        )
-    hidden = sorted(
-        name
-        for name in view.private
-        if any(name.startswith(f"{call.name}.") for call in calls) and not name.startswith(view.task.head or "?")
-    )
-    if hidden:
-        return NotApplicable(f"the server does not know {hidden[0]}")
+    if apart := _apart(stages, pieces, graph.image) or _sent_back(stages, pieces, model, graph.image):
+        return NotApplicable(apart, limit=True)
     return stages
 
 
-def _numbers(conv: nn.Conv2d) -> str | tuple[int, ...]:
-    """Padding in numbers of zeros a side, or as it is where both sides differ."""
-    if conv.padding == "valid":
-        return (0, 0)
-    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-    return tuple(r // 2 for r in reach) if conv.padding == "same" and not any(r % 2 for r in reach) else conv.padding
-
-
-def _apart(stages: Sequence[Stage], calls: Sequence[_Call], probe: Tensor) -> str | None:
-    """The first layer that the network gives something else than its stage does, or None."""
-    taken, values = {call.name: call.taken for call in calls}, probe
+def _apart(stages: Sequence[Stage], pieces: Sequence[Piece], probe: Tensor) -> str | None:
+    """That a layer returns something else in the network than in its stage, or None."""
+    right, values = {piece.name: piece.given for piece in pieces if piece.name}, probe
     with torch.no_grad():
         for stage in stages:
             given = stage.given(values)
-            if given.shape != taken[stage.name].shape or not torch.allclose(given, taken[stage.name], equal_nan=True):
-                return stage.name
+            returned, expected = stage.layer(given), right[stage.name]
+            if returned.numel() != expected.numel() or not torch.allclose(returned, expected.view_as(returned)):
+                return f"the network is no plain chain of layers: {stage.name} is given something else than it seems"
             values = stage.activation(stage.linear(given))
     return None
 
 
-@dataclass(frozen=True)
-class _Call:
-    name: str
-    module: nn.Module
-    taken: Tensor
-    given: Tensor
+def _sent_back(stages: Sequence[Stage], pieces: Sequence[Piece], model: nn.Module, probe: Tensor) -> str | None:
+    """That the network's gradient of a layer is another than its stage's, or None."""
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    mine = [(stage, kind) for stage in stages for kind in ("weight", "bias") if stage.sent(kind) in trained]
+    if not mine:
+        return None
+    with torch.enable_grad():
+        returned = model(probe.clone())
+        draw = torch.randn(returned.shape, generator=stream(1, "unroll"), dtype=torch.float64).to(returned)
+        grads = torch.autograd.grad((returned * draw).sum(), list(trained.values()), allow_unused=True)
+        right, values = dict(zip(trained, grads, strict=True)), probe
+        for stage in stages:
+            values = stage.activation(stage.linear(stage.given(values)))
+        flows = draw
+        if stages[-1].above:
+            signal = right.get(stages[-1].sent("bias"))
+            if signal is None:
+                return None
+            flows = stages[-1].arranged("bias", signal)
+        end = (values if stages[-1].above else _tail(pieces, values)) * flows
+        found = torch.autograd.grad(end.sum(), [s.layer.get_parameter(kind) for s, kind in mine], allow_unused=True)
+    for (stage, kind), got in zip(mine, found, strict=True):
+        expected = right[stage.sent(kind)]
+        if (expected is None) != (got is None):
+            return f"no gradient reaches {stage.sent(kind)} in the network by way of what is computed from it"
+        if expected is None or got is None:
+            continue
+        size = float(got.abs().max())
+        if not torch.allclose(stage.arranged(kind, expected), got, rtol=1e-6, atol=1e-9 * size):
+            other = "it is used elsewhere, or what flows back is changed"
+            return f"the gradient of {stage.sent(kind)} is not that of the layer alone: {other}"
+    return None
 
 
-def _trace(model: nn.Module, probe: Tensor) -> tuple[_Call, ...] | NotApplicable:
-    """The modules without children in the order they run, up to the one that the network returns."""
-    calls: list[_Call] = []
-    odd: list[str] = []
-
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if len(args) == 1 and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-                calls.append(_Call(name, module, args[0], output))
-            else:
-                odd.append(f"{name} ({type(module).__name__})")
-
-        return hook
-
-    leaves = {name: module for name, module in model.named_modules() if not any(True for _ in module.children())}
-    hooks = [module.register_forward_hook(keep(name)) for name, module in leaves.items()]
-    try:
-        with torch.no_grad():
-            returned = model(probe)
-    except RuntimeError as error:
-        return NotApplicable(f"the network does not run on one image by itself: {error}", limit=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if odd:
-        other = f"{odd[0]} takes or returns something else than one tensor"
-        return NotApplicable(f"the network is no plain chain of modules: {other}", limit=True)
-    ends = [i for i, call in enumerate(calls) if call.given is returned]
-    if not ends:
-        return NotApplicable(f"the network computes something after its last module{BY_HAND}", limit=True)
-    calls = calls[: ends[-1] + 1]
-    given = probe
-    for call in calls:
-        if call.taken.data_ptr() != given.data_ptr() or call.taken.numel() != given.numel():
-            other = f"{call.name} takes something else than the module before it gives"
-            return NotApplicable(f"the network is no plain chain of modules: {other}{BY_HAND}", limit=True)
-        given = call.given
-    if len({id(call.module) for call in calls}) < len(calls):
-        return NotApplicable("a module runs twice, so that its gradients are summed", limit=True)
-    return tuple(calls)
+def _tail(pieces: Sequence[Piece], values: Tensor) -> Tensor:
+    """What the network returns of logits: a log-softmax at the end, which cross entropy does not see."""
+    return values.log_softmax(1) if pieces and pieces[-1].normalizes else values
 
 
-def _stages(calls: Sequence[_Call], max_pooling: bool) -> tuple[Stage, ...] | NotApplicable:
-    """The calls cut into stages."""
+def _kept(pieces: Iterable[Piece], kept: list[Piece]) -> Iterator[Piece]:
+    for piece in pieces:
+        kept.append(piece)
+        yield piece
+
+
+def _stages(view: ServerView, pieces: Iterable[Piece], max_pooling: bool) -> tuple[Stage, ...] | NotApplicable:
+    """The pieces put together to stages, as far up as they go."""
     stages: list[Stage] = []
     pending: list[nn.Module] = []
-    shape, closed = calls[0].taken.shape[1:], True
-    for before, call in zip([None, *calls], calls, strict=False):
-        if before is not None and call.taken.ndim == 2 < before.given.ndim:  # flattened by no module
-            pending.append(nn.Flatten())
-        reason = None if max_pooling and isinstance(call.module, nn.MaxPool2d) else _refusal(call)
-        if reason is not None:
-            return NotApplicable(reason, limit=True)
-        if isinstance(call.module, WEIGHTED):
+    shape, closed = torch.Size(view.task.input_shape), True
+    refused: NotApplicable | None = None
+    for piece in pieces:
+        refused = _refusal(view, piece, max_pooling)
+        if refused is None and isinstance(piece.module, ACTIVATIONS) and closed:
+            reason = f"no weighted layer stands between the activation {piece.place} and "
+            reason += "the one below" if stages else "the image"
+            refused = NotApplicable(reason, limit=True)
+        if refused is None and any(piece.name and piece.name == stage.name for stage in stages):
+            refused = NotApplicable(f"{piece.name} runs twice, so that its gradients are summed", limit=True)
+        if refused is not None:
+            break
+        assert piece.module is not None
+        if isinstance(piece.module, WEIGHTED):
             if not closed:
                 stages[-1] = replace(stages[-1], after=nn.Sequential(*pending))
-                pending, shape = [], call.taken.shape[1:]
-            stages.append(Stage(call.name, call.module, shape, nn.Sequential(*pending)))
+                pending, shape = [], piece.taken.shape[1:]
+            stages.append(_stage(piece, shape, pending))
             pending, closed = [], False
-        elif isinstance(call.module, ACTIVATIONS):
-            if closed:
-                apart = f"no weighted layer stands between the activation {call.name} and the one below"
-                return NotApplicable(apart, limit=True)
-            stages[-1] = replace(stages[-1], after=nn.Sequential(*pending), activation=call.module)
-            pending, shape, closed = [], call.given.shape[1:], True
+        elif isinstance(piece.module, ACTIVATIONS):
+            moved = _reordering(pending)
+            stages[-1] = replace(stages[-1], after=nn.Sequential(*pending[:moved]), activation=piece.module)
+            pending, closed = pending[moved:], True
+            shape = piece.given.shape[1:] if not pending else _before(pending)
         else:
-            pending.append(call.module)
+            pending += list(piece.module) if isinstance(piece.module, nn.Sequential) else [piece.module]
+    if refused is not None:
+        return _ended(stages, refused)
     if stages and not closed:
         stages[-1] = replace(stages[-1], after=nn.Sequential(*pending))
-    return tuple(stages) if stages else NotApplicable("the network has no convolution, no linear layer", limit=True)
+    return tuple(stages) if stages else NotApplicable("the network has no convolution and no linear layer", limit=True)
 
 
-def _refusal(call: _Call) -> str | None:
-    """Why a module can't be undone, or None."""
-    module, name = call.module, f"{call.name} ({type(call.module).__name__})"
-    if isinstance(module, nn.MaxPool2d | nn.AdaptiveMaxPool2d):
-        return f"{name}: max pooling is not linear and hides which values it took; see the attack cascade"
-    if isinstance(module, nn.Conv2d):
-        if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return f"{name}: groups, and padding other than as many zeros on both sides, are not handled"
-    elif isinstance(module, nn.Linear):
-        if call.taken.ndim != 2:
-            return f"{name} sees more than one input per image"
-    elif isinstance(module, nn.BatchNorm2d):
-        if module.training or not module.track_running_stats:
-            return f"{name}: batch statistics couple all values of a channel"
-    elif not isinstance(module, ACTIVATIONS + POINTWISE + POOLING):
-        return f"{name} is neither a linear map nor an activation whose slope follows from its output"
+def _ended(stages: Sequence[Stage], refused: NotApplicable) -> tuple[Stage, ...] | NotApplicable:
+    """The chain up to its last linear layer with a bias, whose gradient says what flows back, if it has one."""
+    for i in reversed(range(len(stages))):
+        stage = stages[i]
+        if isinstance(stage.layer, nn.Linear) and stage.layer.bias is not None and stage.sent("bias"):
+            end = replace(stage, after=nn.Sequential(), activation=Beyond(), above=refused.reason)
+            return (*stages[:i], end)
+    return refused
+
+
+def _reordering(pending: Sequence[nn.Module]) -> int:
+    """From where on the maps below an activation may as well stand above it, if they change the order of numbers."""
+    for i, module in enumerate(pending):
+        if isinstance(module, Permuted) and all(isinstance(m, Permuted | nn.Flatten | Reshape) for m in pending[i:]):
+            return i
+    return len(pending)
+
+
+def _before(pending: Sequence[nn.Module]) -> torch.Size:
+    first = pending[0]
+    assert isinstance(first, Permuted)
+    return first.shape
+
+
+def _stage(piece: Piece, shape: torch.Size, pending: Sequence[nn.Module]) -> Stage:
+    """A stage whose layer takes what comes in in its own order, where that is all that a permutation below changes."""
+    layer, places, maps = piece.module, dict(piece.places), list(pending)
+    assert isinstance(layer, nn.Conv2d | nn.Linear)
+    at = next((i for i, module in enumerate(maps) if isinstance(module, Permuted)), None)
+    if at is not None and all(isinstance(module, nn.Flatten | Reshape | Scaling) for module in maps[at + 1 :]):
+        turned = maps[at]
+        assert isinstance(turned, Permuted)
+        order = turned.index if isinstance(layer, nn.Linear) else _channels(turned, piece.taken.shape[1:])
+        if order is not None:
+            layer, places["weight"] = _turned(layer, order, places.get("weight"))
+            maps[at:] = [turned.back(maps[at + 1 :])] if any(isinstance(m, Scaling) for m in maps[at:]) else []
+            maps += [nn.Flatten()] if isinstance(layer, nn.Linear) and len(turned.shape) > 1 else []
+    return Stage(piece.name, layer, shape, nn.Sequential(*maps), names=piece.names, places=places)
+
+
+def _channels(turned: Permuted, taken: torch.Size) -> Tensor | None:
+    """The order of whole channels, where a permutation changes no more than that."""
+    if turned.shape != taken:
+        return None
+    index = turned.index.view(taken[0], -1)
+    order = index[:, 0] // index.shape[1]
+    whole = order[:, None] * index.shape[1] + torch.arange(index.shape[1], device=index.device)
+    return order if torch.equal(index, whole) else None
+
+
+def _turned(layer: nn.Conv2d | nn.Linear, order: Tensor, places: Tensor | None) -> tuple[nn.Conv2d | nn.Linear, Tensor]:
+    """The layer behind a permutation as one that takes what comes before it, and where its weight stands as sent."""
+    weight = layer.weight
+    if places is None:
+        places = torch.arange(weight.numel(), device=weight.device).view_as(weight)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    turned = copy.copy(layer)
+    turned._parameters = dict(layer._parameters)
+    turned.weight = nn.Parameter(weight.detach()[:, back], requires_grad=weight.requires_grad)
+    return turned, places[:, back]
+
+
+def _refusal(view: ServerView, piece: Piece, max_pooling: bool) -> NotApplicable | None:
+    """Why a piece can't be undone, or None."""
+    hidden = sorted(name for name in piece.sources if name in view.private)
+    if hidden and not hidden[0].startswith(view.task.head or "?"):
+        return NotApplicable(f"the server does not know {hidden[0]}")
+    if piece.refusal:
+        hint = "; see the attack cascade" if "max pooling" in piece.refusal and not max_pooling else ""
+        return NotApplicable(f"{piece.refusal}{hint}", limit=True)
+    parts = piece.module if isinstance(piece.module, nn.Sequential) else [piece.module]
+    if not max_pooling and any(isinstance(part, nn.MaxPool2d) for part in parts):
+        hides = "max pooling is not linear and hides which values it took; see the attack cascade"
+        return NotApplicable(f"{piece.place}: {hides}", limit=True)
     return None
+
+
+__all__ = ["LinearMap", "Stage", "as_sent", "graph_of", "named", "unroll"]

@@ -29,6 +29,7 @@ from fl.fits import (
     check_training,
     classes_of,
     head_of,
+    in_a_layout_for,
     keep_inputs,
     no_tensor,
     some,
@@ -81,6 +82,7 @@ def from_batch(
     check_images(inputs, labels)
     inputs, labels = inputs.detach().clone(), labels.detach().clone()
     own = _trainable(model)
+    inputs = in_a_layout_for(own, inputs)
     keep_inputs(own, inputs)
     classes = classes_of(own, inputs, num_classes)
     if int(labels.min()) < 0 or int(labels.max()) >= classes:

@@ -86,6 +86,20 @@ def check_shape(model: nn.Module, images: Tensor, num_classes: int) -> None:
         raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
 
 
+def in_a_layout_for(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The images as they lie, or row by row where a network that flattens by `view` takes them only so."""
+    probe, rows = copy.deepcopy(model).eval(), torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    rows.copy_(inputs)
+    if rows.stride() == inputs.stride():
+        return inputs
+    with torch.no_grad(), _own_randomness(inputs.device):
+        for images in (inputs, rows):
+            with suppress(*MISFITS):
+                probe(images[:1].clone())
+                return images
+    return inputs
+
+
 def keep_inputs(model: nn.Module, inputs: Tensor) -> None:
     """Let a network that writes into what it is given, as told by running copies on `inputs`, work on copies."""
     given = inputs.detach().clone()

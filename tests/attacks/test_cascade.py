@@ -39,6 +39,9 @@ CHAINS = {
     "average pooling": (nn.Conv2d(1, 12, 5, padding=2), nn.AvgPool2d(2), LEAKY),
     "batch norm": (nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.MaxPool2d(2), LEAKY),
     "relu": (nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+    "softplus": (nn.Conv2d(1, 12, 3, padding=1), nn.Softplus(), nn.MaxPool2d(2)),
+    "elu": (nn.Conv2d(1, 12, 3, padding=1), nn.MaxPool2d(2), nn.ELU(0.7)),
+    "hardsigmoid": (nn.Conv2d(1, 24, 3, padding=1), nn.Hardsigmoid()),
     "two convolutions": (
         *(nn.Conv2d(1, 8, 3, padding=1), nn.MaxPool2d(2), LEAKY),
         *(nn.Conv2d(8, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY),
@@ -172,8 +175,11 @@ def test_noise_is_not_called_rounding() -> None:
         ((nn.Conv2d(1, 8, 3, padding=1, dilation=2), nn.MaxPool2d(3), LEAKY), "dilated"),
         ((nn.Conv2d(1, 8, 3), nn.MaxPool2d(3, stride=2), nn.LeakyReLU(0.01)), "can't be undone"),
         ((nn.Conv2d(1, 8, 3), nn.LeakyReLU(0.01), nn.AvgPool2d(2)), "can't be undone"),
-        ((nn.Conv2d(1, 8, 3, groups=1, padding_mode="reflect", padding=1), nn.LeakyReLU(0.01)), "padding"),
-        ((nn.Conv2d(1, 8, 3), nn.Softplus()), "neither a linear map nor an activation"),
+        (
+            (nn.Conv2d(1, 8, 3, groups=1, padding_mode="reflect", padding=1), nn.LeakyReLU(0.01)),
+            "reflection_pad2d in body.0",
+        ),
+        ((nn.Conv2d(1, 8, 3), nn.SiLU()), "takes the same value at several inputs"),
     ],
 )
 def test_what_it_cannot_undo_is_refused(chain: tuple[nn.Module, ...], reason: str) -> None:

@@ -80,11 +80,20 @@ def test_an_image_behind_a_normalisation_in_place_comes_back() -> None:
 
 
 @pytest.mark.parametrize("attack", ["cascade", "rconv", "rgap"])
-def test_exact_attacks_say_that_something_happens_beside_the_modules(attack: str) -> None:
-    view, _ = from_batch(Inside(clamped), image(), LABEL)
+def test_exact_attacks_follow_what_happens_beside_the_modules(attack: str) -> None:
+    view, truth = from_batch(Inside(normalised), image(), LABEL)
     result = attacks.build(attack)(view)
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+    torch.testing.assert_close(result.inputs, truth.inputs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("attack", ["cascade", "rconv", "rgap"])
+def test_exact_attacks_say_that_the_image_itself_is_bent(attack: str) -> None:
+    result = attacks.build(attack)(from_batch(Inside(clamped), image(), LABEL)[0])
     assert isinstance(result, NotApplicable)
-    assert "no plain chain of modules" in result.reason
+    assert result.limit
+    assert "no weighted layer stands between the activation clamp in the forward and the image" in result.reason
 
 
 def plain(*, outputs: int = 3) -> nn.Sequential:

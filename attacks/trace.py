@@ -1,0 +1,399 @@
+"""What a network computes from an image, as the list of tensor operations that it runs, however it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+IMAGE = -1
+"""Number of the source that stands for the image."""
+FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
+"""What a network raises on an image that it does not take."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """One of the tensors that flow through a network.
+
+    Attributes:
+        node: number of the operation that made it; below zero for a source (the image, a parameter, a buffer).
+        output: which of the operation's results it is.
+    """
+
+    node: int
+    output: int = 0
+
+
+@dataclass
+class Node:
+    """One operation.
+
+    Attributes:
+        op: of aten.
+        leaves: its arguments, flat, with a `Ref` in place of each tensor that comes from a source.
+        spec: how they are nested.
+        outputs: the tensors that it returned, as they were then.
+        flows: whether the image reaches it.
+        sources: names of the parameters and buffers that reach it otherwise than by way of the image's flow.
+        place: name of the module in whose forward it ran.
+        kind: that module's class.
+    """
+
+    op: OpOverload
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    outputs: list[Tensor]
+    flows: bool
+    sources: frozenset[str]
+    place: str
+    kind: str
+
+    @property
+    def refs(self) -> list[Ref]:
+        """The tensors that it takes."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Ref)]
+
+    @property
+    def operation(self) -> str:
+        """Its name without what tells its overloads apart."""
+        return str(self.op.overloadpacket.__name__).strip("_")
+
+    @property
+    def args(self) -> list[Any]:
+        """Positional arguments by the schema's order, defaults filled in; `Ref` for what comes from a source."""
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        declared = self.op._schema.arguments
+        return [
+            args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+            for i, argument in enumerate(declared)
+        ]
+
+    def __str__(self) -> str:
+        """Where it stands in the model, in words."""
+        if self.kind and self.kind.lower().replace("2d", "") == self.operation.replace("_", "").replace("2d", ""):
+            return f"{self.place} ({self.kind})"
+        return f"{self.operation} in {self.place or 'the forward'}" + (f" ({self.kind})" if self.place else "")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What happens between two tensors through which all of the image's flow passes."""
+
+    nodes: tuple[int, ...]
+    start: Ref
+    end: Ref
+
+
+@dataclass
+class Graph:
+    """The operations of one run.
+
+    Attributes:
+        image: that flowed.
+        sources: names of parameters and buffers, by the number of their source.
+        tensors: of them, by name.
+        parameters: names of those that are parameters.
+        nodes: in the order they ran.
+        returned: what the network returned.
+    """
+
+    image: Tensor
+    sources: dict[int, str]
+    tensors: dict[str, Tensor]
+    parameters: frozenset[str]
+    nodes: list[Node] = field(default_factory=list)
+    returned: Ref | None = None
+
+    def value(self, ref: Ref) -> Tensor:
+        """The tensor as it was in this run."""
+        if ref.node >= 0:
+            return self.nodes[ref.node].outputs[ref.output]
+        return self.image if ref.node == IMAGE else self.tensors[self.sources[ref.node]].detach()
+
+    def flows(self, ref: Ref) -> bool:
+        """Whether it depends on the image."""
+        return ref.node == IMAGE or (ref.node >= 0 and self.nodes[ref.node].flows)
+
+    def origins(self, ref: Ref) -> frozenset[str]:
+        """Parameters and buffers that a tensor that does not depend on the image is made of."""
+        if ref.node >= 0:
+            return self.nodes[ref.node].sources
+        return frozenset() if ref.node == IMAGE else frozenset({self.sources[ref.node]})
+
+    def replay(self, nodes: Sequence[int], end: Ref, known: Mapping[Ref, Tensor]) -> Tensor:
+        """The tensor `end` by way of `nodes`, where those of `known` have other values; all others keep theirs."""
+        found = dict(known)
+        for number in nodes:
+            node = self.nodes[number]
+            leaves = [found.get(leaf, self.value(leaf)) if isinstance(leaf, Ref) else leaf for leaf in node.leaves]
+            args, kwargs = pytree.tree_unflatten(leaves, node.spec)
+            if node.op._schema.is_mutable:
+                written = [i for i, a in enumerate(node.op._schema.arguments[: len(args)]) if _written(a)]
+                args = [a.clone() if i in written and isinstance(a, Tensor) else a for i, a in enumerate(args)]
+            returned = [r for r in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(r, Tensor)]
+            found |= {Ref(number, k): value for k, value in enumerate(returned)}
+        return found[end]
+
+    def rearranged(self, ref: Ref) -> tuple[str, Tensor | None] | None:
+        """The parameter whose numbers a tensor holds, each once, and where they stand in it; None if it is no such one.
+
+        The places (shape of the tensor) count the parameter's numbers row by row; None where it is the parameter.
+        """
+        names = self.origins(ref)
+        if len(names) != 1 or not names <= self.parameters:
+            return None
+        (name,) = names
+        if ref.node < 0:
+            return name, None
+        source = next(Ref(number) for number, other in self.sources.items() if other == name)
+        sent, value = self.value(source), self.value(ref)
+        if value.numel() != sent.numel():
+            return None
+        numbers = torch.arange(sent.numel(), dtype=sent.dtype, device=sent.device).view_as(sent)
+        try:
+            places = self.replay(self._above(ref), ref, {source: numbers})
+        except FAILURES:
+            return None
+        places = places.round().long().clamp(0, sent.numel() - 1)
+        whole = bool((places.flatten().sort().values == numbers.flatten()).all())
+        if not whole or not torch.equal(sent.flatten()[places], value):
+            return None
+        return name, None if value.shape == sent.shape and torch.equal(places, numbers.long()) else places
+
+    def _above(self, ref: Ref) -> list[int]:
+        """The operations that lead from sources to a tensor, in order."""
+        open_, found = [ref.node], set[int]()
+        while open_:
+            number = open_.pop()
+            if number >= 0 and number not in found:
+                found.add(number)
+                open_ += [other.node for other in self.nodes[number].refs]
+        return sorted(found)
+
+    def alive(self) -> list[int]:
+        """The operations through which the image reaches what is returned, in order."""
+        assert self.returned is not None
+        return [number for number in self._above(self.returned) if self.nodes[number].flows]
+
+    def segments(self) -> list[Segment]:
+        """The flow cut wherever all of it passes through one tensor."""
+        assert self.returned is not None
+        alive = self.alive()
+        last: dict[Ref, int] = {self.returned: len(self.nodes)}
+        for number in alive:
+            for ref in self.nodes[number].refs:
+                if self.flows(ref):
+                    last[ref] = max(last.get(ref, -1), number)
+        segments: list[Segment] = []
+        nodes: list[int] = []
+        start, reach = Ref(IMAGE), last.get(Ref(IMAGE), -1)
+        for number in alive:
+            nodes.append(number)
+            used = [(ref, last[ref]) for ref in map(lambda k: Ref(number, k), range(len(self.nodes[number].outputs)))
+                    if ref in last]  # fmt: skip
+            if reach <= number and len(used) == 1:
+                segments.append(Segment(tuple(nodes), start, used[0][0]))
+                start, nodes = used[0][0], []
+            reach = max([reach, *(end for _, end in used)])
+        return segments
+
+
+def traced(model: nn.Module, image: Tensor) -> Graph | str:
+    """What `model` computes from `image` (1, C, H, W), or why that can't be told.
+
+    The model is run as it is, without gradients, in the precision of its weights: casts to a lower one are left out.
+    """
+    recorder = _Recorder(model, image)
+    with torch.no_grad(), _places(model, recorder), recorder:
+        try:
+            returned = model(recorder.graph.image)
+        except _UnreadableError as error:
+            return str(error)
+        except FAILURES as error:
+            return f"the network does not run on one image by itself: {error}"
+    if not isinstance(returned, Tensor):
+        return f"the network returns no tensor but a {type(returned).__name__}"
+    end = recorder.ref(returned)
+    if not isinstance(end, Ref) or not recorder.graph.flows(end):
+        return "what the network returns does not depend on the image"
+    recorder.graph.returned = end
+    if recorder.random:
+        return f"{recorder.random} draws random numbers"
+    return recorder.graph
+
+
+def differing(one: Graph, other: Graph) -> str | None:
+    """The first operation that two runs of a network on two images do not share, or None."""
+    for mine, theirs in zip(one.nodes, other.nodes, strict=False):
+        same = mine.op is theirs.op and len(mine.leaves) == len(theirs.leaves) and mine.place == theirs.place
+        if not same or not all(map(_alike, mine.leaves, theirs.leaves)):
+            return str(mine)
+    if len(one.nodes) != len(other.nodes) or one.returned != other.returned:
+        return "the end of the network"
+    return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+class _UnreadableError(Exception):
+    """The flow can't be followed."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation that takes something which comes from a source.
+
+    A tensor is known by where and how it lies in memory: views get new Python objects at every turn. All of them are
+    kept until the end, so that no memory is used twice.
+    """
+
+    def __init__(self, model: nn.Module, image: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        names = dict(enumerate(tensors))
+        self.graph = Graph(
+            image.clone(),
+            {-2 - i: n for i, n in names.items()},
+            tensors,
+            frozenset(n for n, _ in model.named_parameters()),
+        )
+        self.stack: list[tuple[str, str]] = [("", "")]
+        self.random = ""
+        self._kept: list[Tensor] = []
+        self._refs: dict[Any, Ref | None] = {}
+        self._written: set[int] = set()
+        for number, name in self.graph.sources.items():
+            if tensors[name].numel():
+                self._bind(tensors[name], Ref(number))
+        self._bind(self.graph.image, Ref(IMAGE))
+
+    def ref(self, value: Tensor) -> Ref | Tensor:
+        """What stands for a tensor: itself where it comes from no source."""
+        key = _key(value)
+        found = self._refs.get(key, value)
+        if found is None or (found is value and key[0] in self._written):
+            place, kind = self.stack[-1]
+            where = f"{place} ({kind})" if place else "the forward"
+            raise _UnreadableError(f"{where} goes on with a tensor of which it changed a part in place")
+        return found
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        refs = [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        taken = [ref for ref in refs if isinstance(ref, Ref)]
+        if not taken:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self.random = f"{func.overloadpacket.__name__} in {self.stack[-1][0] or 'the forward'}"
+            return func(*args, **(kwargs or {}))
+        flows = any(self.graph.flows(ref) for ref in taken)
+        if flows and torch.Tag.nondeterministic_seeded in func.tags and not _at_rest(func, args):
+            self.random = f"{func.overloadpacket.__name__} in {self.stack[-1][0] or 'the forward'}"
+        if func is torch.ops.aten._to_copy.default:
+            kwargs, leaves, refs, spec = self._precise(args, dict(kwargs or {}))
+        written = [
+            v for a, v in zip(func._schema.arguments, args, strict=False) if _written(a) and isinstance(v, Tensor)
+        ]
+        for value in written:
+            self._save(value)
+        result = func(*args, **(kwargs or {}))
+        outputs = [r for r in pytree.tree_leaves(result) if isinstance(r, Tensor)]
+        if not written and len(outputs) == 1 and self._refs.get(_key(outputs[0])) in taken:
+            return result  # the same numbers in the same place
+        origins = [self.graph.origins(ref) for ref in taken if not self.graph.flows(ref)]
+        self.graph.nodes.append(Node(func, refs, spec, outputs, flows, frozenset().union(*origins), *self.stack[-1]))
+        for value in written:
+            self._stale(value)
+        for k, output in enumerate(outputs):
+            self._bind(output, Ref(len(self.graph.nodes) - 1, k))
+        return result
+
+    def _precise(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[Any], list[Any], Any]:
+        dtype = kwargs.get("dtype")
+        if dtype is not None and dtype.is_floating_point and args[0].is_floating_point():
+            kwargs["dtype"] = args[0].dtype
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return kwargs, leaves, [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+
+    def _bind(self, value: Tensor, ref: Ref) -> None:
+        self._kept.append(value)
+        self._refs[_key(value)] = ref
+
+    def _save(self, value: Tensor) -> None:
+        """Keep a copy of what is about to be overwritten."""
+        ref = self._refs.get(_key(value))
+        if ref is None:
+            return
+        if ref.node >= 0:
+            self.graph.nodes[ref.node].outputs[ref.output] = value.clone()
+        elif ref.node == IMAGE:
+            self.graph.image = value.clone()
+        else:
+            self.graph.tensors[self.graph.sources[ref.node]] = value.clone()
+
+    def _stale(self, value: Tensor) -> None:
+        """Whatever else lies in the same memory is no longer what it was."""
+        storage = _key(value)[0]
+        self._written.add(storage)
+        first, last = _extent(value)
+        for kept in self._kept:
+            start, end = _extent(kept)
+            key = _key(kept)
+            if key[0] == storage and start <= last and first <= end and key in self._refs:
+                self._refs[key] = None
+
+
+def _key(value: Tensor) -> tuple[Any, ...]:
+    where = value.untyped_storage()._cdata
+    return where, value.storage_offset(), tuple(value.shape), tuple(value.stride()), value.dtype
+
+
+def _extent(value: Tensor) -> tuple[int, int]:
+    """The first and the last number of its memory that a tensor may hold."""
+    start = int(value.storage_offset())
+    return start, start + sum((int(n) - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+
+
+def _written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _at_rest(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether an operation that could draw random numbers is told not to (`training=False`)."""
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+    return given.get("training", given.get("train")) is False or given.get("dropout_p", given.get("dropout")) == 0.0
+
+
+@contextmanager
+def _places(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Tell the recorder in which module each operation runs."""
+
+    def enter(name: str, kind: str) -> Callable[..., None]:
+        return lambda *_: recorder.stack.append((name, kind))
+
+    def leave(*_: Any) -> None:
+        recorder.stack.pop()
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enter(name, type(module).__name__)))
+        hooks.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
