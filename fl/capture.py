@@ -34,6 +34,7 @@ from fl.fits import (
     no_tensor,
     some,
     untied,
+    unwrapped,
 )
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -242,6 +243,7 @@ def _one_step(model: nn.Module) -> FedAvg:
 
 def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
     """A copy of `model`, which has something to train, and numbers where none are `given`."""
+    model = unwrapped(model)
     check_model(model, given)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("expected a model with parameters to train, got none; call model.requires_grad_(True)")

@@ -45,6 +45,20 @@ def check_settings(method: object, defense: object, threat: object) -> None:
             raise ValueError(f"expected {what} as a {kind.__name__}, got {got}; {how.format(shown)} makes one")
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network itself, out of `DataParallel`, `DistributedDataParallel` and what `torch.compile` returns."""
+    while isinstance(model, nn.Module):
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif type(model).__name__ == "OptimizedModule":
+            inner = model._orig_mod
+            assert isinstance(inner, nn.Module)
+            model = inner
+        else:
+            break
+    return model
+
+
 def check_model(model: object, given: Collection[str] = ()) -> None:
     """Refuse what is no network with numbers in all of its parameters, but for those that are `given` otherwise.
 
