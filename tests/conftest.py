@@ -15,7 +15,7 @@ settings.register_profile(
     "nightly",
     derandomize=False,
     deadline=None,
-    max_examples=20_000,
+    max_examples=10_000,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
