@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -16,8 +15,8 @@ from defenses import Defense
 from eval import meant, plausible
 from eval.audit import MISMATCH, prediction_error
 from eval.fitting import classes, said_for_the_command
-from eval.report.load import DAMAGED
 from eval.subjects import Subject
+from fl import archives
 from fl.capture import from_update
 from fl.fits import untied
 from fl.method import Method
@@ -86,18 +85,15 @@ def _read(path: Path, wanted: str) -> object:
     """What the file holds, whatever that is."""
     try:
         if path.suffix == ".npz":
-            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                return {name: torch.from_numpy(file[name]) for name in file.files}
-        return torch.load(path, map_location="cpu", weights_only=True)
+            return {name: torch.from_numpy(value) for name, value in archives.arrays(path).items()}
+        return archives.tensors(path) if path.suffix == ".safetensors" else archives.state(path)
     except PermissionError as error:
         raise ValueError(f"{wanted}, got a file that must not be read") from error
-    except (*DAMAGED, TypeError, AttributeError) as error:  # what they say is of their own workings, and of pickle
-        kind = ".npz" if path.suffix == ".npz" else ".pt"
-        raise ValueError(f"{wanted}, got a file that can't be read as {kind}, or other objects in it") from error
-    except Exception as error:
-        if type(error).__name__ == "UnpicklingError":  # torch's word for objects that loading could run
-            raise ValueError(f"{wanted}, got other objects; {PICKLED}") from error
-        raise
+    except archives.ObjectsError as error:
+        raise ValueError(f"{wanted}, got other objects; {PICKLED}") from error
+    except (archives.DamagedError, TypeError) as error:  # TypeError: numbers of a type that torch has not
+        kind = path.suffix if path.suffix in {".npz", ".safetensors"} else ".pt"
+        raise ValueError(f"{wanted}, got a file that can't be read as {kind}: {error}") from error
 
 
 def _nested(found: dict[object, object], path: Path, wanted: str) -> Captured:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from eval import claims, config, partitions, report, store, tables
+from eval import claims, config, manifest, partitions, report, store, tables
 from eval.experiment import ACCURACIES
 from eval.harness import Failure
 from eval.plan import Plan, Training
@@ -35,7 +35,7 @@ from eval.score import Row
 from eval.tables import Table
 from eval.training import ROUNDS
 from eval.watching import IMAGES, PICTURES
-from fl.files import remove, replacing, replacing_folder
+from fl.files import replacing, scratch
 
 CONFIG, ENVIRONMENT, TABLE, PICTURED = "config.yaml", "env.json", "table.md", "images"
 log = logging.getLogger(__name__)
@@ -45,7 +45,14 @@ _PACKAGES = ("hyperleak", "torch", "torchvision", "numpy", "scipy", "scikit-imag
 
 def assemble(plan: Plan, folder: RunDir) -> list[Row]:
     """Write the files for readers, but for the table; returns the rows of `images.jsonl`."""
-    path = folder.path
+    with store.locked(folder.path), scratch(folder.path / "readers") as new:
+        rows = _assemble(plan, folder, new)
+        manifest.put(new, folder.path, folder.about_run())
+    return rows
+
+
+def _assemble(plan: Plan, folder: RunDir, path: Path) -> list[Row]:
+    """All of them, into the folder `path`."""
     store.write_text(path / CONFIG, config.dump(plan.experiment))
     store.write_text(path / ENVIRONMENT, json.dumps(environment(str(plan.device)), indent=2) + "\n")
     done = [training for training in plan.trainings if folder.finished(training.cell)]
@@ -53,9 +60,9 @@ def assemble(plan: Plan, folder: RunDir) -> list[Row]:
     store.replace_rows(path / ROUNDS, [row for rows in rounds.values() for row in rows])
     images = [row for training in done for row in _images(training, folder, rounds[training])]
     store.replace_rows(path / IMAGES, images)
-    _write_claims([(training, rounds[training]) for training in done], folder)
-    with replacing_folder(path / PICTURED) as new:
-        _write_pictures(done, folder, new)
+    _write_claims([(training, rounds[training]) for training in done], folder, path)
+    (path / PICTURED).mkdir()
+    _write_pictures(done, folder, path / PICTURED)
     partitions.write(plan, path)
     return images
 
@@ -72,6 +79,7 @@ def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder
     found = tables.table(rows, plan.experiment)
     found = replace(found, legend=[*notes(failures, plan, folder), *found.legend])
     store.write_text(folder.path / TABLE, tables.markdown(found))
+    manifest.add(folder.path, TABLE)
     report.write(folder.path)
     return found
 
@@ -112,7 +120,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-def _write_claims(trainings: Sequence[tuple[Training, list[Row]]], folder: RunDir) -> None:
+def _write_claims(trainings: Sequence[tuple[Training, list[Row]]], folder: RunDir, path: Path) -> None:
     """What every training may claim; no file where none claims anything."""
     found = []
     for training, rounds in trainings:
@@ -120,9 +128,7 @@ def _write_claims(trainings: Sequence[tuple[Training, list[Row]]], folder: RunDi
         if row is not None:
             found.append({**_head(training), **row})
     if found:
-        store.replace_rows(folder.path / PRIVACY, found)
-    else:
-        remove(folder.path / PRIVACY)
+        store.replace_rows(path / PRIVACY, found)
 
 
 def _head(training: Training) -> Row:

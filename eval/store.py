@@ -35,7 +35,7 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """
     path, lines = Path(path), list(_lines(rows))
     make(path.parent)
-    with _locked(path.parent), replacing(path) as file:
+    with locked(path.parent), replacing(path) as file:
         if path.exists():
             with path.open("rb") as old:
                 shutil.copyfileobj(old, file)
@@ -91,8 +91,8 @@ def parse(text: str | bytes) -> Any:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """An exclusive lock on a folder, given up when the process ends however it ends."""
+def locked(folder: Path) -> Iterator[None]:
+    """Keep others from a folder, once they are done with it; given up when the process ends however it ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

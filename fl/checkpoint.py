@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl import archives
 from fl.federation import Federation
 from fl.files import make, replacing
 from fl.simulate import ClientState
@@ -42,16 +43,7 @@ def load(path: Path, run: Federation) -> None:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, or of a federation with another seed, model or clients; `run` stays as it is.
     """
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except FileNotFoundError:
-        raise
-    except DAMAGED as error:
-        raise ValueError(f"expected a whole checkpoint, got {path}: {error}; remove it to start anew") from error
-    digest = arrays.pop(_DIGEST, None)
-    if digest is None or str(digest) != _digest(arrays):
-        raise ValueError(f"expected a whole checkpoint, but {path} has changed since it was written; remove it")
+    arrays = _arrays(path)
     number, seed = int(arrays.pop(_ROUND)), int(arrays.pop(_SEED))
     payloads = json.loads(str(arrays.pop(_PAYLOADS, "[]")))
     if seed != run.seed:
@@ -73,6 +65,30 @@ def load(path: Path, run: Federation) -> None:
     )
     clients = parts.get("clients", {})
     run.clients = [_client(clients.get(str(i), {}), state) for i, state in enumerate(run.clients)]
+
+
+def check(path: Path) -> None:
+    """Whether the file `path` is as it was written.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged.
+    """
+    _arrays(path)
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, if it is whole."""
+    try:
+        arrays: dict[str, Any] = archives.arrays(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"expected a whole checkpoint, got {path}: {error}; remove it to start anew") from error
+    digest = arrays.pop(_DIGEST, None)
+    if digest is None or str(digest) != _digest(arrays):
+        raise ValueError(f"expected a whole checkpoint, but {path} has changed since it was written; remove it")
+    return arrays
 
 
 def _client(parts: Mapping[str, Any], like: ClientState) -> ClientState:

@@ -12,13 +12,22 @@ from eval.terminal import FAILURE, USAGE, Json, emit, errors, say, tell
 
 
 def doctor(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="A run's folder: say what is damaged in it instead.")
+    ] = None,
     download: Annotated[str | None, typer.Option(metavar="NAME", help="Get a data set first.")] = None,
     source: Annotated[
         Path | None, typer.Option(help="Folder with the data set's files as published, instead of a download.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """What is installed and at hand, each problem with its remedy; exit code 1 if hyperleak can't work."""
+    """What is installed and at hand, each problem with its remedy; exit code 1 if hyperleak can't work.
+
+    With a folder: whether its cells, checkpoints, pictures and files are as they were written; exit code 1 if not.
+    """
+    if folder is not None:
+        _whole(folder, json=json)
+        return
     from eval import health
     from fl.data.download import WHERE
     from fl.data.download import download as fetch
@@ -48,4 +57,24 @@ def doctor(
             if check.remedy:
                 tell(f"        -> {check.remedy}")
     if any(check.state == health.FAULT for check in found):
+        raise typer.Exit(FAILURE)
+
+
+def _whole(folder: Path, *, json: bool) -> None:
+    """Say what is damaged in a run's folder, a line for each, and leave with a code of failure if anything is."""
+    from eval import wholeness
+
+    with errors(USAGE):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
+        found = wholeness.look(folder)
+    if json:
+        emit(asdict(found))
+    else:
+        for damaged in found.damaged:
+            tell(f"damaged  {damaged}")
+        if found.unchecked:
+            tell(f"not checked, as nothing is stated of them: {', '.join(found.unchecked)}")
+        tell(f"{found.whole} thing(s) as they were written, {len(found.damaged)} damaged")
+    if found.damaged:
         raise typer.Exit(FAILURE)

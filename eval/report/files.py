@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from eval import store
 from eval.report import html, markdown
 from eval.report.content import build
 from eval.report.load import reading
@@ -33,6 +34,11 @@ def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
     folder = Path(folder)
     beside = folder / markdown.FOLDER
     refuse_link(beside)  # before the work
+    with store.locked(folder):  # a run that puts its files in place is waited for
+        return _write(folder, beside, show=show)
+
+
+def _write(folder: Path, beside: Path, *, show: bool) -> tuple[Path, Path]:
     with reading(folder):
         report = build(folder, show=show)
         page = html.render(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 import zipfile
 import zlib
@@ -17,18 +18,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval import store, yamlfile
+from eval import manifest, seal, store, yamlfile
 from eval.partitions import FOLDER
 from eval.plain import LABEL, LABEL_WORDS
 from eval.report.setting import Setting
 from eval.report.summary import NOT_ATTACKED, Group, groups
 from eval.score import Row
 from eval.shown import cut
+from fl import archives
 from fl.paths import inside
 
 CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
 PRIVACY = "privacy.jsonl"
 KEYS, NUMBERS = ("method", "defense", "attack", "round", "seed"), ("round", "seed")
+TRIES, WAIT = 20, 0.1
+"""How often, and after how many seconds, files are read again that a run puts in place in the meantime."""
 LONGEST = 200
 """Characters of a file's name without its ending."""
 Pixels = NDArray[np.float32]
@@ -52,6 +56,7 @@ class Run:
         environment: `env.json`; empty without one.
         privacy: rows of `privacy.jsonl`; empty without one.
         partitions: what the files in `partitions/` say beside their lists; empty without any.
+        stated: digests of its files, from `manifest.json`; empty without one.
     """
 
     folder: Path
@@ -63,6 +68,7 @@ class Run:
     environment: Mapping[str, Any]
     privacy: list[Row] = field(default_factory=list)
     partitions: list[dict[str, Any]] = field(default_factory=list)
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -94,6 +100,9 @@ class Run:
         path = inside(self.folder, "images", name)
         if not path.is_file():
             raise ValueError(f"there is no images/{name}")
+        said = {f"images/{name}": self.stated[f"images/{name}"]} if f"images/{name}" in self.stated else {}
+        for damaged, wrong in seal.changes(self.folder, said):
+            raise ValueError(f"{damaged} {wrong}")
         return read_pictures(path)
 
 
@@ -140,10 +149,9 @@ def read_pictures(path: Path) -> tuple[Pixels, Pixels]:
     """
     name = f"{path.parent.name}/{path.name}"
     try:
-        # opened here: of a damaged file np.load would leave it open
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            original, found = (file[key] for key in ("original", "reconstruction"))
-    except DAMAGED as error:
+        arrays = archives.arrays(path)
+        original, found = (arrays[key] for key in ("original", "reconstruction"))
+    except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{name} can't be read") from error
     if original.ndim != 4 or original.shape != found.shape or {original.dtype.kind, found.dtype.kind} != {"f"}:
         raise ValueError(
@@ -159,10 +167,32 @@ def load(folder: str | Path) -> Run:
         FileNotFoundError: it is no run directory; says what is missing.
         ValueError: a file is damaged; says which.
     """
-    folder = Path(folder)
+    folder, said = Path(folder), b""
+    for _ in range(TRIES):
+        try:
+            said = _said(folder)
+            run = _load(folder)
+        except ValueError:
+            if _said(folder) == said:
+                raise
+        else:
+            if _said(folder) == said:
+                return run
+        time.sleep(WAIT)  # a run is putting its files in place
+    raise ValueError(f"the files in {folder} change while they are read; try again when the run there has ended")
+
+
+def _said(folder: Path) -> bytes:
+    """A run's manifest as it stands."""
+    path = inside(folder, manifest.MANIFEST)
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _load(folder: Path) -> Run:
     for name in (CONFIG, ROWS):
         if not inside(folder, name).is_file():
             raise FileNotFoundError(f"no {name} in {folder}; expected a folder that `hyperleak run` has written")
+    stated = manifest.check(folder)
     try:
         config = yamlfile.read(folder / CONFIG)
         setting = Setting.of(yamlfile.parse(config))
@@ -177,7 +207,14 @@ def load(folder: str | Path) -> Run:
         _check(row, KEYS, f"{folder / ROWS}, line {number}")
     rounds, privacy = (_rows(folder, name) for name in (ROUNDS, PRIVACY))
     about, environment = (_json(inside(folder, name)) for name in (RUN, ENVIRONMENT))
-    return Run(folder, config, setting, rows, rounds, about, environment, privacy, _partitions(folder / FOLDER))
+    try:
+        seal.check_seal(about)
+    except ValueError as error:
+        raise ValueError(f"{folder / RUN} is damaged: {error}; {manifest.AGAIN}") from error
+    # what the run is at now need not be what it was when it wrote these
+    about = stated.get("about") or {key: value for key, value in about.items() if key != seal.SEAL}
+    parts, digests = _partitions(folder / FOLDER), stated.get("files", {})
+    return Run(folder, config, setting, rows, rounds, about, environment, privacy, parts, digests)
 
 
 def _rows(folder: Path, name: str) -> list[Row]:

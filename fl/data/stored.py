@@ -6,8 +6,6 @@ Without `class_names` the classes are numbered, from 0 to the largest label.
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fl import archives
 from fl.data import Dataset, Source, datasets, stratified
 from fl.files import replacing
 from fl.paths import there
@@ -27,11 +26,6 @@ VARIABLE = "HYPERLEAK_DATA"
 NOWHERE = Path("~/.cache/hyperleak/data")
 """The data folder of a user without a home."""
 KEYS = ("images", "labels")
-BROKEN = (
-    *(ArithmeticError, AttributeError, EOFError, LookupError, NotImplementedError, RuntimeError, TypeError),
-    *(zipfile.BadZipFile, zlib.error),
-)
-"""What NumPy raises of files that are damaged, beside ValueError."""
 NAMES = "class_names"
 MOST_NUMBERED = 2**16
 """Classes that go by their numbers, at most: a stray label must not make millions of names."""
@@ -197,14 +191,11 @@ def read_pixels(path: Path) -> Pixels:
         ValueError: not such a file, or a key that is missing or of another shape, type or range; says which.
     """
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in (*KEYS, NAMES) if key in file.files}
-    except (ValueError, *BROKEN) as error:
+        arrays = archives.arrays(path, (*KEYS, NAMES))
+    except archives.DamagedError as error:
         raise ValueError(f"expected a .npz file without objects, got {path}: {error}") from error
     if absent := [key for key in KEYS if key not in arrays]:
         raise ValueError(f"expected {', '.join(KEYS)} in {path}, got no {', '.join(absent)}")
-    if odd := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
-        raise ValueError(f"expected arrays in {path}, got something else for {', '.join(odd)}")
     images, labels = (arrays[key] for key in KEYS)
     names = arrays[NAMES] if NAMES in arrays else _numbers(labels)
     if images.dtype == np.uint8 and images.ndim == 3:  # grey

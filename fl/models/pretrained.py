@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from fl import archives
 from fl.data.stored import VARIABLE, folder
 from fl.paths import there
 
@@ -22,7 +22,7 @@ def read(name: str) -> dict[str, Tensor]:
     """The tensors in the file `name`, as given or in the data folder, floating-point ones as float32.
 
     `.npz` files hold plain arrays by parameter name, `.safetensors` files and `.pth` files a state dict; nothing in
-    them is executed.
+    them is executed. Damage is found by the archives' checksums; a `.safetensors` file has none, see `fl.archives`.
 
     Raises:
         FileNotFoundError: it is in neither place.
@@ -30,14 +30,14 @@ def read(name: str) -> dict[str, Tensor]:
     """
     path = _find(name)
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as file:
-            found = {key: torch.from_numpy(file[key]) for key in file.files}
+        found = {key: torch.from_numpy(value) for key, value in archives.arrays(path).items()}
     elif path.suffix == ".safetensors":
-        from safetensors.torch import load_file  # comes with timm
-
-        found = load_file(path)
+        found = archives.tensors(path)
     elif path.suffix in {".pth", ".pt"}:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            found = archives.state(path)
+        except archives.ObjectsError as error:
+            raise ValueError(f"expected tensors by parameter name in {path}, got other objects") from error
     else:
         raise ValueError(f"expected weights in a file .npz, .safetensors or .pth, got {path.name}")
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
