@@ -78,7 +78,8 @@ class Node:
 
     def __str__(self) -> str:
         """Where it stands in the model, in words."""
-        if self.kind and self.kind.lower().replace("2d", "") == self.operation.replace("_", "").replace("2d", ""):
+        plain = self.operation.removeprefix("native_").removesuffix("_with_indices")
+        if self.kind and self.kind.lower().replace("2d", "") == plain.replace("_", "").replace("2d", ""):
             return f"{self.place} ({self.kind})"
         return f"{self.operation} in {self.place or 'the forward'}" + (f" ({self.kind})" if self.place else "")
 
