@@ -27,11 +27,12 @@ PEELED, SEARCH = "peel+ig", "ig"
 def defaults(method: Method, size: int) -> tuple[str, ...]:
     """The attacks for updates of `size` images: those that solve, and can tell that they are right, before a search.
 
-    `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one.
+    `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one. `april` is for
+    one image behind a vision transformer.
     """
     if isinstance(method.parametrisation, Hypernetwork):
         return ("peel+cascade", PEELED, SEARCH)
-    return ("analytic", "rconv" if size == 1 else "spear", "cascade", SEARCH)
+    return ("analytic", *(("rconv", "cascade", "april") if size == 1 else ("spear", "cascade")), SEARCH)
 
 
 def needless(label: str, before: Mapping[str, Sequence[Row]]) -> str:

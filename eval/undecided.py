@@ -17,7 +17,7 @@ Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit",
 """What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right
 and was not; it can't tell; its search gave up; the rest of the update contradicts what it found, or leaves open whether
 it was plain SGD; a limit of its own stopped it; a fact about the update did; it is after no images."""
-COVERED = {"rconv": "cascade", "rgap": "cascade", "analytic": "cascade"}
+COVERED = {"rconv": "cascade", "rgap": "cascade", "analytic": "cascade", "april": "cascade"}
 """Attacks whose limits do not count where another, which takes every network that they do, has an answer."""
 
 

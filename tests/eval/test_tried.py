@@ -78,15 +78,15 @@ def test_what_was_asked_for_is_tried_whatever_came_before(mine):
 def test_the_first_attack_that_confirms_its_pictures_is_the_last(mine, tmp_path):
     own = audit(f"{mine}:flat", *FACES)
     assert "image 1: PSNR 100.0 dB" in own.stdout
-    for label in ("rconv", "cascade", "ig"):
+    for label in ("rconv", "cascade", "april", "ig"):
         assert f"\n{label}: not needed: analytic {tried.FOUND}\n" in own.stdout
     assert "rconv: images" not in own.stderr
     folder = tmp_path / "kept"
     for _ in range(2):  # the second time everything is there
         method = audit(*LINEAR, "--json", "--out", folder)
         found = json.loads(method.stdout)["findings"]
-        assert [one["attack"] for one in found] == ["analytic", "rconv", "cascade", "ig"]
-        assert [one["spared"] is None for one in found] == [True, False, False, False]
+        assert [one["attack"] for one in found] == ["analytic", "rconv", "cascade", "april", "ig"]
+        assert [one["spared"] is None for one in found] == [True, False, False, False, False]
         assert found[0]["verified"]
     rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
     assert {row["attack"] for row in rows} == {"analytic"}
@@ -111,7 +111,7 @@ def test_a_hypernetwork_is_peeled_first():
     for method in ("hyperfl", "dp-hyperfl"):
         assert [*Request(method=method, **words).attacks] == ["peel+cascade", "peel+ig", "ig"]
     for method in ("fedper", "pfedhn"):  # the latter sends the update of what its hypernetwork made
-        assert [*Request(method=method, **words).attacks] == ["analytic", "rconv", "cascade", "ig"]
+        assert [*Request(method=method, **words).attacks] == ["analytic", "rconv", "cascade", "april", "ig"]
     (training,) = Request(method="hyperfl", **words).plan().trainings
     assert [watch.attack.label for watch in training.watches] == ["peel+cascade", "peel+ig", "ig"]
 
