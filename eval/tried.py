@@ -27,8 +27,8 @@ PEELED, SEARCH = "peel+ig", "ig"
 def defaults(method: Method, size: int) -> tuple[str, ...]:
     """The attacks for updates of `size` images: those that solve, and can tell that they are right, before a search.
 
-    `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one. `april` is for
-    one image behind a vision transformer.
+    `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one.
+    `april` is for one image behind a vision transformer.
     """
     if isinstance(method.parametrisation, Hypernetwork):
         return ("peel+cascade", PEELED, SEARCH)

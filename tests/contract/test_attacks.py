@@ -25,8 +25,8 @@ from fl.simulate import Round, Truth, observe
 from fl.tensors import Tensors, dense, scaled
 from fl.types import ServerView
 
-NETWORKS = {"fedavg, strided": worlds.strided, "fedavg, mlp": worlds.flat}
-"""Networks of FedAvg's clients that attacks solve which take no pooling, or nothing below a linear layer."""
+NETWORKS = {"fedavg, strided": worlds.strided, "fedavg, mlp": worlds.flat, "fedavg, patches": worlds.patched}
+"""Networks of FedAvg's clients that attacks solve which take no pooling, nothing below a linear layer, or patches."""
 ROWS = METHODS | {row: Probe(FedAvg.example(), task=network()) for row, network in NETWORKS.items()}
 VICTIMS = {row: "shares nothing" for row in METHODS if not shares(row)}
 

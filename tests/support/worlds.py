@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl.client import Client
 from fl.defense import Defense
@@ -63,6 +63,29 @@ def strided() -> Task:
 def flat() -> Task:
     """Linear layers alone."""
     return build("mlp", num_classes=CLASSES, seed=0, input_shape=(1, 8, 8)).to(dtype=torch.float64)
+
+
+class Patched(nn.Module):
+    """A vision transformer without attention: four patches with learnt positions, layers over each, their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.position = nn.Conv2d(1, 8, 4, stride=4), nn.Parameter(torch.zeros(1, 4, 8))
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patch(x).flatten(2).mT + self.position
+        out: Tensor = self.head(torch.tanh(self.mix(tokens)).mean(1))
+        return out
+
+
+def patched() -> Task:
+    """Patches with learnt positions."""
+    model, draw = Patched().double(), stream(0, "patched")
+    with torch.no_grad():
+        for value in model.parameters():
+            value.copy_(torch.randn(value.shape, generator=draw, dtype=value.dtype))
+    return Task(model, (1, 8, 8), CLASSES, "head.")
 
 
 def adapted() -> Task:
