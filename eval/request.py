@@ -35,7 +35,7 @@ OPTIONS = {
     r"federation\.rounds": "--rounds",
     r"task\.dataset": "--dataset",
     r"task\.model": "--model",
-    r"^seeds": "--seed",
+    r"^seeds(\.0)?": "--seed",
 }
 """How errors about a config are put for the command, whose options stand for these keys."""
 _METHODS = "goes with --method alone; give --images"

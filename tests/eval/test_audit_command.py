@@ -235,7 +235,7 @@ def test_a_captured_update(mine, tmp_path, suffix):
         (["MINE:refusing"], ":refusing raised ValueError: mine"),
         ([*METHOD, "--count", "3", "--batch-size", "2"], "expected --count as a multiple of --batch-size 2, got 3"),
         ([*METHOD, "--count", "9999"], "training images of the watched client, got 9999"),
-        ([*METHOD, "--seed", "9" * 23], "--seed: expected numbers in [-2^63, 2^64), got 99999"),
+        ([*METHOD, "--seed", "9" * 23], "--seed: expected a whole number >= -2^63 and < 2^64, got 99999"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_said_in_one_line(mine, tmp_path, words, said):
