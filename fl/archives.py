@@ -204,5 +204,7 @@ def _damaged(path: Path, wanted: str, error: BaseException) -> DamagedError:
         return error
     if isinstance(error, MemoryError):
         return DamagedError(f"{path} does not fit into memory")
-    said = " ".join(str(error).split())[:200] or type(error).__name__
+    said = " ".join(str(error).split())[:200]
+    if len(said) < 8:  # a bare key or number says nothing by itself
+        said = f"it can't be read ({type(error).__name__})"
     return DamagedError(f"expected {wanted}, got {path}: {said}")

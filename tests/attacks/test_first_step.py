@@ -97,7 +97,7 @@ def test_the_best_reconstruction_is_returned_and_no_correction_is_the_surrogate(
     assert isinstance(bare, Reconstruction)
     assert isinstance(rough, Reconstruction)
     torch.testing.assert_close(bare.inputs, rough.inputs, atol=1e-9, rtol=0)
-    with pytest.raises(ValueError, match="corrections >= 0"):
+    with pytest.raises(ValueError, match=r"first-step.corrections: expected a whole number >= 0"):
         FirstStep(corrections=-1)
 
 

@@ -241,7 +241,7 @@ def test_known_labels_and_batches_work() -> None:
 
 def test_bad_settings_are_refused() -> None:
     for setting in ("energy", "statistics", "first", "group", "register"):
-        with pytest.raises(ValueError, match=f"expected {setting} >= 0"):
+        with pytest.raises(ValueError, match=rf"{setting}: expected a (whole )?number >= 0"):
             attack(**{setting: -1})
     with pytest.raises(ValueError, match="expected enough=0"):
         attack(enough=0.1)

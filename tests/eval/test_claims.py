@@ -19,7 +19,7 @@ from eval.experiment import Experiment
 from eval.rundir import RunDir
 from eval.store import read_rows
 from fl.accounting import Charge, spent
-from fl.data.partition import Partition
+from fl.data.partition import Partition, Partitioner
 from fl.methods.dp_fedavg import DPFedAvg
 
 SETTINGS = "noise_multiplier: 1.0, images: 12, batch_size: 6, epochs: 1, clip: 1.0"
@@ -158,7 +158,7 @@ def test_the_defence_s_noise_is_accounted_for_too(tmp_path):
     }
     for row in said.values():
         assert (row["unit"], row["adjacency"], row["defense"], row["missing"]) == ("record", "zero-out", "dp-sgd", {})
-        assert row["epsilon"] == row["epsilon_rdp"] == spent([Charge(1.0, 1.0, row["steps"])], 1e-5)
+        assert row["epsilon"] == spent([Charge(1.0, 1.0, row["steps"])], 1e-5) < row["epsilon_rdp"]
         assert row["audit"]["steps"] == row["steps"]
         assert row["audit"]["lower"] < row["audit"]["claimed"] == row["epsilon"]
     (one, *_) = [row for row in rows if row["method"] == "fedavg" and row["attack"] == "guess"]
@@ -213,7 +213,7 @@ def test_no_bound_where_candidates_are_no_match(kind: str, words: str, tmp_path:
         training = replace(training, world=replace(training.world, partition=Partition(both, held.test)))
     else:
 
-        class Domains:
+        class Domains(Partitioner):
             name = "domains"
 
         training = replace(training, federation=replace(training.federation, partition=Domains()))

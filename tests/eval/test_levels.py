@@ -171,9 +171,9 @@ BASE = {"task": {"dataset": "faces", "model": "tiny"}, "method": ["fedavg", "hyp
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
-        ({"until": {70: 3}}, "published.until: expected a share"),
-        ({"until": {0.7: -1}}, "published.until: expected 0 or more"),
-        ({"cpr": -1.0}, "published.cpr: expected 0 or more"),
+        ({"until": {70: 3}}, "published.until: expected a number in"),
+        ({"until": {0.7: -1}}, "published.until.0.7: expected a whole number >= 0"),
+        ({"cpr": -1.0}, "published.cpr: expected a number >= 0"),
         ({"best": True}, "expected an accuracy beside it"),
         ({"sent_share": 0.5}, "expected both sent_share and beside"),
         ({"sent_share": 0.5, "beside": "hyperlf"}, "did you mean 'hyperfl'"),
@@ -189,5 +189,5 @@ def test_levels_are_shares_and_survive_the_round_trip() -> None:
     found = config.read({**BASE, "score": {"levels": [0.1, 0.7], "level_of": "accuracy_local"}, "published": figures})
     assert config.read(config.plain(found)) == found
     assert found.published[0].until == {0.1: 0, 0.7: None}
-    with pytest.raises(ValueError, match=r"score\.levels: expected a share"):
+    with pytest.raises(ValueError, match=r"score\.levels\.0: expected a number in"):
         config.read({**BASE, "score": {"levels": [10]}})
