@@ -20,6 +20,7 @@ from attacks.trace import Graph, Ref, Segment
 from attacks.training import training
 from attacks.unroll import graph_of
 from attacks.whose import single
+from fl.ranges import OpenShare
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import ServerView
@@ -61,11 +62,7 @@ class April(Attack):
         "embedding's."
     )
 
-    fits: float = 1e-3
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fits < 1:
-            raise ValueError(f"expected fits in (0, 1), got {self.fits}")
+    fits: OpenShare = 1e-3
 
     @classmethod
     def example(cls) -> April:

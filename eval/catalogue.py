@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval import yamlfile
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 NEAREST = 3
 """How many names are offered in place of one that is not there."""
@@ -73,7 +75,7 @@ def title(name: str) -> str:
 def comment(path: Path) -> str:
     """What the head of a config says, in a paragraph."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in yamlfile.read(path).splitlines():
         if not line.startswith("#"):
             break
         found.append(line.removeprefix("#").strip())

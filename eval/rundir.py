@@ -205,7 +205,7 @@ def _damage(folder: Path, name: str) -> str:
 
 def _mark(folder: Path) -> tuple[Any, ...]:
     """What changes with the files of a folder."""
-    found = ((entry.name, entry.stat()) for entry in os.scandir(folder))
+    found = ((entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder))
     return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))
 
 

@@ -11,6 +11,8 @@ from eval.rundir import CELL, FILES, RUN, about_cell, check_cell
 from fl import checkpoint
 from fl.paths import inside, regular
 
+REPORTS = ("report.html", "report.md")
+"""What is made of the other files, and can be made again by `hyperleak report`."""
 ROWS = ("images.jsonl", "rounds.jsonl", "privacy.jsonl")
 
 
@@ -47,7 +49,9 @@ def _problems(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
     yield from _cells(folder, found)
     yield from _checkpoints(folder, found)
     yield from _readers(folder, found)
-    if (folder / RUN).exists():
+    if not (folder / RUN).exists():
+        yield RUN, f"is missing; {manifest.AGAIN}"
+    else:
         try:
             about = store.parse(regular(inside(folder, RUN)).read_bytes())
             if not isinstance(about, dict):
@@ -58,6 +62,8 @@ def _problems(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
         else:
             found.whole += seal.SEAL in about
             found.unchecked += [] if seal.SEAL in about else [RUN]
+            if seal.SEAL in about and (folder / ROWS[0]).exists() and not (folder / manifest.MANIFEST).exists():
+                yield manifest.MANIFEST, f"is missing; {manifest.AGAIN}"
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -90,7 +96,8 @@ def _checkpoints(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
             try:
                 checkpoint.check(path)
             except (OSError, ValueError) as error:
-                yield f"checkpoints/{own.name}/{path.name}", f"is damaged ({error})"
+                place = f"checkpoints/{own.name}/{path.name}"
+                yield place, f"is damaged ({error}); the same command goes on from an earlier one"
             else:
                 found.whole += 1
 
@@ -105,6 +112,7 @@ def _readers(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
     for name, wrong in changed.items():
         yield name, f"{wrong}; {manifest.AGAIN}"
     found.whole += len(stated.keys() - changed.keys())
+    found.unchecked += [name for name in REPORTS if (folder / name).exists()]
     if stated:
         return
     for name in ("config.yaml", *ROWS):

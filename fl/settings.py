@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from fl.ranges import Length, Range
 
 T = TypeVar("T")
+_UNRESOLVED = (AttributeError, NameError, SyntaxError, TypeError)
+"""What annotations may raise that are for type checkers or for people: `callable | None`, `"an array"`."""
 SHOWN = 100
 """Characters of a value that a message shows at most."""
 
@@ -114,7 +116,7 @@ def hints(kind: type) -> dict[str, Any]:
     """The types of the fields of a dataclass with what they say of ranges; names that can't be resolved say nothing."""
     try:
         return typing.get_type_hints(kind, include_extras=True)
-    except NameError:
+    except _UNRESOLVED:
         pass
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
@@ -123,7 +125,7 @@ def hints(kind: type) -> dict[str, Any]:
             try:
                 holder = type(base.__name__, (), {"__annotations__": {key: hint}, "__module__": base.__module__})
                 found[key] = typing.get_type_hints(holder, globalns=known, include_extras=True)[key]
-            except NameError:
+            except _UNRESOLVED:
                 found[key] = Any
     return found
 
@@ -164,8 +166,8 @@ def _of_type(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]
         raise _wrong(hint, rules, value, where)
     if origin in {typing.Union, types.UnionType}:
         return _one_of(args, hint, value, where)
-    if origin in {tuple, list, Sequence}:
-        return _several(origin, args, hint, value, where, rules)
+    if origin in {tuple, list, Sequence} or hint in (tuple, list):
+        return _several(origin or hint, args, hint, value, where, rules)
     if origin in {dict, Mapping} or hint in (dict, Mapping):
         return _mapping(args, hint, value, where, rules)
     return _instance(hint, value, where, rules)
@@ -217,7 +219,7 @@ def _is_exact(hint: Any, value: Any) -> bool:
 def _several(origin: Any, args: Any, hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
     if not isinstance(value, list | tuple):
         raise _wrong(hint, rules, value, where)
-    if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
+    if origin is tuple and args and not (len(args) == 2 and args[1] is Ellipsis):
         if len(value) != len(args):
             raise _wrong(hint, rules, value, where)
         kinds = list(args)
@@ -319,7 +321,7 @@ def described(hint: Any, rules: Sequence[Any] = (), value: object = None) -> str
         return _either([repr(choice) for choice in args])
     if origin in {typing.Union, types.UnionType}:
         return _either([described(kind, (), value) for kind in args])
-    if origin in {tuple, list, Sequence}:
+    if origin in {tuple, list, Sequence} or hint in (tuple, list):
         size = next((f"{rule} " for rule in rules if isinstance(rule, Length)), "")
         if origin is tuple and args and args[-1] is not Ellipsis:
             return f"a list of {len(args)}: {', '.join(described(kind, (), value) for kind in args)}"

@@ -16,6 +16,7 @@ def compare(
 ) -> None:
     """Set several runs side by side: settings that differ, scores, and differences with their intervals."""
     from eval import compare as comparing
+    from eval.report.load import reading
     from eval.rundir import RunDir
 
     with errors(USAGE):
@@ -23,7 +24,9 @@ def compare(
             if why := RunDir(folder).unfinished():
                 raise ValueError(why)
         found = comparing.compare(folders)
+        with reading(" or ".join(map(str, folders))):  # figures are made of rows when they are asked for
+            plain, text = (found.plain(), "") if json else ({}, found.text())
     if json:
-        emit(found.plain())
+        emit(plain)
     else:
-        typer.echo(found.text(), nl=False)
+        typer.echo(text, nl=False)

@@ -211,6 +211,8 @@ def _load(folder: Path) -> Run:
         seal.check_seal(about)
     except ValueError as error:
         raise ValueError(f"{folder / RUN} is damaged: {error}; {manifest.AGAIN}") from error
+    if seal.SEAL in about and not stated:  # older versions had neither
+        raise ValueError(f"{folder / manifest.MANIFEST} is missing; {manifest.AGAIN}")
     # what the run is at now need not be what it was when it wrote these
     about = stated.get("about") or {key: value for key, value in about.items() if key != seal.SEAL}
     parts, digests = _partitions(folder / FOLDER), stated.get("files", {})

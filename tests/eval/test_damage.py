@@ -177,3 +177,14 @@ def test_what_a_killed_process_left_goes_away(tmp_path):
     with RunDir(tmp_path / "a").locked():
         pass
     assert not [path for path in left if path.exists()]
+
+
+def test_a_link_to_nothing_in_a_cell_is_damage(tmp_path):
+    run(tiny("attack=guess"), tmp_path / "a")
+    rows = next((tmp_path / "a" / "cells").glob("*/images.jsonl"))
+    content = rows.read_bytes()
+    rows.unlink()
+    rows.symlink_to(tmp_path / "nothing")
+    run(tiny("attack=guess"), tmp_path / "a")
+    assert not rows.is_symlink()
+    assert rows.read_bytes() == content

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from support.fakerun import FakeRun
 from support.reports import reasons
+from typer.testing import CliRunner
 
 from eval import report
+from eval.cli import app
 from eval.report.load import picture_names
 
 
@@ -69,3 +71,15 @@ def test_values_of_other_types_are_a_line(tmp_path):
     run.rows[1]["psnr"] = {"a": 1}
     with pytest.raises(ValueError, match="holds something else than `hyperleak run` writes"):
         report.write(run.write(tmp_path / "out"))
+
+
+def test_figures_of_other_types_are_a_line_in_comparisons(tmp_path):
+    folders = []
+    for name in ("a", "b"):
+        run = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0])
+        run.rows[1]["floor_grey_psnr"] = ["x"] if name == "a" else 10.0
+        folders.append(str(run.write(tmp_path / name)))
+    for words in (["compare", *folders], ["compare", *folders, "--json"]):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 2, done.output
+        assert "holds something else than `hyperleak run` writes" in done.output

@@ -157,6 +157,8 @@ def test_doctor_says_what_it_cannot_check(folder):
     for path in folder.glob("cells/*"):
         unstated(path)
     (folder / "manifest.json").unlink()
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({key: about[key] for key in about.keys() - {"sha256"}}))
     done = runner.invoke(app, ["doctor", str(folder)])
     assert done.exit_code == 0
     assert "not checked" in done.output
@@ -178,3 +180,21 @@ def test_pictures_that_have_changed_are_not_shown(folder):
     group = next(group for group in run_.groups if group.method == "fedavg" and group.attack == "guess")
     with pytest.raises(ValueError, match="has changed since it was written"):
         run_.pictures(group, 0)
+
+
+def test_a_folder_that_lost_what_its_files_are_checked_by_is_told_from_an_old_one(folder):
+    (folder / "manifest.json").unlink()
+    (folder / "images.jsonl").write_text((folder / "images.jsonl").read_text().replace('"psnr": ', '"psnr": 9'))
+    with pytest.raises(ValueError, match=r"manifest\.json is missing; the command that began the run writes it anew"):
+        report.write(folder)
+    assert [line.split(";")[0] for line in wholeness.look(folder).damaged] == ["manifest.json is missing"]
+    with Registered():
+        run(tiny(), folder)
+    assert wholeness.look(folder).damaged == []
+    (folder / "run.json").unlink()
+    assert [line.split(";")[0] for line in wholeness.look(folder).damaged] == ["run.json is missing"]
+
+
+def test_doctor_says_that_reports_are_not_checked(folder):
+    (folder / "report.html").write_text("made up")
+    assert "report.html" in wholeness.look(folder).unchecked

@@ -190,6 +190,24 @@ def test_a_class_of_ones_own_is_checked_by_its_annotations() -> None:
             Mine(**given)
 
 
+def test_annotations_for_people_and_checkers_are_no_error() -> None:
+    @declared("mine")
+    @dataclass(frozen=True, kw_only=True)
+    class Mine:
+        call: callable | None = None  # type: ignore[valid-type]
+        other: "an array of any size" = None  # type: ignore[valid-type, assignment]  # noqa: F722
+        gone: np.NoSuchThing = None  # type: ignore[name-defined]
+        pair: tuple = ()  # type: ignore[type-arg]
+        share: Share = 0.5
+
+    made = Mine(call=print, other=3, gone=4, pair=[1, "x"])  # type: ignore[arg-type]
+    assert (made.call, made.other, made.gone, made.pair) == (print, 3, 4, (1, "x"))  # type: ignore[comparison-overlap]
+    with pytest.raises(SettingError, match=r"^mine\.share: "):
+        Mine(share=2)
+    with pytest.raises(SettingError, match=r"^mine\.pair: expected a list of values"):
+        Mine(pair=3)  # type: ignore[arg-type]
+
+
 def test_values_in_messages_are_cut() -> None:
     assert len(shown("x" * 10**6)) <= 100
     assert len(shown([list(range(1000))] * 1000)) <= 100
