@@ -64,9 +64,9 @@ def checked(view: ServerView, result: Result) -> Result:
     answer = borne_out(view, result)
     if answer is False and (earlier := same_images(view)):  # the picture may be that of one of these
         answer = _best([borne_out(past, result) for past in earlier])
-    if answer or (answer is None and not unstated):
+    if answer or (answer is None and not unstated and as_large(view, result) is not False):
         return result
-    words = f"{CONTRADICTED} ({looks_like(view) or GUESSES})" if answer is False else UNTOLD
+    words = f"{CONTRADICTED} ({looks_like(view) or GUESSES})" if answer is False else UNTOLD if unstated else SIZE
     note = "; ".join(filter(None, (result.note, words)))
     return replace(result, verified=False if answer is False else None, fixed=None, note=note)
 
@@ -80,6 +80,10 @@ GUESSES = "another optimizer, clipping by tensor, or step sizes by layer?"
 UNTOLD = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
     "state it (method, --method) to rely on that"
+)
+SIZE = (
+    "not confirmed: one step as stated makes an update of another size from it, and nothing else in the update tells "
+    "how bright it is; check the step size and the optimizer"
 )
 
 
@@ -116,6 +120,18 @@ def borne_out(view: ServerView, result: Reconstruction) -> bool | None:
         return check.passes(images, torch.zeros(1, dtype=torch.int64))
     check = _Check(view, rounded(view), whole)
     return _best([check.passes(images, labels) for labels in _labels(view, result)])
+
+
+def as_large(view: ServerView, result: Reconstruction) -> bool | None:
+    """Whether the update is as large as the stated step makes it of the result's images; None if that is not known.
+
+    It is asked where no direction tells how bright images are (one layer and two classes, say).
+    """
+    images = result.inputs
+    if images is None or len(images) != view.batch_size or view.private or not checkable(view):
+        return None
+    check = _Check(view, rounded(view), result.verified is True)
+    return _best([check.as_large(images, labels) for labels in _labels(view, result)])
 
 
 def _best(answers: Sequence[bool | None]) -> bool | None:
@@ -175,7 +191,11 @@ class _Check:
     @cached_property
     def observed(self) -> dict[str, Tensor]:
         """The update without decay, in double precision and in a unit of its own."""
-        return {name: dense(value) for name, value in in_unit({**plain(self.view, self.view.update)})[0].items()}
+        return {name: dense(value) / self._unit for name, value in plain(self.view, self.view.update).items()}
+
+    @cached_property
+    def _unit(self) -> float:
+        return in_unit({**plain(self.view, self.view.update)})[1]
 
     @cached_property
     def rounding(self) -> dict[str, float]:
@@ -199,6 +219,12 @@ class _Check:
         if not self.whole:
             return True
         return True if all(self._shows(other, labels, allowed) for other in self._darker(images)) else None
+
+    def as_large(self, images: Tensor, labels: Tensor) -> bool:
+        """Whether these images make the update at the step size that the view has."""
+        made, factor = self._made(images, labels), 1 / self._unit
+        allowed = self._allowed(images, labels, made, factor)
+        return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
 
     def _allowed(self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float) -> dict[str, float]:
         """How far each tensor of a prediction for images that count as right may be from the observed one."""

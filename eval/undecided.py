@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attacks.base import NotApplicable, Result
-from attacks.borne_out import CONTRADICTED, UNTOLD
+from attacks.borne_out import CONTRADICTED, SIZE, UNTOLD
 from eval import proof
 from eval.report.summary import FEWEST
 from eval.report.words import join
@@ -108,7 +108,8 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
 
 def _contradicted(note: str) -> str:
     """What an attack notes where the rest of the update does not bear its picture out, or nothing."""
-    return next((part for part in note.split("; ") if part.startswith((CONTRADICTED, UNTOLD.partition(";")[0]))), "")
+    begun = (CONTRADICTED, *(words.partition(";")[0] for words in (UNTOLD, SIZE)))
+    return next((part for part in note.split("; ") if part.startswith(begun)), "")
 
 
 def _kind(verified: bool | None, *, pictured: bool) -> Kind:

@@ -40,10 +40,10 @@ def gradient(model: nn.Module, x: Tensor, label: int = 3) -> dict[str, Tensor]:
     return dict(zip([name for name, _ in model.named_parameters()], grads, strict=True))
 
 
-def view_of(model: nn.Module, moved: dict[str, Tensor], method: Method | None = None) -> ServerView:
+def view_of(model: nn.Module, moved: dict[str, Tensor], method: Method | None = None, classes: int = 10) -> ServerView:
     weights = {name: value.detach() for name, value in model.named_parameters()}
     sent = {name: value - (value - moved[name]) for name, value in weights.items()}  # a float32 difference
-    return from_update(model, sent, input_shape=SHAPE, num_classes=10, method=method)
+    return from_update(model, sent, input_shape=SHAPE, num_classes=classes, method=method)
 
 
 def stepped(model: nn.Module, x: Tensor, kind: type[torch.optim.Optimizer], lr: float) -> dict[str, Tensor]:
@@ -156,3 +156,17 @@ def test_no_rule_of_the_benchmark_is_plain_sgd(rule: str) -> None:
     factors = {float((moved[n] * g).sum() / g.square().sum()) for n, g in grads.items()}
     apart = max(float((moved[n] / max(factors) - g).norm() / g.norm()) for n, g in grads.items())
     assert apart > 1e-3
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.01])
+def test_where_no_direction_tells_how_bright_an_image_is_the_stated_step_size_has_to(lr: float) -> None:
+    """One layer and two classes: the update is an outer product of (1, -1) and the image, whatever made it."""
+    model, x = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))).float(), image()
+    grads = gradient(model, x, 1)
+    for factor, sure in ((1.0, True), (1.3, None), (2.0, None)):
+        moved = {name: lr * value * (factor if name.endswith("bias") else 1.0) for name, value in grads.items()}
+        for attack in ("analytic", "cascade", "rconv", "spear"):
+            result = build(attack)(view_of(model, moved, FedAvg(lr=lr, steps=1, batch_size=None), classes=2))
+            assert isinstance(result, Reconstruction)
+            assert result.verified is sure, (attack, factor)
+            assert ("of another size" in result.note) is not bool(sure)
