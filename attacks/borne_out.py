@@ -143,12 +143,15 @@ def _best(answers: Sequence[bool | None]) -> bool | None:
 
 def _labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
     """Labels that the images may have (N,), the likeliest first."""
-    known = [view.labels, result.labels]
-    if result.inputs is not None and len(result.inputs) > 1:
-        known.append(whose(view, view.update, result.inputs))
-    found = next((labels for labels in known if labels is not None), None)
-    if found is not None or not view.method.uses_labels:
-        yield torch.zeros(view.batch_size or 1, dtype=torch.int64) if found is None else found
+    several = result.inputs is not None and len(result.inputs) > 1
+    # the server knows the labels of several images in no order: those found stand in the order of the images
+    known = [result.labels, whose(view, view.update, result.inputs), view.labels] if several else [view.labels]  # type: ignore[arg-type]
+    known = known if several or view.labels is not None else [result.labels]
+    found = [labels for labels in known if labels is not None]
+    if not view.method.uses_labels:
+        found = found[:1] or [torch.zeros(view.batch_size or 1, dtype=torch.int64)]
+    if found:
+        yield from found
     elif view.batch_size == 1:
         yield from torch.arange(min(view.task.num_classes, CLASSES))[:, None]
 

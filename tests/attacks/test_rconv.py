@@ -143,7 +143,7 @@ def test_max_pooling_is_left_to_the_cascade() -> None:
 
 @pytest.mark.parametrize("trust", [0.0, 1.0])
 def test_trust_is_checked(trust: float) -> None:
-    with pytest.raises(ValueError, match="expected trust"):
+    with pytest.raises(ValueError, match=r"rconv.trust: expected a number in"):
         RConv(trust=trust)
 
 

@@ -202,9 +202,9 @@ def test_a_random_backbone_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"image_size": 0}, "expected image_size >= 1 or None, got 0"),
-        ({"stages": 5}, r"expected stages in \[1, 4\], got 5"),
-        ({"blocks": 0}, "expected blocks and width >= 1, got 0"),
+        ({"image_size": 0}, "image_size: expected a whole number >= 1 or null, got 0"),
+        ({"stages": 5}, r"stages: expected a whole number in \[1, 4\], got 5"),
+        ({"blocks": 0}, r"blocks: expected a whole number in \[1, 100\], got 0"),
         ({"input_shape": (2, 8, 8)}, "expected images of 1 or 3 channels"),
         ({"name": "vit-adapter", "image_size": 10}, "expected image_size as a multiple of patch 16, got 10"),
         ({"name": "vit-adapter", "heads": 5}, "expected heads that divide width 384, got 5"),
