@@ -27,6 +27,23 @@ WHERE = {
     "tiny-imagenet": "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip (train/, val/, words.txt)",
 }
 """How to get the sets that torchvision does not have."""
+PUBLISHED = {
+    "mnist": (60_000, 10_000),
+    "fashion_mnist": (60_000, 10_000),
+    "emnist": (697_932, 116_323),
+    "cifar10": (50_000, 10_000),
+    "cifar100": (50_000, 10_000),
+    "svhn": (73_257, 26_032),
+    "cinic10": (90_000, 90_000),
+    "tiny-imagenet": (100_000, 10_000),
+}
+"""Images for training and testing, as published. Torchvision checks the files of CIFAR and SVHN by their MD5, and those
+that it downloads; unpacked files of MNIST's kind, and folders of images, have no digest to be checked by."""
+MNIST_CLASSES = (
+    (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949),
+    (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009),
+)
+"""Images of each digit (LeCun et al., 1998)."""
 Arrays = tuple[NDArray[np.uint8], NDArray[Any], Sequence[str]]
 
 
@@ -42,7 +59,7 @@ def download(name: str, folder: Path | None = None, *, source: Path | None = Non
     Raises:
         UnknownNameError: there is no such set to download.
         DatasetMissingError: the files can't be downloaded or are not in `source`; says what to do.
-        ValueError: files in `source` are damaged.
+        ValueError: files in `source` are damaged, or are not the published ones as far as counts tell.
     """
     if name not in names():
         raise UnknownNameError("data set to download", name, names())
@@ -56,8 +73,30 @@ def download(name: str, folder: Path | None = None, *, source: Path | None = Non
             if name in WHERE:
                 _from_folder(name, part, path, source, Path(scratch))
             else:
-                stored.save(path, *_from_torchvision(name, part, source, Path(scratch)))
+                pixels, labels, class_names = _from_torchvision(name, part, source, Path(scratch))
+                _check_published(name, part, np.asarray(labels), source)
+                stored.save(path, pixels, labels, class_names)
     return list(paths.values())
+
+
+def _check_published(name: str, part: str, labels: NDArray[Any], source: Path | None) -> None:
+    """Whether there are as many images as were published, and of each digit, so that no other set goes by the name.
+
+    Raises:
+        ValueError: there are not.
+    """
+    if source is None:
+        return  # torchvision has checked what it downloaded
+    column = 0 if part == "train" else 1
+    expected = PUBLISHED[name][column]
+    own = "it is another set: store images of your own under a name of their own, as a folder or an .npz file"
+    if len(labels) != expected:
+        raise ValueError(
+            f"expected the {expected} images of {name}'s {part} part in {source}, got {len(labels)}; {own}"
+        )
+    counts = tuple(np.bincount(labels.astype(np.int64), minlength=10).tolist())
+    if name == "mnist" and counts != MNIST_CLASSES[column]:
+        raise ValueError(f"expected MNIST's images of each digit in {source}, got {counts}; {own}")
 
 
 def names() -> list[str]:
@@ -135,6 +174,7 @@ def _from_folder(name: str, part: str, path: Path, source: Path | None, scratch:
         files, labels, class_names = find(Path(source), part)
     except OSError as error:
         raise DatasetMissingError(f"{name} is not in {source} ({error}): {WHERE[name]}") from error
+    _check_published(name, part, labels.numpy(), source)
     order = torch.randperm(len(files), generator=stream(0, "order", name, part))
     pixels = np.memmap(scratch / f"{part}.raw", dtype=np.uint8, mode="w+", shape=(len(files), size, size, 3))
     decode([files[i] for i in order.tolist()], None, "colour", out=pixels)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fl.data import datasets, load
+from fl.data import download as downloads
 from fl.data.download import download, names
 from fl.data.named import available
 from fl.data.stored import DatasetMissingError, Npz, folder, read, save
@@ -30,6 +31,35 @@ def _pixels(path: Path) -> NDArray[np.uint8]:
     """What a written file holds, (N, H, W, C)."""
     batch, _ = read(path)
     return (batch.inputs * 255).round().byte().permute(0, 2, 3, 1).numpy()
+
+
+@pytest.fixture(autouse=True)
+def _any_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets made up for tests are smaller than those published."""
+    if "published" not in request.node.name:
+        monkeypatch.setattr(downloads, "_check_published", lambda *_: None)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+def test_a_made_up_set_does_not_pass_for_the_published_one(name: str, kind: str, tmp_path: Path) -> None:
+    raw = tmp_path / "source" / kind / "raw"
+    for part in ("train", "t10k"):
+        _idx(raw / f"{part}-images-idx3-ubyte", _random(100, 28, 28))
+        _idx(raw / f"{part}-labels-idx1-ubyte", np.arange(100, dtype=np.uint8) % 10)
+    with pytest.raises(
+        ValueError, match=f"expected the 60000 images of {name}'s train part in .*, got 100; it is another"
+    ):
+        download(name, tmp_path / "data", source=tmp_path / "source")
+    assert [*(tmp_path / "data").iterdir()] == []
+
+
+def test_digits_are_counted_against_the_published_ones() -> None:
+    right = np.repeat(np.arange(10), downloads.MNIST_CLASSES[1])
+    downloads._check_published("mnist", "test", right, Path("source"))
+    wrong = right.copy()
+    wrong[0] = 9
+    with pytest.raises(ValueError, match="expected MNIST's images of each digit"):
+        downloads._check_published("mnist", "test", wrong, Path("source"))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
