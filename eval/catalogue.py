@@ -73,9 +73,17 @@ def title(name: str) -> str:
 
 
 def comment(path: Path) -> str:
-    """What the head of a config says, in a paragraph."""
+    """What the head of a config says, in a paragraph.
+
+    Raises:
+        ValueError: it is no text, or too long; says which file.
+    """
+    try:
+        text = yamlfile.read(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     found = []
-    for line in yamlfile.read(path).splitlines():
+    for line in text.splitlines():
         if not line.startswith("#"):
             break
         found.append(line.removeprefix("#").strip())

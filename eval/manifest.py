@@ -13,7 +13,7 @@ from typing import Any
 
 from eval import seal, store
 from fl.files import remove, swap
-from fl.paths import inside, regular
+from fl.paths import inside
 
 MANIFEST, RUN = "manifest.json", "run.json"
 SOMETIMES = ("privacy.jsonl",)
@@ -60,7 +60,7 @@ def read(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = store.parse(regular(path).read_bytes())
+        found = store.read_json(path)
         if not isinstance(found, dict) or _WHOLE not in found or seal.SEAL not in found:
             raise ValueError("expected what a run writes")
         seal.check_seal(found)

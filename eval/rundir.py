@@ -27,7 +27,7 @@ from eval import seal, store
 from eval.cells import Cell, code, short_hash
 from fl.files import PART, force, make, refuse_link, remove, swap, sweep, sync
 from fl.guard import leave_if_unguarded
-from fl.paths import inside, regular
+from fl.paths import inside
 
 RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
 FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report"), ("cells", "checkpoints")
@@ -149,7 +149,7 @@ def about_cell(folder: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: it can't be read, or has changed since it was written.
     """
-    found = store.parse(regular(folder / CELL).read_bytes())
+    found = store.read_json(folder / CELL)
     if not isinstance(found, dict) or not {"code", "seconds"} <= set(found):
         raise ValueError("expected settings, code and seconds")
     seal.check_seal(found)
@@ -241,9 +241,13 @@ class RunDir:
             raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
 
     def _refuse_links(self) -> None:
-        """Nothing is computed or written where a link leads elsewhere."""
+        """Nothing is computed or written where a link leads elsewhere, or a file is where a folder belongs."""
         for name in FOLDERS:
             refuse_link(self.path / name)
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                raise ValueError(
+                    f"expected {self.path / name} as a folder, got a file; remove it, or choose another --out"
+                )
             if name in NESTED and (self.path / name).is_dir():
                 for entry in (self.path / name).iterdir():
                     refuse_link(entry)
@@ -323,7 +327,7 @@ class RunDir:
     def about_run(self) -> dict[str, Any]:
         """What `run.json` says; nothing where there is none, or none that can be read."""
         try:
-            found = store.parse(regular(inside(self.path, RUN)).read_bytes())
+            found = store.read_json(inside(self.path, RUN))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}

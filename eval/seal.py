@@ -13,12 +13,18 @@ from fl.paths import inside, regular
 SEAL = "sha256"
 """In a JSON object: the digest of all that it says beside."""
 
+CHUNK = 2**20
+"""Bytes that are read at a time."""
+
 
 def stated(path: Path) -> dict[str, Any]:
     """The SHA-256 of a file, and the number of its rows if it is a JSON-lines file."""
-    content = regular(path).read_bytes()
-    rows = {"rows": content.count(b"\n")} if path.suffix == ".jsonl" else {}
-    return {"sha256": hashlib.sha256(content).hexdigest(), **rows}
+    digest, lines = hashlib.sha256(), 0
+    with regular(path).open("rb") as file:
+        while content := file.read(CHUNK):
+            digest.update(content)
+            lines += content.count(b"\n")
+    return {"sha256": digest.hexdigest(), **({"rows": lines} if path.suffix == ".jsonl" else {})}
 
 
 def changes(folder: Path, files: object) -> Iterator[tuple[str, str]]:

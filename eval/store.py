@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fl.files import make, replacing
 from fl.paths import regular
 
 LONGEST = 2**26
 """Bytes of a line; a longer one is cut, so that it is no JSON."""
+LARGEST = 2**28
+"""Bytes of a JSON file."""
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -78,6 +81,19 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file says.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: as `parse`, or it is longer than any of ours.
+    """
+    size = regular(path).stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"expected at most {LARGEST} bytes, got {size}")
+    return parse(path.read_bytes())
+
+
 def parse(text: str | bytes) -> Any:
     """What a JSON document says.
 
@@ -85,7 +101,7 @@ def parse(text: str | bytes) -> Any:
         ValueError: it is none, holds NaN or infinity, or its values lie too deep in each other.
     """
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("its values lie too deep in each other") from error
 
@@ -109,5 +125,10 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
             raise ValueError(f"row {number} is not JSON ({error}); expected None and a reason for a number") from error
 
 
-def _refuse(constant: str) -> None:
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON number")

@@ -17,12 +17,15 @@ from typer.core import TyperGroup
 FAILURE, USAGE, STOPPED = 1, 2, 130
 _SPACE = "free some space or raise the limit, then start the same command again: what is finished is kept"
 _RIGHTS = "choose another place, or change who may read and write there"
+_FILE = "a file is where a folder belongs: remove it, or choose another place"
 _PROCESSES = "allow more processes or memory, or use --workers 1"
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _SPACE),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (`ulimit -n 4096`), or use --workers 1"),
     **dict.fromkeys((errno.EAGAIN, errno.ENOMEM), _PROCESSES),
+    errno.EISDIR: "a folder is where a file belongs: remove it, or choose another place",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), _FILE),
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "it is a link to itself; choose another place",
     errno.EIO: "the device does not answer; try again, or choose another place",
@@ -34,7 +37,8 @@ def explained(error: OSError) -> str:
     """An error of the system in words: of what, which, and what to do."""
     if error.errno is None or not error.strerror:
         return str(error)
-    of = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    name = error.filename2 or error.filename  # of a file that could not be put in place, its place
+    of = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
     remedy = REMEDIES.get(error.errno)
     return f"{of}{error.strerror}" + (f"; {remedy}" if remedy else "")
 

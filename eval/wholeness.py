@@ -9,7 +9,7 @@ from pathlib import Path
 from eval import manifest, seal, store
 from eval.rundir import CELL, FILES, RUN, about_cell, check_cell
 from fl import checkpoint
-from fl.paths import inside, regular
+from fl.paths import inside
 
 REPORTS = ("report.html", "report.md")
 """What is made of the other files, and can be made again by `hyperleak report`."""
@@ -53,7 +53,7 @@ def _problems(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
         yield RUN, f"is missing; {manifest.AGAIN}"
     else:
         try:
-            about = store.parse(regular(inside(folder, RUN)).read_bytes())
+            about = store.read_json(inside(folder, RUN))
             if not isinstance(about, dict):
                 raise ValueError("expected a JSON object")
             seal.check_seal(about)

@@ -346,10 +346,10 @@ def _slip(hint: Any, value: Any) -> str:
         return ", which is no number"
     if isinstance(value, str) and kinds & {int, float} and str not in kinds:
         try:
-            float(value)
+            number = float(value)
         except ValueError:
             return ""
-        return ", which is text: write it without quotes"
+        return ", which is text: write it without quotes" if math.isfinite(number) else ""
     if value is None and kinds:
         return " (null); leave the setting out for its default"
     return ""

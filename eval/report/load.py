@@ -185,7 +185,7 @@ def load(folder: str | Path) -> Run:
 def _said(folder: Path) -> bytes:
     """A run's manifest as it stands."""
     path = inside(folder, manifest.MANIFEST)
-    return path.read_bytes() if path.is_file() else b""
+    return path.read_bytes() if path.is_file() and path.stat().st_size <= store.LARGEST else b""
 
 
 def _load(folder: Path) -> Run:
@@ -253,7 +253,7 @@ def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = store.parse(path.read_bytes())
+        found = store.read_json(path)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(found, dict):

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from support.runs import run, tiny, unstated
 from support.tiny import Registered
+from typer.testing import CliRunner
 
 from eval import harness, report
+from eval.cli import app
 from eval.rundir import LostLockError, RunDir
 from fl.federation import Federation
 
@@ -188,3 +190,20 @@ def test_a_link_to_nothing_in_a_cell_is_damage(tmp_path):
     run(tiny("attack=guess"), tmp_path / "a")
     assert not rows.is_symlink()
     assert rows.read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["cells", "images", "partitions", "report"])
+def test_a_file_in_place_of_a_folder_is_refused_before_anything_is_written(tmp_path, name):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=f"{name} as a folder, got a file; remove it"), RunDir(tmp_path).locked():
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", name}
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    run(tiny("attack=guess"), tmp_path / "a")
+    (tmp_path / "a" / "report.html").mkdir()
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "a")])
+    assert done.exit_code == 2
+    assert "a/report.html: Is a directory; a folder is where a file belongs: remove it" in done.output.replace("\n", "")

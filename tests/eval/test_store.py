@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eval import store
 from eval.store import read_rows, replace_rows, write_rows, write_text
 
 
@@ -123,3 +124,17 @@ def test_broken_lines_are_named(tmp_path, line):
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_rows(tmp_path / "none.jsonl")
+
+
+def test_numbers_too_large_for_a_float_are_no_figures(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"psnr": 1.5}\n{"psnr": 1e999}\n')
+    with pytest.raises(ValueError, match=r"line 2: not valid JSON \(1e999 is no JSON number\)"):
+        store.read_rows(tmp_path / "rows.jsonl")
+    assert store.parse("[1.5, 1e-3, 3]") == [1.5, 1e-3, 3]
+
+
+def test_a_json_file_of_many_gigabytes_is_not_read(tmp_path):
+    with (tmp_path / "run.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match="expected at most 268435456 bytes, got 1099511627776"):
+        store.read_json(tmp_path / "run.json")

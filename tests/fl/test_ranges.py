@@ -130,6 +130,7 @@ def test_defaults_and_examples_are_in_their_ranges() -> None:
         ({"count": 1.5}, "thing.count: expected a whole number >= 1, got 1.5"),
         ({"count": True}, "thing.count: expected a whole number >= 1, got True, which is no number"),
         ({"count": "1"}, "got '1', which is text: write it without quotes"),
+        ({"limit": "nan"}, "thing.limit: expected a number > 0, got 'nan'"),
         ({"count": None}, "got None (null); leave the setting out for its default"),
         ({"odd": 11}, "thing.odd: expected a whole number in [1, 9] or null, got 11"),
         ({"size": 0}, "thing.size: expected a number > 0, got 0"),
