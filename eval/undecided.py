@@ -147,10 +147,16 @@ def answered(outcomes: Sequence[Outcome]) -> bool:
 
 def _limits(own: Sequence[Outcome]) -> list[Outcome]:
     """The refusals of one update that leave open what is in it, as no attack that can tell has got through."""
-    if any(one.kind == "ran" for one in own):
-        return []
+    ran = {one.attack for one in own if one.kind == "ran"}
     told = {one.attack.rpartition("+")[2] for one in own if one.kind in {"fact", "ran"}}
-    return [one for one in own if one.kind == "limit" and COVERED.get(one.attack) not in told]
+    return [
+        one
+        for one in own
+        # what ran decides for others but for the one that undoes more networks than it does
+        if one.kind == "limit"
+        and all(COVERED.get(name) == one.attack for name in ran)
+        and COVERED.get(one.attack) not in told
+    ]
 
 
 def _told(kind: Kind | str, found: Sequence[Outcome], total: int) -> Open:

@@ -131,6 +131,8 @@ def outcome(kind: str, attack: str = "cascade", update: int = 0, words: str = "w
         ([outcome("limit")], True),
         ([outcome("limit"), outcome("searched", "ig")], True),
         ([outcome("limit", "rconv"), outcome("ran"), outcome("searched", "ig")], False),
+        ([outcome("limit"), outcome("ran", "rconv"), outcome("searched", "ig")], True),
+        ([outcome("limit"), outcome("limit", "rconv"), outcome("ran", "april")], True),
         ([outcome("limit", "rconv"), outcome("fact"), outcome("searched", "ig")], False),
         ([outcome("limit", "spear"), outcome("fact"), outcome("searched", "ig")], True),
         ([outcome("limit"), outcome("blind", "analytic"), outcome("searched", "ig")], True),
