@@ -11,6 +11,7 @@ import torch
 from attacks.base import Attack
 from defenses import Defense
 from eval import beforehand, grid
+from eval.assembly import MISFITS, put_together
 from eval.cells import Cell, attack_cell, sources, training_cell
 from eval.experiment import Entry, Experiment, FederationSpec, Observe
 from eval.perceptual import Perceptual, load_lpips
@@ -190,7 +191,10 @@ class _Maker:
         own = grid.part(self.experiment, method, None)
         world = self._world(own)
         task = world.task(self.experiment.seeds[0])
-        self._check(task, method.item, defense, f"method {method.label!r}")
+        every, outsiders = len(world.partition), own.federation.outsiders
+        if outsiders >= every:
+            raise ValueError(f"federation.outsiders: expected fewer than the {every} clients, got {outsiders}")
+        self._check(task, method.item, defense, f"method {method.label!r}", own.federation, every - outsiders)
         known = self._public(method.item, defense.item)
         cell = training_cell(world, own.federation, method.item, defense.item, seed, known)
         watches = []
@@ -251,19 +255,29 @@ class _Maker:
             self.scenes[key] = Scene(part.observe, victims, found, part.threat)
         return self.scenes[key]
 
-    def _check(self, task: Task, method: Method, defense: Entry[Defense], where: str) -> None:
-        """Build the client, so that what does not fit is said before any training.
+    def _check(
+        self,
+        task: Task,
+        method: Method,
+        defense: Entry[Defense],
+        where: str,
+        federation: FederationSpec | None = None,
+        clients: int = 1,
+    ) -> None:
+        """Put everything together as training does, so that what does not fit is said before any training.
 
         Raises:
             ValueError: a setting of the method or what it makes of the model; says of which method.
         """
-        key = f"{where} {defense.label} {method!r}"
+        key = f"{where} {defense.label} {method!r} {federation!r} {clients}"
         if key in self.checked:
             return
         try:
             if idle := [phase for phase in method.phases(task, 0) if phase.epochs == 0]:
                 raise ValueError(f"expected epochs >= 1, got {idle[0].epochs}")
-            Client(task, method, defense.item)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+            client = Client(task, method, defense.item)
+            if federation is not None:  # else it is observed alone, and nothing is trained by it
+                put_together(client, federation, clients)
+        except MISFITS as error:
+            raise ValueError(f"{where}: {error or type(error).__name__}") from error
         self.checked.add(key)

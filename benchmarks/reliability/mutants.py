@@ -23,6 +23,7 @@ from benchmarks.reliability.page import Figure, record
 from defenses import defenses
 from eval import yamlfile
 from eval.plain import SECTIONS, build
+from eval.plan import prepare
 from fl.data import datasets
 from fl.data.augment import augmentations
 from fl.data.partition import partitions
@@ -155,6 +156,32 @@ def outcome(mutant: Mutant) -> str:
     return "built"
 
 
+UNFIT: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(("heads", {"name": "hypergenfl", "embedding": size, "heads": 2}) for size in (1, 3, 7)),
+    *(("heads", {"name": "hypergenfl", "heads": heads}) for heads in (3, 7, 1000)),
+    *(("max_norm", {"name": name, "max_norm": math.inf}) for name in ("fedavg", "feddyn", "hyperfl", "hfedf-latent")),
+    ("server_max_norm", {"name": "pfedhn", "server_max_norm": math.inf}),
+    ("server_max_norm", {"name": "feddf", "public": "faces", "server_max_norm": math.inf}),
+    ("hidden", {"name": "pfedla", "hidden": []}),
+    ("epochs", {"name": "hfedf-latent", "epochs": None}),
+    *(("public", {"name": n, "public": {"name": "faces", "size": 8}, "images": 1000}) for n in ("fedbe", "fedlaw")),
+    ("public", {"name": "feddf", "public": {"name": "faces", "size": 8}, "images": 1000}),
+    ("outsiders", {"name": "fedavg", "with": {"federation.outsiders": 3}}),
+)
+"""Settings of methods that failed once training had begun, and the key that a refusal names."""
+
+
+def unfit(method: dict[str, Any]) -> str:
+    """What is said of a method's settings before training, on three clients with small images; nothing of what fits."""
+    task = {"dataset": {"name": "faces", "size": 8}, "model": "tiny"}
+    clients = {"partition": {"name": "iid", "clients": 3, "train_size": 12, "test_size": 6}, "rounds": 3}
+    try:
+        prepare(build({"task": task, "federation": clients, "method": method, "score": {"lpips": "off"}}), device="cpu")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def settings() -> Iterator[tuple[str, type, str]]:
     """All settings of all entries and sections: whose, of which class, their name."""
     for registry in REGISTRIES:
@@ -192,6 +219,8 @@ def main(argv: list[str] | None = None) -> None:
     named_ = sum(said == "refused" for _, said in wrong)
     legal = sum(said == "built" for _, said in perhaps)
     odd = len(perhaps) - legal - sum(said == "refused" for _, said in perhaps)
+    said = [(key, unfit(method)) for key, method in UNFIT]
+    late = sum(key not in words for key, words in said)
     total, taken = odd_values()
     numbers_ = ("true", "text", "NaN", "mapping")
     allowed = {"true": "true or false", "text": "text", "NaN": "anything", "mapping": "settings"}
@@ -212,6 +241,13 @@ def main(argv: list[str] | None = None) -> None:
             not odd,
         ),
         Figure(
+            "settings of a method that are legal by themselves and do not fit each other, the network or the images",
+            len(UNFIT),
+            "all refused before training, the key named",
+            f"{len(UNFIT) - late} refused with the key",
+            not late,
+        ),
+        Figure(
             "settings given true, '1', NaN and {}, where their type is another",
             4 * total,
             "0 taken",
@@ -223,6 +259,7 @@ def main(argv: list[str] | None = None) -> None:
         "outcomes": {kind: dict(Counter(s for m, s in tried if m.kind == kind)) for kind in (*WRONG, *PERHAPS)},
         "built": [f"{m.config}: {m.key} = {m.kind}" for m, said in perhaps if said == "built"],
         "otherwise": [f"{m.config}: {m.key} ({m.kind}): {s}" for m, s in tried if s not in {"refused", "built"}],
+        "unfit": [words for _, words in said],
         "taken": {name: dict(sorted(found.items())) for name, found in taken.items()},
     }
     record("mutants", "python -m benchmarks.reliability.mutants", figures, details)

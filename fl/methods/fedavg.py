@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fl.method import Method, methods
-from fl.ranges import Count, CountFrom0, Limit, ShareBelow1, StepSize, Weight
+from fl.ranges import ClipNorm, Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import OPTIMIZERS, Group, Optimizer, Phase, Task
 
 
@@ -36,7 +36,7 @@ class FedAvg(Method):
     optimizer: Optimizer = "sgd"
     momentum: ShareBelow1 = 0.0
     weight_decay: Weight = 0.0
-    max_norm: Limit | None = None
+    max_norm: ClipNorm | None = None
     epochs: CountFrom0 | None = 1
     steps: Count | None = None
     batch_size: Count | None = 50

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from fl.data.embedded import Faces
 from fl.method import ServerState, methods
 from fl.public import PublicImages, arrived, module, scores, state_of
-from fl.ranges import Count, CountFrom0, Limit, StepSize
+from fl.ranges import ClipNorm, Count, CountFrom0, StepSize
 from fl.types import Group, Phase, Task, Upload
 
 
@@ -58,7 +58,7 @@ class FedDF(PublicImages):
     server_steps: CountFrom0 = 10_000
     server_lr: StepSize = 1e-3
     server_batch: Count = 128
-    server_max_norm: Limit | None = 5.0
+    server_max_norm: ClipNorm | None = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

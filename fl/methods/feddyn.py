@@ -10,7 +10,7 @@ import torch
 
 from fl.method import ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.ranges import CountFrom0, Limit, Positive, StepSize, Weight
+from fl.ranges import ClipNorm, CountFrom0, Positive, StepSize, Weight
 from fl.tensors import Payloads, Tensors, blend, combine, dense, minus, zeros
 from fl.types import Batch, Scope, Task, Upload
 
@@ -51,7 +51,7 @@ class FedDyn(FedAvg):
     alpha: Positive = 0.01
     lr: StepSize = 0.1
     weight_decay: Weight = 1e-3
-    max_norm: Limit | None = 10.0
+    max_norm: ClipNorm | None = 10.0
     epochs: CountFrom0 | None = 5
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from fl.method import Method, methods
 from fl.models.hypernetwork import EMBEDDING, Hypernetwork
 from fl.parametrisation import Parametrisation
-from fl.ranges import Count, CountFrom0, Limit, ShareBelow1, StepSize, Weight
+from fl.ranges import ClipNorm, Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 
 
@@ -43,7 +43,7 @@ class HyperFL(Method):
     head_lr: StepSize = 0.1
     momentum: ShareBelow1 = 0.5
     weight_decay: Weight = 5e-4
-    max_norm: Limit | None = 50.0
+    max_norm: ClipNorm | None = 50.0
     epochs: CountFrom0 | None = 5
     steps: Count | None = None
     head_epochs: CountFrom0 = 1

@@ -17,6 +17,7 @@ from fl.models.attention_hypernetwork import AttentionHypernetwork
 from fl.parametrisation import Parametrisation
 from fl.ranges import Count, CountFrom0, Positive, Range, StepSize, Weight, Width
 from fl.server_optim import server_step
+from fl.settings import SettingError
 from fl.tensors import Payloads, Tensors, Value, dense, minus, total
 from fl.types import Group, Optimizer, Phase, Task, Upload
 
@@ -112,6 +113,12 @@ class HyperGenFL(FedAvg):
         if type(self.parametrisation) is not Parametrisation:
             raise ValueError("expected parametrisation 'direct': HyperGenFL averages the layers of a network")
         super().__post_init__()
+        if self.start != "one-hot" and self.embedding % self.heads:
+            fits = [n for n in range(1, self.embedding + 1) if self.embedding % n == 0]
+            near = sorted(sorted(fits, key=lambda n: abs(n - self.heads))[:3])
+            said = ", ".join(map(str, near))
+            reason = f"expected a divisor of embedding={self.embedding}, such as {said}, got {self.heads}"
+            raise SettingError((self.name, "heads"), reason)
 
     @classmethod
     def example(cls) -> HyperGenFL:

@@ -12,7 +12,7 @@ from fl.method import Download, ServerState, methods
 from fl.methods.fedavg import FedAvg
 from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, OPTIMIZER, ServerHypernetwork, embedding_of
 from fl.parametrisation import Parametrisation
-from fl.ranges import Count, CountFrom0, Length, Limit, ShareBelow1, StepSize, Weight, Width
+from fl.ranges import ClipNorm, Count, CountFrom0, Length, ShareBelow1, StepSize, Weight, Width
 from fl.server_optim import server_step
 from fl.tensors import Tensors, combine, scaled
 from fl.types import Group, Phase, Scope, Task, Upload
@@ -61,7 +61,7 @@ class PFedHN(FedAvg):
     lr: StepSize = 5e-3
     momentum: ShareBelow1 = 0.9
     weight_decay: Weight = 5e-5
-    max_norm: Limit | None = 50.0
+    max_norm: ClipNorm | None = 50.0
     epochs: CountFrom0 | None = None
     batch_size: Count | None = 64
     head: Literal["shared", "private"] = "shared"
@@ -70,7 +70,7 @@ class PFedHN(FedAvg):
     server_lr: StepSize | None = None
     server_momentum: ShareBelow1 = 0.9
     server_decay: Weight = 1e-3
-    server_max_norm: Limit | None = 50.0
+    server_max_norm: ClipNorm | None = 50.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

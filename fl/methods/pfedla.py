@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fl.kept import KeepsModels, kept
 from fl.method import ServerState, methods
 from fl.methods.hypergenfl import layer, layers
 from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, ServerHypernetwork, head_bias, head_weight
-from fl.ranges import Count, CountFrom0, StepSize, Width
+from fl.ranges import Count, CountFrom0, Length, StepSize, Width
 from fl.tensors import Tensors, blend, combine, dense, total
 from fl.types import Task, Upload
 
@@ -58,7 +58,7 @@ class PFedLA(KeepsModels):
     )
 
     embedding: Width = 100
-    hidden: tuple[Width, ...] = (100, 100, 100)
+    hidden: Annotated[tuple[Width, ...], Length(1)] = (100, 100, 100)
     server_lr: StepSize = 5e-3
     epochs: CountFrom0 | None = 10
     batch_size: Count | None = 32
