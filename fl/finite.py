@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def check_form(number: int, weight: float, sent: Mapping[str, Value], like: Mapp
         ValueError: a weight that is no number from 0; a tensor that is missing, that nobody asked for, or that has
             another form than what the server sent. Says whose and which.
     """
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= weight <= MOST_WEIGHT:
         raise ValueError(
             f"client {number}: expected a weight in the mean from 0 to {MOST_WEIGHT:g}, got {weight!r}: see the "
             "method's `weight`"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from support import worlds
@@ -82,6 +83,13 @@ class Weighted(FedAvg):
 
     def weight(self, images: int) -> float:
         return self.counts  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("weight", [np.int64(2), np.float32(2)], ids=["int64", "float32"])
+def test_a_weight_of_numpy_is_a_number(weight: object) -> None:
+    run = worlds.federation(Weighted(steps=1, counts=weight), rounds=0)
+    run.run_round()
+    assert run.server.round == 1
 
 
 @pytest.mark.parametrize("weight", [torch.nan, torch.inf, -1.0, 3e38, True, "4", None])
