@@ -58,6 +58,7 @@ FAMILIES = {
     "gamma": Family(lambda rng, count: np.minimum(10 + rng.gamma(2, 4, count), 100), SKEWED),
     "exponential": Family(lambda rng, count: np.minimum(12 + rng.exponential(5, count), 100), SKEWED, holds=False),
     **{f"{p:.0%} exact": Family(_mixture(p, _exact, _normal(15, 3)), MIXED) for p in (0.5, 0.7, 0.8, 0.9, 0.95)},
+    "90% at 36 dB": Family(_mixture(0.9, _normal(36, 1), _normal(12, 1)), MIXED),
     **{
         f"{p:.0%} above 40 dB": Family(_mixture(p, _normal(75, 10), _normal(15, 3)), MIXED)
         for p in (0.5, 0.7, 0.8, 0.9, 0.95)
