@@ -75,7 +75,7 @@ CONTRADICTED = (
     "not confirmed: the picture explains what it was read from, but one step of SGD on it does not make the rest of "
     "the update"
 )
-GUESSES = "another optimizer, clipping by tensor, or step sizes by layer?"
+GUESSES = "another optimizer, clipping by tensor, step sizes by layer, other weights before, or a turned sign?"
 """What may be the reason where sizes alone do not tell."""
 UNTOLD = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "

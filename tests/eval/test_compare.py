@@ -20,7 +20,7 @@ def test_only_what_differs_is_shown(tmp_path):
     gains = [new["psnr"] - old["psnr"] for new, old in zip(second.rows, first.rows, strict=True)]
     assert two.difference.psnr.value == pytest.approx(sum(gains) / 3)
     mean = one.group.psnr
-    assert two.difference.psnr.high - two.difference.psnr.low < 0.5 * (mean.high - mean.low)  # image by image
+    assert two.difference.psnr.high - two.difference.psnr.low < 0.9 * (mean.high - mean.low)  # image by image
 
 
 def test_other_images_or_seeds_are_not_paired(tmp_path):
