@@ -36,11 +36,15 @@ def by_subject(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def strongest(groups: Sequence[Group]) -> Group | None:
-    """The group whose gain over its best floor is largest at the lower end of its interval; None without pictures."""
+    """The group whose gain over its best floor is largest at the lower end of its interval; None without pictures.
+
+    An interval of fewer than `FEWEST` images tells hardly anything: these rank by their means, behind all others.
+    """
 
     def certain(group: Group) -> tuple[float, float]:
         assert group.gain is not None
-        return (-math.inf if group.gain.low is None else group.gain.low, group.gain.value)
+        few = group.gain.low is None or group.gain.images < FEWEST
+        return (-math.inf if few or group.gain.low is None else group.gain.low, group.gain.value)
 
     judged = [group for group in groups if group.gain is not None]
     return max(judged, key=certain) if judged else None
