@@ -86,7 +86,7 @@ Positive = Annotated[float, Range(0, 1e18, above=True)]
 """A number above 0, whose square is one in single precision."""
 Limit = Annotated[float, Range(0, above=True, infinite=True)]
 """What something is cut to; infinity is no limit."""
-ClipNorm = Annotated[float, Range(0, above=True)]
+ClipNorm = Annotated[float, Range(0, 1e18, above=True)]
 """What a gradient is clipped to in local training or on the server; null, where it is allowed, is no limit."""
 Share = Annotated[float, Range(0, 1)]
 """A share, both ends included."""
