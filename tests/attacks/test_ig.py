@@ -116,6 +116,7 @@ def test_an_unknown_schedule_is_refused_and_all_known_ones_run() -> None:
         assert isinstance(found, Reconstruction)
     with pytest.raises(ValueError, match="schedule"):
         ig(schedule="linear")
-    for setting in ("warmup", "last_lr", "langevin"):
-        with pytest.raises(ValueError, match=f"{setting}: expected a"):
+    said = {"warmup": "a whole number >= 0", "last_lr": r"a number in \[0, 1\]", "langevin": "a number >= 0"}
+    for setting, wanted in said.items():
+        with pytest.raises(ValueError, match=f"{setting}: expected {wanted}, got -1"):
             ig(**{setting: -1})
