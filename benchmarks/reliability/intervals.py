@@ -94,7 +94,7 @@ def main() -> None:
             Figure(
                 f"95 % intervals of a mean, {kind}, {IMAGES[0]} to {IMAGES[-1]} images",
                 len(own) * DRAWS,
-                f"{GOAL:.0%} or more hold the truth",
+                f"{GOAL:.0%} or more hold the truth, within {CHANCE:.0%} for chance",
                 f"{min(own):.1%} at least, {sum(own) / len(own):.1%} on average",
                 min(own) >= GOAL - CHANCE,
             )

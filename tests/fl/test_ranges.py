@@ -12,30 +12,14 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 
-import attacks
-from defenses import defenses
+from benchmarks.reliability.mutants import REGISTRIES
 from eval.plain import SECTIONS
-from fl.data import datasets
-from fl.data.augment import augmentations
-from fl.data.partition import partitions
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
-from fl.models import models
-from fl.parametrisation import parametrisations
 from fl.ranges import Count, Length, Limit, Positive, Range, Share
 from fl.registry import Registry
 from fl.settings import SettingError, declared, fitted, hints, shown
 
-REGISTRIES: tuple[Registry[Any], ...] = (
-    methods,
-    defenses,
-    attacks.attacks,
-    datasets,
-    partitions,
-    augmentations,
-    models,
-    parametrisations,
-)
 Odd = Annotated[int, Range(1, 9)]
 
 
