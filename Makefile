@@ -1,3 +1,4 @@
+# make cpu     install PyTorch without CUDA, once and first; without it pip takes the usual build (about 5 GB on Linux)
 # make demo    set up, then train, attack and print a table of what leaked
 # make test    set up, then run the tests, a process a core (PYTEST_ARGS="-m slow tests/fl" is passed on; "-n 0": one process)
 # make nightly set up, then run the slow tests, and make up files for an hour (see docs/security.md)
@@ -6,13 +7,18 @@
 
 PY ?= python3
 BIN := .venv/bin
+TORCH_CPU := https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test nightly check clean
+.PHONY: cpu demo test nightly check clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ok
 	$(BIN)/hyperleak run configs/quickstart.yaml --out results/quickstart
+
+cpu:
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PY) -m venv .venv
+	$(BIN)/python -m pip install torch torchvision -c constraints.txt --extra-index-url $(TORCH_CPU)
 
 test: .venv/ok
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
@@ -36,6 +42,6 @@ clean:
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PY) -m venv .venv
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || { \
 	  echo 'Installing into .venv. On Linux this downloads about 5 GB, most of it the CUDA build of torch.'; \
-	  echo 'For a small CPU build: Ctrl-C, install its torch and torchvision with .venv/bin/pip, call make again.'; }
+	  echo 'For a small CPU build: Ctrl-C, then: make cpu'; }
 	$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
 	@touch $@
