@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from attacks.twice import why_not
-from fl.finite import finite, unfit
-from fl.group import as_one
+from attacks.network.double_backward import why_not
+from fl.aggregated_view import as_one
 from fl.registry import Registry, UnknownNameError
+from fl.simulation.nonfinite_updates import finite, unfit
 from fl.tensors import Tensors
 from fl.types import Batch, ServerView
 
@@ -131,8 +131,8 @@ class Attack:
         return None
 
     def checked(self, view: ServerView, result: Result) -> Result:
-        """The result, verified only where the whole update bears it out (`attacks.borne_out`)."""
-        from attacks.borne_out import checked  # which asks attacks what they know of a view
+        """The result, verified only where the whole update bears it out (`attacks.verification`)."""
+        from attacks.verification import checked  # which asks attacks what they know of a view
 
         return checked(view, result)
 
@@ -173,7 +173,7 @@ class ViewAttack(Attack):
 
     def lead(self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """What `then` makes of the rewritten views, attacked in one stack, checked where the first view can't be."""
-        from attacks.borne_out import checkable
+        from attacks.verification import checkable
 
         single = [self.single(view) for view in views]
         rewritten = [view if isinstance(view, NotApplicable) else self.rewrite(view) for view in single]
@@ -249,9 +249,9 @@ def _check_result(name: str, result: object) -> None:
 
 
 def _check(view: ServerView) -> None:
-    """What is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
+    """What is put into a view by hand is most often off: `fl.simulation.capture.from_update` checks all of it."""
     if not isinstance(view, ServerView):
-        hint = ": fl.capture.from_batch returns the view and the truth" if isinstance(view, tuple) else ""
+        hint = ": fl.simulation.capture.from_batch returns the view and the truth" if isinstance(view, tuple) else ""
         raise TypeError(f"expected a ServerView, got {type(view).__name__}{hint}")
     fed = any(size for steps in view.schedule or () for step in steps for size in step)
     if view.batch_size is not None and view.batch_size < (1 if fed else 0):  # a hidden schedule may have fed none
@@ -267,7 +267,7 @@ def _check(view: ServerView) -> None:
             if got != expected:
                 raise ValueError(
                     f"expected the update of {name!r} in the {what} of what the server sent, {expected}, got {got}: "
-                    "fl.capture.from_update makes a view of a captured update"
+                    "fl.simulation.capture.from_update makes a view of a captured update"
                 )
     if view.labels is not None:
         _check_labels(view.labels, view.batch_size, view.task.num_classes)
@@ -324,7 +324,7 @@ class Chain(Attack):
 
     def checked(self, view: ServerView, result: Result) -> Result:
         """The result, by the first view where that can be asked; else the rewritten one has been (`lead`)."""
-        from attacks.borne_out import checkable
+        from attacks.verification import checkable
 
         return super().checked(view, result) if checkable(view) else result
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fl.files import replacing
+from fl.runtime.atomic_files import replacing
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -11,12 +11,12 @@ import torch
 
 from defenses import defenses
 from defenses.clip import Unscaled
-from fl.accounting import Charge, PrivacyStatement, worst
 from fl.client import Client, Gradient
 from fl.defense import Defense, overrides
 from fl.method import Method
-from fl.models.initialise import NORMS
-from fl.privacy import fastest, private_gradient
+from fl.models.building_blocks.initialization import NORMS
+from fl.privacy.accounting import Charge, PrivacyStatement, worst
+from fl.privacy.dp_sgd import fastest, private_gradient
 from fl.ranges import OpenShare, Positive, Weight
 from fl.tensors import Tensors
 from fl.types import Batch, Phase, Task

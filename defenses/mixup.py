@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from defenses import defenses
-from fl.data.skewed import dirichlet
+from fl.data.partitions.label_skew import dirichlet
 from fl.defense import Defense
 from fl.ranges import Weight
 from fl.types import Batch, Task

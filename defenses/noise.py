@@ -10,8 +10,8 @@ import torch
 
 from defenses import defenses
 from fl.defense import Defense
-from fl.noise import Noise as Secret
-from fl.noise import fresh_key
+from fl.privacy.gaussian_noise import Noise as Secret
+from fl.privacy.gaussian_noise import fresh_key
 from fl.ranges import Weight
 from fl.tensors import Tensors, dense, rms
 
@@ -25,7 +25,8 @@ class Noise(Defense):
     from the run's seed, and who knows that takes it off; a real update takes `release`. Noise has full rank, so a
     structured update leaves this defence dense. An attacker who knows it and solves equations weighs every tensor by
     the inverse of its noise. A search doesn't by itself: whether that helps depends on the network, with and without
-    noise (`balance` of `attacks.matching.Matching`, whose 1 makes a squared distance the likelihood of relative noise).
+    noise (`balance` of `attacks.gradient_matching.engine.base.Matching`, whose 1 makes a squared distance the
+    likelihood of relative noise).
 
     Attributes:
         std: standard deviation; 0 is no defence.
@@ -64,7 +65,7 @@ class Noise(Defense):
         return noisy
 
     def release(self, update: Tensors) -> Tensors:
-        """The update plus noise that nobody can draw again (`fl.keystream`)."""
+        """The update plus noise that nobody can draw again (`fl.privacy.secure_rng`)."""
         if self.std == 0 or not update:
             return update
         matrices = {name: dense(value) for name, value in update.items()}

@@ -17,8 +17,8 @@ from defenses import defenses
 from fl.client import Gradient
 from fl.defense import Defense
 from fl.method import Method, Step
-from fl.models.initialise import initialise
-from fl.models.layers import Classifier
+from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.layers import Classifier
 from fl.network import Network
 from fl.ranges import Weight, Width
 from fl.seeds import stream

@@ -7,8 +7,8 @@ import sys
 import typer
 
 from eval.commands import audit, compare, doctor, list_, report, run, show
-from eval.surroundings import Guarded
-from fl.guard import leave_if_unguarded
+from eval.commands.system_errors import Guarded
+from fl.runtime.main_guard import leave_if_unguarded
 
 app = typer.Typer(
     cls=Guarded,

@@ -1,126 +1,13 @@
-"""Experiments in YAML: read strictly, overridden by dotted keys, spread over a grid, written back in full.
+"""Experiments read from YAML and written to it: the public names of `eval.experiment.yaml_config`."""
 
-```yaml
-title: Faces, one image at a time
-imports: [my_attacks.py]                 # modules of one's own that register what is named below; none by default
-task: {dataset: faces, model: hyperfl-grey}
-federation: {partition: {name: iid, clients: 4}, rounds: 5}
-method:                                  # one or several; `as` gives an entry its own label
-  - {name: fedavg, lr: 0.05}
-  - {name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}
-defense: none                            # every method is trained under every defence
-attack:                                  # `against` names the methods it is run on; without any: accuracy and cost
-  - {name: ig, against: fedavg}
-  - peel+ig
-threat: {knows_labels: false}            # what the server knows beside the update
-observe: {images: 8, batch_size: 1, method: {steps: 1, head_epochs: 0}}
-seeds: [0]
-score: {lpips: auto}
-published:                               # a paper's figures, for the report to set beside ours
-  - {method: fedavg, attack: ig, psnr: 16.16, source: "HyperFL, Table 3"}
-sweep: {attack.ig.tv: [1e-4, 1e-2]}      # each value becomes an entry of its own (see `eval.grid`)
-```
-"""
+from eval.experiment.yaml_config import (
+    dump,
+    load,
+    read,
+)
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-from eval import grid, yamlfile
-from eval.changes import State, apply
-from eval.experiment import Experiment, check_taken
-from eval.grid import override
-from eval.imports import bring, ungiven
-from eval.narrow import narrow, with_figures
-from eval.plain import build, mapping, plain
-from eval.shown import cut
-
-__all__ = ["dump", "load", "override", "plain", "read"]
-log = logging.getLogger(__name__)
-
-
-def load(
-    path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    imports: Sequence[str] = (),
-    without: Sequence[str] = (),
-    only: Sequence[str] = (),
-    note: Callable[[str], None] = log.warning,
-    asked: Callable[[Sequence[str]], bool] = lambda _words: True,
-) -> Experiment:
-    """The experiment in a YAML file, changed as the command line asks for; runs the code that it `imports`.
-
-    Args:
-        path: of the file.
-        overrides: `key=value` (see `eval.changes`).
-        imports: further modules of the user's own (see `eval.imports`).
-        without: labels of entries to leave out (see `eval.narrow`).
-        only: labels of the entries to keep.
-        note: told of published figures that are left out with what they are of.
-        asked: told of the modules that the file imports and `imports` doesn't, before any of their code runs; whether
-            it may.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: not an experiment; says which key is wrong and what would be right.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no config file {path}")
-    try:
-        data = yamlfile.parse(yamlfile.read(path))
-        experiment, sweep = _split(data, path.parent, imports, asked)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not (overrides or without or only):
-        return grid.spread(experiment, sweep)
-    changed = apply(State(replace(experiment, published=()), sweep, experiment.published), overrides)
-    found, lost = with_figures(narrow(grid.spread(changed.experiment, changed.sweep), without, only), changed.published)
-    if lost:
-        note(f"published figures of what is not run are left out: {', '.join(lost)}")
-    return found
-
-
-def read(data: Any) -> Experiment:
-    """The experiment that plain data (a parsed YAML document) describes; imports what it `imports`.
-
-    Raises:
-        ValueError: as `load`.
-    """
-    return grid.spread(*_split(data))
-
-
-def dump(experiment: Experiment) -> str:
-    """The experiment as YAML with every default written out, always the same for equal experiments."""
-    return yamlfile.dump(plain(experiment))
-
-
-def _split(
-    data: Any,
-    folder: Path = Path(),
-    given: Sequence[str] = (),
-    asked: Callable[[Sequence[str]], bool] = lambda _words: True,
-) -> tuple[Experiment, dict[str, Any]]:
-    """The experiment without its sweep, and the sweep."""
-    values = dict(mapping(data, "the config"))
-    words = _words(values.get("imports", []))
-    own = ungiven(words, given)
-    values["imports"] = list(bring(words if not own or asked(own) else [], folder, given))
-    sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
-    experiment = build(values)
-    given = values["method"] if isinstance(values["method"], list) else [values["method"]]
-    for settings, taken in zip(given, plain(experiment)["method"], strict=True):
-        for name in settings if isinstance(settings, dict) else ():
-            check_taken(settings[name], taken.get(name, settings[name]), f"method.{taken['name']}.{name}")
-    return experiment, sweep
-
-
-def _words(value: Any) -> list[str]:
-    words = value if isinstance(value, list) else [value]
-    if not all(isinstance(word, str) for word in words):
-        raise ValueError(f"imports: expected files or modules such as my_attack.py, got {cut(repr(value), 200)}")
-    return words
+__all__ = [
+    "dump",
+    "load",
+    "read",
+]

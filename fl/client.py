@@ -14,9 +14,9 @@ from torch.func import vmap
 from torch.nn import functional
 
 from fl.defense import DRAWN, Defense, for_buffers
+from fl.local.optimizers import OptimState, optimise
 from fl.method import Method, Step
 from fl.network import Network
-from fl.optim import OptimState, optimise
 from fl.tensors import Payloads, Tensors, combine, dense, flatten, minus, zeros
 from fl.types import Batch, Draws, Order, Phase, Scope, Task
 

@@ -15,9 +15,9 @@ from fl.tensors import Tensors
 from fl.types import Batch, Task
 
 if TYPE_CHECKING:
-    from fl.accounting import PrivacyStatement
     from fl.client import Client, Gradient
     from fl.method import Method
+    from fl.privacy.accounting import PrivacyStatement
 
 
 defenses: Registry[Defense] = Registry("defense", "defenses")

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fl.parametrisation import Parametrisation
+from fl.parametrization import Parametrisation
 from fl.registry import Registry
 from fl.tensors import Payloads, Tensors, Value, blend, dense, minus
 from fl.types import Batch, Phase, Scope, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.accounting import PrivacyStatement
     from fl.client import Gradient
     from fl.defense import Defense
     from fl.network import Network
+    from fl.privacy.accounting import PrivacyStatement
 
 methods: Registry[Method] = Registry("method", "fl.methods")
 

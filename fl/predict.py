@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
+from fl.aggregated_view import in_turn, own, weighted
 from fl.client import Client, Derivative, autograd_derivative, gather, local_update
-from fl.group import in_turn, own, weighted
 from fl.tensors import Payloads, Tensors, dense
 from fl.types import Candidate, ServerView
 

@@ -59,7 +59,8 @@ def _slips(a: str, b: str) -> int:
 class Registry(Generic[T]):
     """The entries of one kind: frozen keyword-only dataclasses (an object is its settings) or plain functions.
 
-    The modules of `package` are imported at the first lookup, so a new file there is all that a new entry needs. A
+    The modules of `package`, in whatever folder below it, are imported at the first lookup, so a new file there is all
+    that a new entry needs. A
     field whose type has a class attribute `registry` holds an entry of that registry, given by name or settings.
 
     Attributes:
@@ -190,8 +191,9 @@ class Registry(Generic[T]):
             return
         self._searched = True  # before the imports: a module may look up the registry it enters
         try:
-            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
-                self._load(f"{self.package}.{module.name}")
+            package = importlib.import_module(self.package)
+            for module in pkgutil.walk_packages(package.__path__, f"{self.package}."):
+                self._load(module.name)
         except BaseException:
             self._searched = False
             raise

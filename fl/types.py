@@ -281,7 +281,7 @@ class ServerView:
 
     Under secure aggregation it is that of a group of clients: `update` is their weighted mean, private tensors are
     called `part/i/name`, images, labels and draws of all clients stand one after the other, and a step of `schedule`
-    and `order` is that of all clients together (see `fl.group`).
+    and `order` is that of all clients together (see `fl.aggregated_view`).
 
     Attributes:
         method: the federated method, with its settings.

@@ -12,12 +12,13 @@ import pytest
 import torch
 import typer
 
-from eval import catalogue, config, yamlfile
+from eval.audit.request import Request
 from eval.cli import app
 from eval.commands.list_ import CONFIGS, KINDS, registries
 from eval.commands.show import describe
-from eval.experiment import Experiment
-from eval.request import Request
+from eval.experiment import config_catalog, yaml_config
+from eval.experiment.spec import Experiment
+from eval.io import yaml12
 from fl.registry import UnknownNameError
 
 ROOT = Path(__file__).parents[1]
@@ -124,9 +125,9 @@ def test_python_blocks_are_as_short_as_lines_here() -> None:
 
 @pytest.mark.parametrize("page", pages_with("yaml"), ids=name_of)
 def test_yaml_blocks_are_settings(page: Path) -> None:
-    whole = yamlfile.parse((ROOT / "configs" / "quickstart.yaml").read_text())
+    whole = yaml12.parse((ROOT / "configs" / "quickstart.yaml").read_text())
     for text in blocks(page, "yaml"):
-        assert config.read({**whole, **yamlfile.parse(text)}).attack
+        assert yaml_config.read({**whole, **yaml12.parse(text)}).attack
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -164,7 +165,7 @@ def test_commands_parse(page: str, line: str) -> None:
 def changed(given: dict) -> Experiment:
     """The config of a command line as its options leave it; files that it imports are the reader's own."""
     narrowed = {key: given[key] or () for key in ("without", "only")}
-    return config.load(catalogue.find(given["config"]), given["set_"] or (), **narrowed)
+    return yaml_config.load(config_catalog.find(given["config"]), given["set_"] or (), **narrowed)
 
 
 def check(command: str, given: dict) -> None:

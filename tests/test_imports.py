@@ -128,7 +128,7 @@ def test_tests_are_no_packages():
     ("layer", "code", "expected"),
     [
         ("fl", "import attacks", ["attacks"]),
-        ("defenses", "def f():\n    from eval.metrics import psnr", ["eval.metrics"]),
+        ("defenses", "def f():\n    from eval.metrics.image import psnr", ["eval.metrics.image"]),
         ("attacks", "from fl import types\nimport defenses.noise", []),
         ("eval", "from attacks import ig\nimport attacksome", []),
     ],

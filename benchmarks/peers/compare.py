@@ -15,8 +15,8 @@ from attacks.base import Reconstruction
 from benchmarks.peers.adapters import PEERS, Peer, Run, Setting
 from benchmarks.peers.sources import PeerMissingError
 from benchmarks.peers.victims import Victim, network, victims
-from eval.floors import guesses
-from eval.metrics import psnr
+from eval.metrics.baselines import guesses
+from eval.metrics.image import psnr
 
 ALONE, STACKED = "ours, one by one", "ours, in one stack"
 

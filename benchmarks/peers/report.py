@@ -12,7 +12,7 @@ from benchmarks.common import table
 from benchmarks.peers.adapters import PEERS
 from benchmarks.peers.compare import ALONE, STACKED, Case, Outcome
 from benchmarks.peers.sources import chapter
-from eval.statistics import paired_difference
+from eval.metrics.statistics import paired_difference
 
 RESAMPLES = 2000
 AHEAD = 0.005

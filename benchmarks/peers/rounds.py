@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fl.models
 from benchmarks.peers.sources import Source
 from benchmarks.peers.victims import normalised
-from benchmarks.worlds import BATCH, federation, images
+from benchmarks.performance.noise_data import BATCH, federation, images
 from fl.method import Method
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.peers.rounds import DECAY, IMAGES, LR, MOMENTUM, NOISE, PeerTrainer, Setting
 from benchmarks.peers.sources import HYPERFL, PFL_RESEARCH, PFLLIB, importable
-from benchmarks.worlds import BATCH
+from benchmarks.performance.noise_data import BATCH
 from fl.types import Batch
 
 NEVER = 10**6

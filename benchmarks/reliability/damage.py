@@ -25,12 +25,15 @@ from safetensors.torch import save_file
 
 from benchmarks.reliability import kills
 from benchmarks.reliability.page import Figure, record
-from eval import captured, config, harness, manifest, yamlfile
+from eval.audit import captured_update
+from eval.experiment import yaml_config
+from eval.io import manifest, yaml12
 from eval.report.load import load
-from eval.rundir import RUN, RunDir, check_cell
-from fl import checkpoint
-from fl.data import stored
-from fl.models import pretrained
+from eval.run import runner
+from eval.run.run_directory import RUN, RunDir, check_cell
+from fl.data.sources import stored
+from fl.models.building_blocks import pretrained
+from fl.simulation import checkpoint
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,12 @@ def make(place: Path) -> list[Kind]:
 
 def _finished(folder: Path) -> None:
     """A finished run that keeps its checkpoints."""
-    from eval import results
+    from eval.run import results
 
     run = RunDir(folder)
     with run.locked():
-        plan = harness.prepare(config.read(yamlfile.parse(kills.CONFIG)), device="cpu")
-        harness.run(plan, run, harness.Options(keep_checkpoints=True))
+        plan = runner.prepare(yaml_config.read(yaml12.parse(kills.CONFIG)), device="cpu")
+        runner.run(plan, run, runner.Options(keep_checkpoints=True))
         results.assemble(plan, run)
 
 
@@ -105,7 +108,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _update(path: Path) -> Any:
-    return _plain(captured.load(path).update)
+    return _plain(captured_update.load(path).update)
 
 
 def _weights(path: Path) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.reliability.page import Figure, record
-from eval.statistics import mean_interval
+from eval.metrics.statistics import mean_interval
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
 IMAGES = (6, 8, 12, 16, 32, 50)

@@ -23,10 +23,12 @@ from pathlib import Path
 
 import torch
 
-from attacks.spread import Spread
+from attacks.parallel import Spread
 from benchmarks.reliability.page import Figure, record
-from eval import config, harness, results, yamlfile
-from eval.rundir import LOCK, LOG, RunDir
+from eval.experiment import yaml_config
+from eval.io import yaml12
+from eval.run import results, runner
+from eval.run.run_directory import LOCK, LOG, RunDir
 from fl import engines
 
 CONFIG = """
@@ -46,12 +48,12 @@ def go(path: Path, workers: int = 1) -> None:
     vars(time)["perf_counter"] = lambda: 0.0
     # workers are started at once, not when a run has taken as long as they take to start
     vars(engines)["START"] = 0.0
-    vars(harness)["Spread"] = partial(Spread, patience=0.0)
-    experiment = config.read(yamlfile.parse(CONFIG))
+    vars(runner)["Spread"] = partial(Spread, patience=0.0)
+    experiment = yaml_config.read(yaml12.parse(CONFIG))
     folder = RunDir(path)
     with folder.locked(), folder.logged():
-        plan = harness.prepare(experiment, device="cpu")
-        failures = harness.run(plan, folder, harness.Options(every=0.05, workers=workers, name="tiny"))
+        plan = runner.prepare(experiment, device="cpu")
+        failures = runner.run(plan, folder, runner.Options(every=0.05, workers=workers, name="tiny"))
         results.publish(results.assemble(plan, folder), failures, plan, folder)
 
 
@@ -139,7 +141,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     details: dict[str, object] = {}
     figures = []
-    config.read(yamlfile.parse(CONFIG))  # loads all modules, once
+    yaml_config.read(yaml12.parse(CONFIG))  # loads all modules, once
     with tempfile.TemporaryDirectory() as place:
         for points, workers in ((given.points, 1), (given.two, 2)):
             if not points:

@@ -21,15 +21,15 @@ from typing import Any
 import attacks
 from benchmarks.reliability.page import Figure, record
 from defenses import defenses
-from eval import yamlfile
-from eval.plain import SECTIONS, build
-from eval.plan import prepare
+from eval.experiment.serialization import SECTIONS, build
+from eval.io import yaml12
+from eval.run.plan import prepare
 from fl.data import datasets
 from fl.data.augment import augmentations
-from fl.data.partition import partitions
+from fl.data.partitions.base import partitions
 from fl.method import methods
 from fl.models import models
-from fl.parametrisation import parametrisations
+from fl.parametrization import parametrisations
 from fl.registry import Registry
 from fl.settings import described, fitted, hints
 
@@ -87,7 +87,7 @@ def mutants(count: int, seed: int = 0) -> Iterator[Mutant]:
     while made < count:
         path, kind = chance.choice(configs), kinds[made % len(kinds)]
         text = path.read_text(encoding="utf-8")
-        mutant = mutated(yamlfile.parse(text), kind, chance)
+        mutant = mutated(yaml12.parse(text), kind, chance)
         if mutant is not None:
             key, changed = mutant
             yield Mutant(str(path.relative_to(CONFIGS)), kind, key, changed)
@@ -100,10 +100,10 @@ def mutated(data: dict[str, Any], kind: str, chance: random.Random) -> tuple[str
     if kind == "section left out":
         key = chance.choice(("task", "method"))
         data.pop(key, None)
-        return key, yamlfile.dump(data)
+        return key, yaml12.dump(data)
     if kind == "key twice":
         key = chance.choice(sorted(data))
-        return key, yamlfile.dump(data) + yamlfile.dump({key: data[key]})
+        return key, yaml12.dump(data) + yaml12.dump({key: data[key]})
     leaves = list(numbers(data))
     if kind == "name unknown":
         leaves = [leaf for leaf in named(data)]
@@ -120,7 +120,7 @@ def mutated(data: dict[str, Any], kind: str, chance: random.Random) -> tuple[str
         key = f"{key}_x"
     else:
         place[where[-1]] = "nobody-knows-it" if kind == "name unknown" else VALUES[kind]
-    return ("nobody-knows-it" if kind == "name unknown" else key), yamlfile.dump(changed)
+    return ("nobody-knows-it" if kind == "name unknown" else key), yaml12.dump(changed)
 
 
 def numbers(data: Any, where: Path_ = ()) -> Iterator[Path_]:
@@ -148,7 +148,7 @@ def named(data: Any, where: Path_ = ()) -> Iterator[Path_]:
 def outcome(mutant: Mutant) -> str:
     """What comes of it: "refused", "refused without the key", "built", or the type of an error that is no refusal."""
     try:
-        build(yamlfile.parse(mutant.text))
+        build(yaml12.parse(mutant.text))
     except ValueError as error:
         return "refused" if mutant.key in str(error) else "refused without the key"
     except (TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, table
-from fl.files import replacing
+from fl.runtime.atomic_files import replacing
 
 FOLDER = RESULTS / "reliability"
 PAGE = RESULTS / "reliability.md"

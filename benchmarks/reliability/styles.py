@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from benchmarks.reliability.odd_models import ACTIVATIONS, STYLES, written
 from benchmarks.reliability.page import Figure, record
 from eval import cli
-from eval.terminal import FAILURE, USAGE
+from eval.commands.terminal import FAILURE, USAGE
 from fl.seeds import stream
 
 CASES = 200

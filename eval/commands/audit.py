@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.surroundings import stop_on_signals
-from eval.terminal import (
+from eval.commands.system_errors import stop_on_signals
+from eval.commands.terminal import (
     FAILURE,
     LEAKED,
     STOPPED,
@@ -29,15 +29,15 @@ from eval.terminal import (
     told,
     warnings_on,
 )
-from eval.terminal import line as print_line
+from eval.commands.terminal import line as print_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
 
-    from eval.auditing import Audit
-    from eval.request import Request
+    from eval.audit.findings import Audit
+    from eval.audit.request import Request
 
 Target = Annotated[
     str | None, typer.Argument(help="MODULE:FUNCTION that returns your model, or (model, images, labels).")
@@ -120,8 +120,8 @@ def audit(
     Three things can be audited: a method (--method hyperfl --dataset faces), your own model (my_model:build), and an
     update that you captured (--update update.npz --model my_model:build).
     """
-    from eval.imports import bring
-    from eval.request import Request, limits
+    from eval.audit.request import Request, limits
+    from eval.experiment.plugins import bring
 
     stop_on_signals()
     with errors(USAGE):
@@ -205,10 +205,11 @@ def _interrupted(left: str) -> Iterator[None]:
 
 
 def _of_own(request: Request, out: Path | None, workers: int | None, *, limited: bool) -> Audit:
-    from eval import auditing, kept
-    from eval.machine import settle
-    from eval.request import ONE, make_folder
-    from eval.rundir import held
+    from eval.audit import findings
+    from eval.audit import output_folder as kept
+    from eval.audit.request import ONE, make_folder
+    from eval.run.resources import settle
+    from eval.run.run_directory import held
 
     with ExitStack() as stack:
         with errors(USAGE):
@@ -230,7 +231,7 @@ def _of_own(request: Request, out: Path | None, workers: int | None, *, limited:
         # one update has all threads to itself
         processes = settle(workers, subjects[0].view.device) if several else 1
         with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
-            found = auditing.examine(
+            found = findings.examine(
                 request.name,
                 subjects,
                 tried,
@@ -254,10 +255,10 @@ def _chosen(request: Request) -> list[str]:
 def _of_method(
     request: Request, out: Path | None, workers: int | None, imports: tuple[str, ...], screen: Console
 ) -> Audit:
-    from eval.harness import Options
-    from eval.machine import settle
-    from eval.request import carry_out, check_folder, make_folder
-    from eval.rundir import RunDir
+    from eval.audit.request import carry_out, check_folder, make_folder
+    from eval.run.resources import settle
+    from eval.run.run_directory import RunDir
+    from eval.run.runner import Options
 
     with ExitStack() as stack:
         folder = RunDir(out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
@@ -273,9 +274,9 @@ def _of_method(
 
 
 def _print(screen: Console, found: Audit) -> None:
-    from eval import verdict
-    from eval.checks import FLAGS
-    from eval.proof import confirmed
+    from eval.audit import verdict
+    from eval.metrics.self_verification import confirmed
+    from eval.metrics.validity_flags import FLAGS
 
     def line(words: str) -> None:
         print_line(screen, words, wrapped=False)

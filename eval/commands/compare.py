@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eval.terminal import USAGE, Json, emit, errors
+from eval.commands.terminal import USAGE, Json, emit, errors
 
 
 def compare(
@@ -15,9 +15,9 @@ def compare(
     json: Json = False,
 ) -> None:
     """Set several runs side by side: settings that differ, scores, and differences with their intervals."""
-    from eval import compare as comparing
+    from eval.report import compare as comparing
     from eval.report.load import reading
-    from eval.rundir import RunDir
+    from eval.run.run_directory import RunDir
 
     with errors(USAGE):
         for folder in folders:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from eval.terminal import FAILURE, USAGE, Json, emit, errors, say, tell
+from eval.commands.terminal import FAILURE, USAGE, Json, emit, errors, say, tell
 
 
 def doctor(
@@ -28,10 +28,10 @@ def doctor(
     if folder is not None:
         _whole(folder, json=json)
         return
-    from eval import health
+    from eval.commands import doctor_checks
     from fl.data.download import WHERE
     from fl.data.download import download as fetch
-    from fl.data.named import remedy
+    from fl.data.sources.named import remedy
     from fl.registry import UnknownNameError
 
     if source is not None and download is None:
@@ -48,7 +48,7 @@ def doctor(
                 say(f"error: {error}")
                 raise typer.Exit(USAGE) from error
         say(f"Written: {', '.join(map(str, paths))}")
-    found = health.checks()
+    found = doctor_checks.checks()
     if json:
         emit([asdict(check) for check in found])
     else:
@@ -56,18 +56,18 @@ def doctor(
             tell(f"{check.state:6}  {check.what}: {check.found}")
             if check.remedy:
                 tell(f"        -> {check.remedy}")
-    if any(check.state == health.FAULT for check in found):
+    if any(check.state == doctor_checks.FAULT for check in found):
         raise typer.Exit(FAILURE)
 
 
 def _whole(folder: Path, *, json: bool) -> None:
     """Say what is damaged in a run's folder, a line for each, and leave with a code of failure if anything is."""
-    from eval import wholeness
+    from eval.run import folder_integrity
 
     with errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
-        found = wholeness.look(folder)
+        found = folder_integrity.look(folder)
     if json:
         emit(asdict(found))
     else:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.terminal import USAGE, Imports, Json, cell, console, emit, errors, rows
+from eval.commands.terminal import USAGE, Imports, Json, cell, console, emit, errors, rows
 
 if TYPE_CHECKING:
     from fl.registry import Registry
@@ -26,8 +26,8 @@ def list_(
     Where there is no terminal each is a line of its own, its columns set apart by tabs (without KIND, that first, and
     all but the configs).
     """
-    from eval.catalogue import named
-    from eval.imports import bring
+    from eval.experiment.config_catalog import named
+    from eval.experiment.plugins import bring
     from fl.registry import UnknownNameError
 
     with errors(USAGE):
@@ -58,20 +58,20 @@ def list_(
 
 def registries() -> dict[str, Registry[Any]]:
     """Every registry by its plural."""
-    from eval.imports import REGISTRIES
+    from eval.experiment.plugins import REGISTRIES
 
     return dict(zip(KINDS, REGISTRIES, strict=True))
 
 
 def _entries(registry: Registry[Any]) -> dict[str, str]:
     """Name and summary of every entry, and why others are not there."""
-    from eval.tables import summary
+    from eval.report.results_table import summary
 
     return {name: summary(registry.get(name)) for name in registry.names()} | registry.skips()
 
 
 def _configs() -> dict[str, str]:
     """Name and title of every config."""
-    from eval import catalogue
+    from eval.experiment import config_catalog
 
-    return {name: catalogue.title(name) for name in catalogue.names()}
+    return {name: config_catalog.title(name) for name in config_catalog.names()}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eval.terminal import USAGE, Json, emit, errors, tell
+from eval.commands.terminal import USAGE, Json, emit, errors, tell
 
 
 def report(
@@ -22,7 +22,7 @@ def report(
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
         from eval import report as reports
-        from eval.rundir import RunDir
+        from eval.run.run_directory import RunDir
 
         if why := RunDir(folder).unfinished():
             raise ValueError(why)

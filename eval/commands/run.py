@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.surroundings import stop_on_signals
-from eval.terminal import (
+from eval.commands.system_errors import stop_on_signals
+from eval.commands.terminal import (
     FAILURE,
     STOPPED,
     USAGE,
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from eval.harness import Failure, Options
-    from eval.plan import Plan
-    from eval.rundir import RunDir
-    from eval.tables import Table
+    from eval.report.results_table import Table
+    from eval.run.plan import Plan
+    from eval.run.run_directory import RunDir
+    from eval.run.runner import Failure, Options
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +77,11 @@ def run(
     A run that was stopped goes on where it was when it is started again with the same folder. What is finished is not
     computed twice, also when attacks, methods or seeds are added.
     """
-    from eval import catalogue, harness
-    from eval import config as configs
-    from eval.machine import settle
-    from eval.rundir import RunDir
+    from eval.experiment import config_catalog
+    from eval.experiment import yaml_config as configs
+    from eval.run import runner
+    from eval.run.resources import settle
+    from eval.run.run_directory import RunDir
 
     stop_on_signals()  # so that a run ended politely ends its worker processes
     screen, notes = console(as_json=json), list[str]()
@@ -94,14 +95,14 @@ def run(
         return True
 
     with errors(USAGE):
-        path = catalogue.find(config)
+        path = config_catalog.find(config)
         overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
         chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
         experiment = configs.load(path, overrides, **chosen, note=note, asked=own_code)
         folder = RunDir(out or default_folder(path))
-        plan = harness.prepare(experiment, device=device)
+        plan = runner.prepare(experiment, device=device)
     with _held(folder):  # last: what is wrong in itself is said rather than that the folder is taken
-        options = harness.Options(
+        options = runner.Options(
             workers=settle(workers, plan.device),
             every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
@@ -137,7 +138,7 @@ def _tell(
 
 def default_folder(path: Path) -> Path:
     """`results/NAME`; for the config of a run its own folder, which then goes on."""
-    from eval.rundir import RUN
+    from eval.run.run_directory import RUN
 
     return path.parent if (path.parent / RUN).is_file() else Path("results") / path.stem
 
@@ -145,7 +146,7 @@ def default_folder(path: Path) -> Path:
 @contextmanager
 def _held(folder: RunDir) -> Iterator[None]:
     """Keep a folder from other processes and log into it; says in one line why that can't be."""
-    from eval.rundir import BusyError
+    from eval.run.run_directory import BusyError
 
     with ExitStack() as stack:
         try:
@@ -181,13 +182,13 @@ def _name(path: Path, folder: RunDir, title: str) -> str:
 
 
 def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> list[Failure]:
-    from eval import harness
-    from eval.rundir import LostLockError
-    from fl.guard import UnguardedError
+    from eval.run import runner
+    from eval.run.run_directory import LostLockError
+    from fl.runtime.main_guard import UnguardedError
 
     try:
         with warnings_on(screen), progress(screen) as told:
-            return harness.run(plan, folder, options, told)
+            return runner.run(plan, folder, options, told)
     except UnguardedError as error:
         say(f"error: {error}")
         raise typer.Exit(USAGE) from error
@@ -204,14 +205,14 @@ def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> l
 
 def _write(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> Table | None:
     """The files for readers; the table, unless nothing was finished."""
-    from eval import results
+    from eval.run import results
 
     rows = results.assemble(plan, folder)
     return results.publish(rows, failures, plan, folder) if rows else None
 
 
 def _summary(plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None) -> dict[str, Any]:
-    from eval.cells import run_id
+    from eval.run.cache_keys import run_id
 
     return {
         "id": run_id(plan.experiment),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.commands.list_ import registries
-from eval.terminal import USAGE, Imports, Json, cell, console, emit, errors, line, rows
+from eval.commands.terminal import USAGE, Imports, Json, cell, console, emit, errors, line, rows
 
 KINDS = ("method", "defense", "attack")
 
@@ -29,7 +29,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """The settings of one thing: their defaults, what they mean, and the paper it comes from; what a config runs."""
-    from eval.imports import bring
+    from eval.experiment.plugins import bring
 
     with errors(USAGE):
         bring(import_ or ())
@@ -52,7 +52,7 @@ def describe(name: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]:
     Raises:
         UnknownNameError: nothing is; says what is close.
     """
-    from eval.plain import SECTIONS
+    from eval.experiment.serialization import SECTIONS
 
     known = registries()
     found = [_about(kind, registry.get(name)) for kind, registry in known.items() if name in registry.names()]
@@ -107,26 +107,27 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
         UnknownNameError: nothing is called so, neither a config nor one of `others`; says what is close.
         FileNotFoundError: likewise, where a config is closer.
     """
-    from eval import catalogue, config, plan
-    from eval.shown import cut
+    from eval.experiment import config_catalog, yaml_config
+    from eval.io.sanitize import cut
+    from eval.run import plan
     from fl.registry import UnknownNameError, close
 
     try:
-        path = catalogue.find(name)
-    except catalogue.UnknownConfigError as error:
+        path = config_catalog.find(name)
+    except config_catalog.UnknownConfigError as error:
         if close(name, (*others, *error.near)) in error.near:
             raise
         raise UnknownNameError("name", name, others, "; configs: `hyperleak list configs`") from error
-    about = {"kind": "config", "name": catalogue.name_of(path), "plain": "", "papers": [], "fields": {}}
+    about = {"kind": "config", "name": config_catalog.name_of(path), "plain": "", "papers": [], "fields": {}}
     unread: list[str] = []
-    about |= {"comment": cut(catalogue.comment(path)), "unread": unread}
+    about |= {"comment": cut(config_catalog.comment(path)), "unread": unread}
 
     def asked(modules: Sequence[str]) -> bool:
         unread.extend(modules)
         return False
 
     try:
-        experiment = config.load(path, imports=imports, asked=asked)
+        experiment = yaml_config.load(path, imports=imports, asked=asked)
         trainings, attacked = plan.count(experiment)
     except ValueError:
         if not unread:
@@ -138,10 +139,10 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
 
 def _outline(path: Path) -> dict[str, Any]:
     """What a config says of itself as it stands, without looking anything up."""
-    from eval import yamlfile
+    from eval.io import yaml12
     from eval.report.setting import Setting
 
-    setting = Setting.of(yamlfile.parse(yamlfile.read(path)))
+    setting = Setting.of(yaml12.parse(yaml12.read(path)))
     entries = {"method": setting.methods, "defense": setting.defenses, "attack": setting.attacks}
     return {"text": setting.title, **{kind: list(own) for kind, own in entries.items()}}
 

@@ -68,10 +68,10 @@ def _names(setting: Setting) -> Iterator[tuple[Registry[Any], str]]:
     from attacks.base import attacks
     from defenses import defenses
     from fl.data import datasets
-    from fl.data.partition import partitions
+    from fl.data.partitions.base import partitions
     from fl.method import methods
     from fl.models import models
-    from fl.parametrisation import parametrisations
+    from fl.parametrization import parametrisations
 
     for key, registry in (("dataset", datasets), ("model", models)):
         yield registry, str(setting.section("task", key).get("name", ""))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from eval import store
+from eval.io import jsonl
 from eval.report import html, markdown
 from eval.report.content import build
 from eval.report.load import reading
-from fl.files import make, refuse_link, remove, replacing, sweep
+from fl.runtime.atomic_files import make, refuse_link, remove, replacing, sweep
 
 HTML, MARKDOWN = "report.html", "report.md"
 _OURS = re.compile(r"(picture-\d+-(best|median|worst|only)-(original|reconstruction)\.png|[a-z0-9-]+\.svg)")
@@ -34,7 +34,7 @@ def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
     folder = Path(folder)
     beside = folder / markdown.FOLDER
     refuse_link(beside)  # before the work
-    with store.locked(folder):  # a run that puts its files in place is waited for
+    with jsonl.locked(folder):  # a run that puts its files in place is waited for
         return _write(folder, beside, show=show)
 
 

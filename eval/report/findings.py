@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from eval import statistics
+from eval.metrics import statistics
+from eval.metrics.statistics import Interval
 from eval.report.blocks import Finding
 from eval.report.summary import CLEAR, FEWEST, FLOORS, RECOGNISED, Group, Secret, shown
 from eval.report.words import count, error, interval, join, number, percent, percent_interval
-from eval.statistics import Interval
 
 GUESSES = {
     "mean": "every image's own mean colour",
@@ -58,7 +58,7 @@ def findings(groups: Sequence[Group], *, labels_given: bool = False) -> list[Fin
 
 def _open(groups: Sequence[Group]) -> list[str]:
     """What attacks leave open of a subject."""
-    from eval.undecided import of_rows, opened  # which is written in words of this package
+    from eval.audit.inconclusive import of_rows, opened  # which is written in words of this package
 
     return [
         f"Not decided: {one}." for one in opened([one for group in groups for one in of_rows(group.attack, group.rows)])

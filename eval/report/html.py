@@ -9,9 +9,9 @@ from itertools import groupby
 
 from jinja2 import Environment, StrictUndefined
 
+from eval.io.sanitize import visible
 from eval.report import svg
 from eval.report.blocks import Block, Mark, Report
-from eval.shown import visible
 
 
 def render(report: Report) -> str:

@@ -8,10 +8,10 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from eval.metrics.score import Row
 from eval.report.blocks import Block, Grid, Items
 from eval.report.load import Run
 from eval.report.words import ACCURACIES, NONE, number, percent
-from eval.score import Row
 
 Key = tuple[str, str]
 """Method and defence."""

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval import manifest, seal, store, yamlfile
-from eval.partitions import FOLDER
-from eval.plain import LABEL, LABEL_WORDS
+from eval.experiment.serialization import LABEL, LABEL_WORDS
+from eval.io import file_digests, jsonl, manifest, yaml12
+from eval.io.sanitize import cut
+from eval.metrics.score import Row
 from eval.report.setting import Setting
 from eval.report.summary import NOT_ATTACKED, Group, groups
-from eval.score import Row
-from eval.shown import cut
-from fl import archives
-from fl.paths import inside
+from eval.run.partition_files import FOLDER
+from fl.runtime import tensor_archives
+from fl.runtime.safe_paths import inside
 
 CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
 PRIVACY = "privacy.jsonl"
@@ -101,7 +101,7 @@ class Run:
         if not path.is_file():
             raise ValueError(f"there is no images/{name}")
         said = {f"images/{name}": self.stated[f"images/{name}"]} if f"images/{name}" in self.stated else {}
-        for damaged, wrong in seal.changes(self.folder, said):
+        for damaged, wrong in file_digests.changes(self.folder, said):
             raise ValueError(f"{damaged} {wrong}")
         return read_pictures(path)
 
@@ -149,7 +149,7 @@ def read_pictures(path: Path) -> tuple[Pixels, Pixels]:
     """
     name = f"{path.parent.name}/{path.name}"
     try:
-        arrays = archives.arrays(path)
+        arrays = tensor_archives.arrays(path)
         original, found = (arrays[key] for key in ("original", "reconstruction"))
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{name} can't be read") from error
@@ -185,7 +185,7 @@ def load(folder: str | Path) -> Run:
 def _said(folder: Path) -> bytes:
     """A run's manifest as it stands."""
     path = inside(folder, manifest.MANIFEST)
-    return path.read_bytes() if path.is_file() and path.stat().st_size <= store.LARGEST else b""
+    return path.read_bytes() if path.is_file() and path.stat().st_size <= jsonl.LARGEST else b""
 
 
 def _load(folder: Path) -> Run:
@@ -194,11 +194,11 @@ def _load(folder: Path) -> Run:
             raise FileNotFoundError(f"no {name} in {folder}; expected a folder that `hyperleak run` has written")
     stated = manifest.check(folder)
     try:
-        config = yamlfile.read(folder / CONFIG)
-        setting = Setting.of(yamlfile.parse(config))
+        config = yaml12.read(folder / CONFIG)
+        setting = Setting.of(yaml12.parse(config))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
-    rows = store.read_rows(folder / ROWS)
+    rows = jsonl.read_rows(folder / ROWS)
     if not rows:
         raise ValueError(f"{folder / ROWS}: expected at least one row, got none")
     for number, row in enumerate(rows, 1):
@@ -208,20 +208,20 @@ def _load(folder: Path) -> Run:
     rounds, privacy = (_rows(folder, name) for name in (ROUNDS, PRIVACY))
     about, environment = (_json(inside(folder, name)) for name in (RUN, ENVIRONMENT))
     try:
-        seal.check_seal(about)
+        file_digests.check_seal(about)
     except ValueError as error:
         raise ValueError(f"{folder / RUN} is damaged: {error}; {manifest.AGAIN}") from error
-    if seal.SEAL in about and not stated:  # older versions had neither
+    if file_digests.SEAL in about and not stated:  # older versions had neither
         raise ValueError(f"{folder / manifest.MANIFEST} is missing; {manifest.AGAIN}")
     # what the run is at now need not be what it was when it wrote these
-    about = stated.get("about") or {key: value for key, value in about.items() if key != seal.SEAL}
+    about = stated.get("about") or {key: value for key, value in about.items() if key != file_digests.SEAL}
     parts, digests = _partitions(folder / FOLDER), stated.get("files", {})
     return Run(folder, config, setting, rows, rounds, about, environment, privacy, parts, digests)
 
 
 def _rows(folder: Path, name: str) -> list[Row]:
     """The rows of a file about trainings; none without one."""
-    rows = store.read_rows(path) if (path := inside(folder, name)).is_file() else []
+    rows = jsonl.read_rows(path) if (path := inside(folder, name)).is_file() else []
     for number, row in enumerate(rows, 1):
         _check(row, [key for key in KEYS if key in row], f"{path}, line {number}")
     return rows
@@ -253,7 +253,7 @@ def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = store.read_json(path)
+        found = jsonl.read_json(path)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(found, dict):

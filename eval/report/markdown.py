@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from eval.io.sanitize import in_markdown as escape
+from eval.io.sanitize import visible
 from eval.report import svg
 from eval.report.blocks import Absent, Block, Code, Figure, Finding, Gallery, Grid, Items, Mark, Note, Report, Text
-from eval.shown import in_markdown as escape
-from eval.shown import visible
 
 FOLDER = "report"
 """Where the files lie, beside `report.md`."""

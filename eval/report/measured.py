@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 
+from eval.metrics.score import Row
 from eval.report import svg
 from eval.report.blocks import Absent, Block, Figure, Grid
 from eval.report.load import Run
 from eval.report.rounds import Value
 from eval.report.words import join, number, percent
-from eval.score import Row
 
 Matrix = Sequence[Sequence[float]]
 MOST = 50

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.naming import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE
+from eval.metrics.lineup import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.report.blocks import Absent, Block, Grid, Items
 from eval.report.overview import Numbered
 from eval.report.summary import Group, Named

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval import checks, partitions
+from eval.metrics import validity_flags
 from eval.report.blocks import Block, Finding, Items, Mark, Note, Section, Text
 from eval.report.findings import findings, floor_names, strongest, subject
 from eval.report.load import Run
 from eval.report.summary import FEWEST, NOT_ATTACKED, Group
 from eval.report.words import count, join, sentence
+from eval.run import partition_files
 
 FEW = 3
 """Attacks that a flag names; more go by their numbers."""
@@ -164,7 +165,7 @@ def _mixed(run: Run) -> list[Block]:
 
 
 def _shared(run: Run) -> list[Block]:
-    said = partitions.notes(run.partitions)
+    said = partition_files.notes(run.partitions)
     return [Note("To know of the split", [("overlap", words) for words in said])] if said else []
 
 
@@ -195,7 +196,9 @@ def flagged(numbered: Numbered) -> list[Block]:
     if not raised:
         return []
     entries = [
-        (flag, f"{words} {_raised(numbered, raised[flag])}") for flag, words in checks.FLAGS.items() if flag in raised
+        (flag, f"{words} {_raised(numbered, raised[flag])}")
+        for flag, words in validity_flags.FLAGS.items()
+        if flag in raised
     ]
     return [Note("To know before trusting a figure", entries)]
 

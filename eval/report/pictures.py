@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from eval.metrics import PSNR_CAP
+from eval.metrics.image import PSNR_CAP
+from eval.metrics.score import Row
 from eval.report.blocks import Case, Gallery
 from eval.report.load import Pixels, Run
 from eval.report.summary import IMAGE, Group, failed
 from eval.report.words import number
-from eval.score import Row
 
 SIDE = 112
 """Pixels that small images are enlarged to, at least; whole pixels only, so that nothing is smoothed away."""

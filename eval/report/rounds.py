@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from eval import statistics
+from eval.metrics import statistics
+from eval.metrics.score import Row
+from eval.metrics.statistics import Interval
 from eval.report.load import Run
 from eval.report.summary import Group
 from eval.report.words import percent, percent_interval
-from eval.score import Row
-from eval.statistics import Interval
 
 Value = Callable[[Row], float | None]
 

@@ -11,17 +11,17 @@ from statistics import fmean
 from statistics import median as middle
 from typing import Any
 
-from eval import checks, statistics
-from eval.naming import AMONG, BY_PICTURE, BY_UPDATE
+from eval.metrics import statistics, validity_flags
+from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
+from eval.metrics.score import NO_RECONSTRUCTION, Row
+from eval.metrics.statistics import Interval
 from eval.report.setting import Setting
 from eval.report.words import count
-from eval.score import NO_RECONSTRUCTION, Row
-from eval.statistics import Interval
 
 IMAGE = "picture"
 """Column that tells images apart across an experiment."""
 FLOORS = {"mean": "mean colour", "grey": "mid grey", "noise": "noise", "nearest": "nearest image"}
-"""What can be guessed without the update (see `eval.floors`)."""
+"""What can be guessed without the update (see `eval.metrics.baselines`)."""
 RECOGNISED = 20.0
 """PSNR in dB from which on a person recognises the content, about."""
 CLEAR = 10.0
@@ -173,7 +173,7 @@ class Group:
         return self.named_by(BY_PICTURE)
 
     def named_by(self, column: str) -> Named | None:
-        """How many images are named so (see `eval.naming`); None where none could be.
+        """How many images are named so (see `eval.metrics.lineup`); None where none could be.
 
         Every image counts once, from the first seed that attacked it: seeds share their images.
         """
@@ -217,13 +217,13 @@ class Group:
         return reaching(self.pictured, level, f"{prefix}psnr")
 
     def flags(self, setting: Setting) -> list[str]:
-        """The validity flags that apply (see `eval.checks`)."""
+        """The validity flags that apply (see `eval.metrics.validity_flags`)."""
         if not self.scored:
             return []
         errors = [row.get("forward_error", 0.0) for row in self.scored]
         histories = [row.get("history") or [] for row in self.scored]
         knows = setting.threat.get("knows_defense", False)
-        found = checks.flags(
+        found = validity_flags.flags(
             self.scored,
             histories=[[math.nan if value is None else value for value in history] for history in histories],
             labels_given=bool(setting.threat.get("knows_labels", False)),

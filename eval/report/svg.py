@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from eval.shown import visible
+from eval.io.sanitize import visible
 
 SERIES = 8
 """Colours there are; shapes and dashes tell further series apart."""

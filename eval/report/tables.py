@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from eval import checks, statistics
+from eval.metrics import statistics, validity_flags
+from eval.metrics.score import Row
 from eval.report import levels, naming, published
 from eval.report.blocks import Absent, Block, Grid, Items, Section
 from eval.report.overview import Numbered
@@ -23,8 +24,7 @@ from eval.report.words import (
     percent_interval,
     sentence,
 )
-from eval.score import Row
-from fl.protocol import NOTHING_SENT
+from fl.simulation.protocol import NOTHING_SENT
 
 BYTES, MEBI = 4, 2**20
 
@@ -251,7 +251,7 @@ def _costs(numbered: Numbered) -> list[Block]:
 def _explained(numbered: Numbered) -> list[Block]:
     """The flags of every attack, in words."""
     lines = [
-        [*numbered.row(key, group), flag, checks.FLAGS[flag]]
+        [*numbered.row(key, group), flag, validity_flags.FLAGS[flag]]
         for key, group in numbered.numbers.items()
         for flag in group.flags(numbered.run.setting)
     ]

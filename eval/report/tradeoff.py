@@ -7,6 +7,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
+from eval.metrics.statistics import Interval
 from eval.report import curves, figures, measured, server_step
 from eval.report.blocks import Absent, Block, Figure, Grid, Mark, Section
 from eval.report.figures import NARROW, WIDE, Curve, Floor, Point, Strip
@@ -14,7 +15,6 @@ from eval.report.overview import Numbered
 from eval.report.rounds import Value, accuracy, accuracy_interval, courses, diagnostics
 from eval.report.summary import FLOORS, Group, floor_means
 from eval.report.words import SCORES, interval, join, number
-from eval.statistics import Interval
 
 T = TypeVar("T")
 MOST = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.statistics import Interval
+from eval.metrics.statistics import Interval
 
 NONE = "\N{EN DASH}"
 """Stands where there is no figure."""
@@ -14,7 +14,7 @@ SCORES = {
     "unseen_tuned": "on those, after fine-tuning",
     "global": "on one test for all",
 }
-"""The further scores of a federation (`fl.protocol`), in words."""
+"""The further scores of a federation (`fl.simulation.protocol`), in words."""
 ACCURACIES = {
     "accuracy": "after the last round",
     "accuracy_local": "after local training",

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl.data import stored
-from fl.data.folders import classes, decode, listed
-from fl.data.stored import DatasetMissingError
-from fl.paths import inside, regular
+from fl.data.sources import stored
+from fl.data.sources.folders import classes, decode, listed
+from fl.data.sources.stored import DatasetMissingError
 from fl.registry import UnknownNameError
+from fl.runtime.safe_paths import inside, regular
 from fl.seeds import stream
 
 DIGITS = tuple(string.digits)

@@ -11,17 +11,18 @@ import logging
 from typing import Literal, get_args
 
 from fl.client import Client
-from fl.engines import factored, vectorised
 from fl.engines.base import Engine
-from fl.engines.factored import Factored
+from fl.engines.factored.engine import Factored
+from fl.engines.factored.engine import obstacle as factored_obstacle
 from fl.engines.process import Processes
-from fl.engines.vectorised import Vectorised
-from fl.guard import leave_if_unguarded
-from fl.workers import START
+from fl.engines.vectorized import Vectorised
+from fl.engines.vectorized import obstacle as vectorized_obstacle
+from fl.runtime.main_guard import leave_if_unguarded
+from fl.runtime.workers import START
 
 log = logging.getLogger(__name__)
 EngineName = Literal["auto", "loop", "factored", "vmap"]
-SPECIAL = {"factored": (Factored, factored.obstacle), "vmap": (Vectorised, vectorised.obstacle)}
+SPECIAL = {"factored": (Factored, factored_obstacle), "vmap": (Vectorised, vectorized_obstacle)}
 """Engines that do not apply to every client, best first, and what tells why."""
 
 

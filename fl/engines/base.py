@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fl.simulate import Round
+from fl.simulation.client_round import Round
 
 if TYPE_CHECKING:
-    from fl.federation import Federation
+    from fl.simulation.federation import Federation
 
 
 class Engine:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fl.engines.base import Engine
-from fl.guard import UnguardedError
-from fl.packing import Flat, Packed, flat, pack, unpack
-from fl.simulate import ClientState, Round
+from fl.runtime.main_guard import UnguardedError
+from fl.runtime.packing import Flat, Packed, flat, pack, unpack
+from fl.runtime.workers import Workers, alike
+from fl.simulation.client_round import ClientState, Round
 from fl.tensors import LowRank, Tensors
-from fl.workers import Workers, alike
 
 if TYPE_CHECKING:
-    from fl.federation import Federation
+    from fl.simulation.federation import Federation
 
 
 class Processes(Engine):
@@ -126,7 +126,7 @@ _HERE: dict[str, Any] = {}
 
 
 def _begin(setup: Flat, engine: Engine) -> None:
-    from fl.federation import Federation
+    from fl.simulation.federation import Federation
 
     client, data, seed, rate = unpack(setup.opened())
     _HERE.update(run=Federation(client, data, seed, rate, engine="loop"), engine=engine)

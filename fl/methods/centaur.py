@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fl.dp import Private
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
+from fl.privacy.private_method import Private
 from fl.ranges import CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from fl.dp import Private
 from fl.method import methods
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetwork import Hypernetwork
-from fl.parametrisation import Parametrisation
-from fl.privacy import Where
+from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.parametrization import Parametrisation
+from fl.privacy.dp_sgd import Where
+from fl.privacy.private_method import Private
 
 if TYPE_CHECKING:
     from fl.defense import Defense

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fl.kept import KeepsModels, kept, mixed, packed
 from fl.method import Download, ServerState, Step, methods
+from fl.methods.bases.personal_models import KeepsModels, kept, mixed, packed
 from fl.ranges import Count, Positive, StepSize, Weight
 from fl.tensors import Tensors, combine, dense, squared_distance
 from fl.types import Batch, Task, Upload

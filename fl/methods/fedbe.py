@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from fl.data.embedded import Faces
-from fl.data.skewed import dirichlet
+from fl.data.partitions.label_skew import dirichlet
+from fl.data.sources.embedded import Faces
 from fl.method import ServerState, methods
-from fl.public import PublicImages, arrived, module, parts, scores, state_of
+from fl.methods.bases.public_data import PublicImages, arrived, module, parts, scores, state_of
 from fl.ranges import Count, CountFrom0, Positive, ShareBelow1, StepSize, Weight
 from fl.tensors import Tensors, dense
 from fl.types import Group, Phase, Task, Upload

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from fl.data.embedded import Faces
+from fl.data.sources.embedded import Faces
 from fl.method import ServerState, methods
-from fl.public import PublicImages, arrived, module, scores, state_of
+from fl.methods.bases.public_data import PublicImages, arrived, module, scores, state_of
 from fl.ranges import ClipNorm, Count, CountFrom0, StepSize
 from fl.types import Group, Phase, Task, Upload
 

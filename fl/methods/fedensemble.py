@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fl.method import Download, ServerState, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.initialise import initialise
+from fl.models.building_blocks.initialization import initialise
 from fl.network import Network
-from fl.parametrisation import Parametrisation
+from fl.parametrization import Parametrisation
 from fl.ranges import Count, CountFrom0, Range, StepSize, Weight
 from fl.seeds import stream
 from fl.tensors import Tensors, dense

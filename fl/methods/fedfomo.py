@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from fl.kept import KeepsModels, kept
+from fl.local.sampling import PartPhase
 from fl.method import Download, ServerState, Step, methods
+from fl.methods.bases.personal_models import KeepsModels, kept
 from fl.ranges import CountFrom0, Range, Share, StepSize, Weight
-from fl.sampling import PartPhase
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors, blend, combine, dense, minus, norm
 from fl.types import Batch, Group, Phase, Task, Upload

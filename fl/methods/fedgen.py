@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fl.method import Download, ServerState, Step, methods
+from fl.methods.bases.server_optimizer import server_step
 from fl.methods.fedavg import FedAvg
-from fl.models.feature_generator import STATISTICS, FeatureGenerator
-from fl.parametrisation import Parametrisation
+from fl.models.building_blocks.feature_generator import STATISTICS, FeatureGenerator
+from fl.parametrization import Parametrisation
 from fl.ranges import Count, CountFrom0, Range, StepSize, Weight, Width
 from fl.seeds import stream
-from fl.server_optim import server_step
 from fl.tensors import Payloads, Tensors, Value, dense, minus
 from fl.types import Batch, Group, Phase, Task, Upload
 

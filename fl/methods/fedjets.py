@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.initialise import initialise
+from fl.models.building_blocks.initialization import initialise
 from fl.network import Network
-from fl.parametrisation import Parametrisation
+from fl.parametrization import Parametrisation
 from fl.ranges import Count, Range, Weight
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors, dense

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fl.data.embedded import Faces
+from fl.data.sources.embedded import Faces
 from fl.method import ServerState, methods
+from fl.methods.bases.public_data import PublicImages, arrived
 from fl.network import Network
-from fl.public import PublicImages, arrived
 from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.tensors import Tensors, dense
 from fl.types import Group, Phase, Task, Upload

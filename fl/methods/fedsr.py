@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.initialise import initialise
+from fl.models.building_blocks.initialization import initialise
 from fl.network import Network
 from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.seeds import stream

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from fl.method import Download, ServerState, methods
+from fl.methods.bases.server_optimizer import server_step
 from fl.methods.fedavg import FedAvg
-from fl.models.dropout import drawn, drops, masks
-from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, OPTIMIZER, ServerHypernetwork, embedding_of
-from fl.parametrisation import Parametrisation
+from fl.models.building_blocks.dropout import drawn, drops, masks
+from fl.models.hypernetworks.server_hypernetwork import (
+    EMBEDDINGS,
+    HYPERNETWORK,
+    OPTIMIZER,
+    ServerHypernetwork,
+    embedding_of,
+)
+from fl.parametrization import Parametrisation
 from fl.ranges import Count, CountFrom0, Length, PositiveShare, StepSize, Weight, Width
 from fl.seeds import stream
-from fl.server_optim import server_step
 from fl.tensors import Tensors, add, combine, dense, norm, scaled, total
 from fl.types import Batch, Group, Optimizer, Phase, Task, Upload
 

@@ -12,10 +12,10 @@ from torch.func import functional_call
 
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.hfedf import HFedF
-from fl.models.dropout import drops
-from fl.models.initialise import initialise
-from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, embedding_of
-from fl.models.table6 import Autoencoder
+from fl.models.building_blocks.dropout import drops
+from fl.models.building_blocks.initialization import initialise
+from fl.models.hfedf_autoencoder import Autoencoder
+from fl.models.hypernetworks.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, embedding_of
 from fl.ranges import Count, CountFrom0, Seed, StepSize, Width
 from fl.tensors import Tensors, dense, minus
 from fl.types import Batch, Group, Phase, Task, Upload

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
-from fl.models.filter_hypernetwork import EMBEDDINGS, Filters
-from fl.parametrisation import Generated, Parametrisation
+from fl.models.hypernetworks.filter_hypernetwork import EMBEDDINGS, Filters
+from fl.parametrization import Generated, Parametrisation
 from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Phase, Task
 

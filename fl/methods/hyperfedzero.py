@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.dropout import drawn, masks
-from fl.models.zero import JoinedNet, ZeroNet, draw_initial
+from fl.models.building_blocks.dropout import drawn, masks
+from fl.models.hyperfedzero import JoinedNet, ZeroNet, draw_initial
 from fl.network import Network
 from fl.ranges import Count, CountFrom0, Length, Range, StepSize, Weight, Width
 from fl.seeds import stream
@@ -48,7 +48,7 @@ class HyperFedZero(FedAvg):
         batch_size: images per step: 800 divided by the number of participants in the paper.
         optimizer: of the clients, fresh in every round.
         embedding: size of e (P).
-        extractor: layout of f and noisy: "conv" or "mlp" (`fl.models.zero.extractor`).
+        extractor: layout of f and noisy: "conv" or "mlp" (`fl.models.hyperfedzero.extractor`).
         hidden: units of h's hidden layers.
         chunk: parameters that h makes at a time; None takes what brings the sum of all parameters nearest to the plain
             network's, as the authors do by hand (576 for their ResNet on Tiny-ImageNet).

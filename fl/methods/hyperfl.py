@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fl.method import Method, methods
-from fl.models.hypernetwork import EMBEDDING, Hypernetwork
-from fl.parametrisation import Parametrisation
+from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
+from fl.parametrization import Parametrisation
 from fl.ranges import ClipNorm, Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 

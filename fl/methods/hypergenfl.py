@@ -10,13 +10,13 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fl.kept import averaged, ended
 from fl.method import Download, ServerState, mean, methods
+from fl.methods.bases.personal_models import averaged, ended
+from fl.methods.bases.server_optimizer import server_step
 from fl.methods.fedavg import FedAvg
-from fl.models.attention_hypernetwork import AttentionHypernetwork
-from fl.parametrisation import Parametrisation
+from fl.models.hypernetworks.attention_hypernetwork import AttentionHypernetwork
+from fl.parametrization import Parametrisation
 from fl.ranges import Count, CountFrom0, Positive, Range, StepSize, Weight, Width
-from fl.server_optim import server_step
 from fl.settings import SettingError
 from fl.tensors import Payloads, Tensors, Value, dense, minus, total
 from fl.types import Group, Optimizer, Phase, Task, Upload

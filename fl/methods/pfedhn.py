@@ -9,11 +9,17 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from fl.method import Download, ServerState, methods
+from fl.methods.bases.server_optimizer import server_step
 from fl.methods.fedavg import FedAvg
-from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, OPTIMIZER, ServerHypernetwork, embedding_of
-from fl.parametrisation import Parametrisation
+from fl.models.hypernetworks.server_hypernetwork import (
+    EMBEDDINGS,
+    HYPERNETWORK,
+    OPTIMIZER,
+    ServerHypernetwork,
+    embedding_of,
+)
+from fl.parametrization import Parametrisation
 from fl.ranges import ClipNorm, Count, CountFrom0, Length, ShareBelow1, StepSize, Weight, Width
-from fl.server_optim import server_step
 from fl.tensors import Tensors, combine, scaled
 from fl.types import Group, Phase, Scope, Task, Upload
 

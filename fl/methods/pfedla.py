@@ -10,10 +10,16 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from fl.kept import KeepsModels, kept
 from fl.method import ServerState, methods
+from fl.methods.bases.personal_models import KeepsModels, kept
 from fl.methods.hypergenfl import layer, layers
-from fl.models.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, ServerHypernetwork, head_bias, head_weight
+from fl.models.hypernetworks.server_hypernetwork import (
+    EMBEDDINGS,
+    HYPERNETWORK,
+    ServerHypernetwork,
+    head_bias,
+    head_weight,
+)
 from fl.ranges import Count, CountFrom0, Length, StepSize, Width
 from fl.tensors import Tensors, blend, combine, dense, total
 from fl.types import Task, Upload

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fl.kept import KeepsModels, kept, mixed, packed
 from fl.method import Download, ServerState, methods
+from fl.methods.bases.personal_models import KeepsModels, kept, mixed, packed
 from fl.methods.fedavg import FedAvg
-from fl.parametrisation import Parametrisation
+from fl.parametrization import Parametrisation
 from fl.ranges import Count, CountFrom0
 from fl.tensors import Tensors, dense
 from fl.types import Task, Upload

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from fl.dp import Private
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
-from fl.models.additive_head import PERSONAL, AdditiveHead
-from fl.parametrisation import Parametrisation
+from fl.models.hypernetworks.additive_head import PERSONAL, AdditiveHead
+from fl.parametrization import Parametrisation
+from fl.privacy.private_method import Private
 from fl.ranges import ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 

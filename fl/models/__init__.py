@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fl.models.initialise import initialise
-from fl.models.layers import Classifier, Normalize, usual_statistics
+from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.layers import Classifier, Normalize, usual_statistics
 from fl.ranges import Positive, Width
 from fl.registry import Registry
 from fl.types import Task

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fl.models import Network, models
-from fl.models.dropout import ReplayedDropout
-from fl.models.layers import features
+from fl.models.building_blocks.dropout import ReplayedDropout
+from fl.models.building_blocks.layers import features
 from fl.ranges import ShareBelow1, Width
 
 POOLED = 3

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fl.models import Network, models
-from fl.models.initialise import initialise, initialise_uniform
-from fl.models.layers import features
+from fl.models.building_blocks.initialization import initialise, initialise_uniform
+from fl.models.building_blocks.layers import features
 from fl.models.lenet_zhu import BOUND
 from fl.ranges import Range, Width
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.initialise import initialise, initialise_uniform
+from fl.models.building_blocks.initialization import initialise, initialise_uniform
 from fl.ranges import Width
 
 BOUND = 0.5

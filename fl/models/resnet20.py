@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fl.models import Network, models
-from fl.models.dropout import ReplayedDropout
+from fl.models.building_blocks.dropout import ReplayedDropout
 from fl.ranges import Range, ShareBelow1, Width
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.models import resnet50
 
 from fl.models import Network, models
-from fl.models.initialise import initialise
+from fl.models.building_blocks.initialization import initialise
 from fl.ranges import Width
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
 from fl.models import models
-from fl.models.adapters import Adapted, Affine, ConvAdapter, backbone_parameters
-from fl.models.pretrained import IMAGENET, RANDOM, fill, folded, read
+from fl.models.building_blocks.adapters import Adapted, Affine, ConvAdapter, backbone_parameters
+from fl.models.building_blocks.pretrained import IMAGENET, RANDOM, fill, folded, read
 from fl.ranges import Range, Width
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.layers import features
+from fl.models.building_blocks.layers import features
 from fl.ranges import Width
 
 

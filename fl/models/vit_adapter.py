@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fl.models import models
-from fl.models.adapters import Adapted, Bottleneck, backbone_parameters
-from fl.models.pretrained import IMAGENET, RANDOM, fill, read
+from fl.models.building_blocks.adapters import Adapted, Bottleneck, backbone_parameters
+from fl.models.building_blocks.pretrained import IMAGENET, RANDOM, fill, read
 from fl.ranges import Range, Width
 
 TIMM = "vit_small_patch16_384"

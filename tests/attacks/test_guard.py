@@ -13,9 +13,9 @@ from support import chains, worlds
 from torch import nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, attacked, build
-from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
+from fl.simulation.capture import from_batch
 from fl.tensors import dense
 from fl.types import ServerView
 

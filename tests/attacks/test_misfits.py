@@ -14,13 +14,13 @@ from support.attacking import ATTACKS
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, build
-from attacks.labels import classifier, recovered, turned
-from attacks.problem import Problem
-from fl.capture import from_batch
+from attacks.gradient_matching.engine.problem import Problem
+from attacks.labels.recovery import classifier, recovered, turned
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.layers import Normalize
+from fl.models.building_blocks.layers import Normalize
 from fl.seeds import stream
+from fl.simulation.capture import from_batch
 from fl.tensors import dense
 from fl.types import ServerView, ThreatModel
 

@@ -21,7 +21,7 @@ from attacks.base import ViewAttack
 from fl.client import Client
 from fl.defense import Defense, overrides
 from fl.methods.fedavg import FedAvg
-from fl.simulate import Round, Truth, observe
+from fl.simulation.client_round import Round, Truth, observe
 from fl.tensors import Tensors, dense, scaled
 from fl.types import ServerView
 

@@ -13,10 +13,10 @@ from support.probes import TINY, Probe
 
 from attacks import NotApplicable
 from attacks.base import Attack, Chain, Result
-from attacks.lti import LearningToInvert
-from attacks.matching import Matching
+from attacks.gradient_matching.engine.base import Matching
+from attacks.learned.lti import LearningToInvert
 from fl.client import Client
-from fl.simulate import observe
+from fl.simulation.client_round import observe
 from fl.types import ServerView
 
 

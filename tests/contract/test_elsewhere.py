@@ -15,8 +15,8 @@ from support.elsewhere import ELSEWHERE, elsewhere
 
 from attacks import Reconstruction
 from attacks.base import Attack, Chain, Result
-from attacks.lti import LearningToInvert
-from attacks.matching import Matching
+from attacks.gradient_matching.engine.base import Matching
+from attacks.learned.lti import LearningToInvert
 
 
 def searches(attack: Attack) -> bool:

@@ -14,10 +14,10 @@ from defenses import defenses
 from eval.report.describe import citations
 from fl.data import datasets
 from fl.data.augment import augmentations
-from fl.data.partition import partitions
+from fl.data.partitions.base import partitions
 from fl.method import methods
 from fl.models import models
-from fl.parametrisation import parametrisations
+from fl.parametrization import parametrisations
 from fl.registry import Registry
 
 REGISTRIES: list[Registry] = [

@@ -11,17 +11,15 @@ from support import worlds
 from support.compare import assert_near, assert_same
 
 import defenses.dp_sgd as module
-from attacks.problem import Problem
+from attacks.gradient_matching.engine.problem import Problem
 from defenses.clip import Unscaled
 from defenses.compose import Chain
 from defenses.dp_sgd import DPSGD
 from defenses.mixup import Mixup
 from defenses.prune import Prune
-from fl import sampling
-from fl.accounting import Charge, gaussian_epsilon, spent
 from fl.client import Client
 from fl.defense import Defense
-from fl.federation import ClientData, Federation
+from fl.local import sampling
 from fl.method import Method, Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedjets import FedJETs
@@ -31,9 +29,11 @@ from fl.methods.ga import GA
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
-from fl.privacy import STABILISER
+from fl.privacy.accounting import Charge, gaussian_epsilon, spent
+from fl.privacy.dp_sgd import STABILISER
 from fl.seeds import stream
-from fl.simulate import train
+from fl.simulation.client_round import train
+from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Payloads, Tensors, dense, norm
 
 STEP = FedAvg(lr=1.0, steps=1, batch_size=None)
@@ -207,7 +207,7 @@ def test_an_image_moves_as_many_sums_as_are_charged_by_the_clip_each(method: Any
     start, found = run.start(0), []
     for last in (4, 3):
         channel = Channel()
-        monkeypatch.setattr("fl.privacy._noisy", channel)
+        monkeypatch.setattr("fl.privacy.dp_sgd._noisy", channel)
         kept = tuple(tuple(tuple(i[i < last] for i in step) for step in steps) for steps in start.trace.order)
         train(replace(start, trace=replace(start.trace, order=kept), noise=stream(0, "noise")))
         found.append(channel.sums)

@@ -10,13 +10,13 @@ from support.compare import assert_near, assert_same
 from torch import Tensor
 
 from attacks.base import Reconstruction, build
-from attacks.problem import INPUTS, Problem, fixed_labels
+from attacks.gradient_matching.engine.problem import INPUTS, Problem, fixed_labels
 from defenses.compose import Chain
 from defenses.instahide import InstaHide
 from defenses.mixup import Mixup
 from defenses.noise import Noise
-from eval.score import score
-from fl.data.skewed import dirichlet
+from eval.metrics.score import score
+from fl.data.partitions.label_skew import dirichlet
 from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL

@@ -16,17 +16,17 @@ from defenses.compose import Chain
 from defenses.dp_sgd import DPSGD
 from defenses.precode import Precode
 from defenses.prune import Prune
-from eval.score import score
+from eval.metrics.score import score
 from fl.client import Client, Gradient, autograd_derivative, func_derivative
-from fl.federation import ClientData, Federation
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedgen import FedGen
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as network
 from fl.predict import predict
-from fl.privacy import private_gradient
+from fl.privacy.dp_sgd import private_gradient
 from fl.seeds import stream
+from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Candidate, Task, ThreatModel
 

@@ -13,11 +13,10 @@ from defenses import defenses
 from defenses.compose import Chain
 from defenses.noise import Noise
 from defenses.secagg import SecAgg
-from eval.audit import prediction_error
+from eval.audit.update import prediction_error
+from fl.aggregated_view import Division, as_one
 from fl.client import Client
 from fl.defense import Defense
-from fl.federation import ClientData, Federation
-from fl.group import Division, as_one
 from fl.method import Download, Method, ServerState
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -25,7 +24,8 @@ from fl.methods.hyperfl import HyperFL
 from fl.methods.pfedhn import PFedHN
 from fl.models import build as build_model
 from fl.predict import predict
-from fl.protocol import Protocol
+from fl.simulation.federation import ClientData, Federation
+from fl.simulation.protocol import Protocol
 from fl.tensors import dense
 from fl.types import ServerView, Task, ThreatModel
 

@@ -10,11 +10,13 @@ from rich.console import Console
 from support.tiny import CONFIG, Registered
 from typer.testing import CliRunner
 
-from eval import catalogue, cli, terminal
+from eval import cli
 from eval.commands import run as running
-from eval.rundir import BusyError, RunDir
-from eval.store import read_rows
-from eval.tables import Table, summary
+from eval.commands import terminal
+from eval.experiment import config_catalog
+from eval.io.jsonl import read_rows
+from eval.report.results_table import Table, summary
+from eval.run.run_directory import BusyError, RunDir
 from fl.method import methods
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _guesses(monkeypatch):
-    monkeypatch.setattr("eval.surroundings.signal.signal", lambda *_: None)
+    monkeypatch.setattr("eval.commands.system_errors.signal.signal", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "160")
     with Registered():
         yield
@@ -200,12 +202,12 @@ def test_a_key_pressed_stops_the_run_where_it_is(path, monkeypatch):
     def pressed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eval.watching.attack", pressed)
+    monkeypatch.setattr("eval.run.attack_cell.attack", pressed)
     result = run(path)
     assert result.exit_code == 130
     assert "the same command goes on from here" in result.output
     monkeypatch.undo()
-    monkeypatch.setattr("eval.surroundings.signal.signal", lambda *_: None)
+    monkeypatch.setattr("eval.commands.system_errors.signal.signal", lambda *_: None)
     assert "fedavg: training" not in run(path).output
 
 
@@ -239,9 +241,9 @@ def test_another_run_in_the_folder_is_said(path):
 
 
 def test_config_by_name():
-    assert catalogue.find("quickstart") == catalogue.CONFIGS / "quickstart.yaml"
+    assert config_catalog.find("quickstart") == config_catalog.CONFIGS / "quickstart.yaml"
     with pytest.raises(FileNotFoundError, match="did you mean 'quickstart'"):
-        catalogue.find("quickstrat")
+        config_catalog.find("quickstrat")
     result = call("run", "quickstrat")
     assert result.exit_code == terminal.USAGE
 

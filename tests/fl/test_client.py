@@ -12,13 +12,13 @@ from torch import nn
 
 from fl.client import Client, autograd_derivative, func_derivative, gather
 from fl.defense import Defense
+from fl.local.sampling import in_turn, schedule
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
-from fl.sampling import in_turn, schedule
 from fl.seeds import stream
-from fl.simulate import train_client
+from fl.simulation.client_round import train_client
 from fl.tensors import dense
 from fl.types import Batch, Candidate, Scope, Task, ThreatModel
 

@@ -8,15 +8,15 @@ from support import worlds
 from support.compare import assert_near, assert_same
 
 import attacks
-from attacks.unroll import unroll
+from attacks.network.layer_chain import unroll
 from fl.client import Client, Gradient, autograd_derivative
-from fl.federation import ClientData, Federation
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.network import Network
 from fl.predict import predict
-from fl.privacy import opacus_gradient, private_gradient
+from fl.privacy.dp_sgd import opacus_gradient, private_gradient
+from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Task, frozen
 

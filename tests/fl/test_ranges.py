@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.reliability.mutants import REGISTRIES
-from eval.plain import SECTIONS
+from eval.experiment.serialization import SECTIONS
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import Count, Length, Limit, Positive, Range, Share

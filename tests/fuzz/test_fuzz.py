@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.fakerun import CONFIG, FakeRun
 
-from eval import captured, config, report
-from eval.store import parse
-from eval.yamlfile import parse as parse_yaml
-from fl.data.folders import decode
+from eval import report
+from eval.audit import captured_update
+from eval.experiment import yaml_config
+from eval.io.jsonl import parse
+from eval.io.yaml12 import parse as parse_yaml
+from fl.data.sources.folders import decode
 
 REFUSALS = (ValueError, FileNotFoundError)
 FEW = settings.default.max_examples if settings.default.max_examples > 1000 else 60
@@ -65,7 +67,7 @@ SETTINGS = yaml.safe_load(CONFIG) | {"attack": ["ig", {"name": "peel+ig", "again
 @example(("seeds",), float("inf"))
 def test_configs(place, value):
     with suppress(*REFUSALS):
-        config.read(put(SETTINGS, place, value))
+        yaml_config.read(put(SETTINGS, place, value))
 
 
 @settings(max_examples=4 * FEW)
@@ -152,4 +154,4 @@ def test_updates(file):
         path = Path(folder) / f"u.{ending}"
         path.write_bytes(content)
         with suppress(*REFUSALS):
-            captured.load(path)
+            captured_update.load(path)

@@ -28,7 +28,7 @@ class Generator(nn.Module):
         return self.layers(torch.cat([noise, nn.functional.one_hot(labels, self.classes)], 1))
 
     def named(self) -> dict[str, Tensor]:
-        """What it holds, by the names of `fl.models.feature_generator`."""
+        """What it holds, by the names of `fl.models.building_blocks.feature_generator`."""
         found = {}
         for name, value in self.layers.state_dict().items():
             layer, part = name.split(".")

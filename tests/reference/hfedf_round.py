@@ -46,7 +46,7 @@ class Table8(nn.Module):
         return {k: head(x).view(s) for (k, s), head in zip(self.shapes.items(), self.heads, strict=True)}
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Parameters by the names of `fl.models.server_hypernetwork`."""
+        """Parameters by the names of `fl.models.hypernetworks.server_hypernetwork`."""
         names = {"embeddings": self.embeddings}
         for i, layer in enumerate(self.mlp):
             names |= {f"mlp.{i}.weight": layer.weight, f"mlp.{i}.bias": layer.bias}

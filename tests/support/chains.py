@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl.capture import from_batch
 from fl.seeds import stream
-from fl.simulate import Truth
+from fl.simulation.capture import from_batch
+from fl.simulation.client_round import Truth
 from fl.types import ServerView
 
 CLASSES = 4

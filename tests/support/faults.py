@@ -12,9 +12,9 @@ from pathlib import Path
 from support.runs import tiny
 from support.tiny import Registered
 
-from eval import harness, results
-from eval.rundir import LOCK, LOG, RunDir
-from fl import files
+from eval.run import results, runner
+from eval.run.run_directory import LOCK, LOG, RunDir
+from fl.runtime import atomic_files
 
 
 class Stopped(BaseException):
@@ -24,7 +24,7 @@ class Stopped(BaseException):
 @contextmanager
 def failing(at: int, stopped: bool = False) -> Iterator[list[str]]:
     """Step number `at` of the file layer fails, or stops all; yields the kinds of the steps as they are taken."""
-    before, taken = files.step, list[str]()
+    before, taken = atomic_files.step, list[str]()
 
     def step(kind: str, path: Path) -> None:
         taken.append(kind)
@@ -36,11 +36,11 @@ def failing(at: int, stopped: bool = False) -> Iterator[list[str]]:
             raise MemoryError
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    vars(files)["step"] = step
+    vars(atomic_files)["step"] = step
     try:
         yield taken
     finally:
-        vars(files)["step"] = before
+        vars(atomic_files)["step"] = before
 
 
 def go(path: Path) -> None:
@@ -50,10 +50,10 @@ def go(path: Path) -> None:
     folder = RunDir(path)
     try:
         with Registered(), folder.locked(), folder.logged():
-            plan = harness.prepare(
+            plan = runner.prepare(
                 tiny("attack=guess", "observe.method={steps: 1}", "method=[{name: fedavg, lr: 0.1}]"), device="cpu"
             )
-            failures = harness.run(plan, folder, harness.Options(every=0.0))
+            failures = runner.run(plan, folder, runner.Options(every=0.0))
             rows = results.assemble(plan, folder)
             if rows:
                 results.publish(rows, failures, plan, folder)

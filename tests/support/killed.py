@@ -18,8 +18,11 @@ from pathlib import Path
 import torch
 from support.tiny import CONFIG, Registered
 
-from eval import config, harness, results, store, tables, yamlfile
-from eval.rundir import RunDir
+from eval.experiment import yaml_config
+from eval.io import jsonl, yaml12
+from eval.report import results_table
+from eval.run import results, runner
+from eval.run.run_directory import RunDir
 
 FILES = ("table.md", "images.jsonl", "config.yaml")
 CHANGES = {"federation.rounds": 10, "observe.rounds": [0, 5, 10], "seeds": [0, 1], "federation.rate": 0.67}
@@ -28,15 +31,15 @@ CHANGES = {"federation.rounds": 10, "observe.rounds": [0, 5, 10], "seeds": [0, 1
 def go(path: Path) -> None:
     """The whole run, as `hyperleak run` does it."""
     torch.set_num_threads(1)
-    experiment = config.read(yamlfile.parse(CONFIG))
+    experiment = yaml_config.read(yaml12.parse(CONFIG))
     for key, value in CHANGES.items():
-        experiment = config.override(experiment, f"{key}={json.dumps(value)}")
+        experiment = yaml_config.override(experiment, f"{key}={json.dumps(value)}")
     folder = RunDir(path)
     with folder.locked(), folder.logged():
-        plan = harness.prepare(experiment, device="cpu")
-        assert not harness.run(plan, folder, harness.Options(every=0.05))
+        plan = runner.prepare(experiment, device="cpu")
+        assert not runner.run(plan, folder, runner.Options(every=0.05))
         rows = results.assemble(plan, folder)
-        store.write_text(path / results.TABLE, tables.markdown(tables.table(rows, plan.experiment)))
+        jsonl.write_text(path / results.TABLE, results_table.markdown(results_table.table(rows, plan.experiment)))
 
 
 def child(path: Path) -> int:

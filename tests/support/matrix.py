@@ -13,11 +13,11 @@ from support.probes import PROBES, Probe
 from defenses import defenses
 from fl.client import Client, gather, local_update
 from fl.defense import Defense
-from fl.federation import Federation
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulate import Truth
+from fl.simulation.client_round import Truth
+from fl.simulation.federation import Federation
 from fl.tensors import dense
 from fl.types import ServerView
 

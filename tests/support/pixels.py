@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attacks.exact.equations import Equations
-from attacks.exact.layer import Layer
-from attacks.exact.levels import Levels
-from attacks.exact.polish import passed
+from attacks.analytic.maxpool.conv_pool_layer import Layer
+from attacks.analytic.maxpool.equations import Equations
+from attacks.analytic.maxpool.pixel_levels import Levels
+from attacks.analytic.maxpool.refinement import passed
 from fl.seeds import stream
 
 MEAN, STD = torch.full((3,), 0.5, dtype=torch.float64), torch.full((3,), 0.25, dtype=torch.float64)

@@ -19,9 +19,9 @@ from fl.methods.hyperfl import HyperFL
 from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.methods.pfedhn import PFedHN
 from fl.methods.scaffold import Scaffold
-from fl.models.filter_hypernetwork import Filters
-from fl.models.hypernetwork import Hypernetwork
-from fl.privacy import private_gradient
+from fl.models.hypernetworks.filter_hypernetwork import Filters
+from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.privacy.dp_sgd import private_gradient
 from fl.tensors import Tensors
 from fl.types import Batch, Scope, Task
 

@@ -8,27 +8,29 @@ from typing import Any
 
 from support.tiny import CONFIG
 
-from eval import config, harness, results, yamlfile
-from eval.experiment import Experiment
-from eval.rundir import RunDir
+from eval.experiment import yaml_config
+from eval.experiment.spec import Experiment
+from eval.io import yaml12
+from eval.run import results, runner
+from eval.run.run_directory import RunDir
 
 
 def tiny(*overrides: str, sweep: dict[str, Any] | None = None) -> Experiment:
     """The tiny experiment, changed as `--set` does it, then spread."""
-    data = yamlfile.parse(CONFIG)
-    found = config.read(data)
+    data = yaml12.parse(CONFIG)
+    found = yaml_config.read(data)
     for text in overrides:
-        found = config.override(found, text)
-    return config.read({**config.plain(found), "sweep": sweep or {}})
+        found = yaml_config.override(found, text)
+    return yaml_config.read({**yaml_config.plain(found), "sweep": sweep or {}})
 
 
 def run(experiment: Experiment, path: Path, **settings: Any) -> list[dict[str, Any]]:
     """Run an experiment in a folder; returns the rows of `images.jsonl`. A cell that fails is an error."""
-    progress, device = settings.pop("progress", harness.silent), settings.pop("device", "cpu")
+    progress, device = settings.pop("progress", runner.silent), settings.pop("device", "cpu")
     folder = RunDir(path)
     with folder.locked():
-        plan = harness.prepare(experiment, device=device)
-        failures = harness.run(plan, folder, harness.Options(**settings), progress)
+        plan = runner.prepare(experiment, device=device)
+        failures = runner.run(plan, folder, runner.Options(**settings), progress)
         assert not failures, failures
         return results.assemble(plan, folder)
 

@@ -9,15 +9,15 @@ from support import worlds
 from torch import Tensor
 
 import attacks
-from attacks.matching import Matching
-from attacks.stack import Stack
+from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.batching import Stack
 from defenses.clip import Clip
 from fl.defense import Defense
-from fl.federation import Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.simulation.federation import Federation
 from fl.types import ServerView
 
 TINY = Hypernetwork(embedding=4, hidden=24, init="scaled")

@@ -1,0 +1,1 @@
+"""Attacks that solve the equations of an update in closed form, or exactly."""

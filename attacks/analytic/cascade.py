@@ -1,0 +1,288 @@
+"""Exact inversion of convolutional networks with max pooling, layer by layer from the top."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.maxpool.batch_separation import Apart
+from attacks.analytic.maxpool.determined_pixels import fixed_pixels
+from attacks.analytic.maxpool.solver import ROUGHLY, solve
+from attacks.analytic.recursive.conv_equations import Returned, equations, pooling, statistics
+from attacks.analytic.recursive.relu_separation import first_told, told_apart
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
+from attacks.labels.assignment import single, whose
+from attacks.network.layer_chain import Stage, named, unroll
+from attacks.rewriting.headless import exact_gradient
+from attacks.update.earlier_rounds import USED, same_images
+from attacks.update.float_rounding import ROUNDED, rounding
+from attacks.update.rescaling import in_unit
+from attacks.update.training_phases import training
+from fl.tensors import dense
+from fl.types import ServerView
+
+MOST = 12_288
+"""Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
+MISSED = 1e-3
+"""Share of a linear layer's gradient, unexplained, that is no longer rounding."""
+RANGE = 1e-2
+"""How far outside [0, 1] a pixel may come out of equations that are satisfied."""
+
+
+@attacks.register("cascade")
+@dataclass(frozen=True, kw_only=True)
+class Cascade(Attack):
+    """Solves for the input of one layer after the other, from the last linear layer with a bias down to the pixels.
+
+    In the spirit of R-GAP (Zhu and Blaschko, ICLR 2021), which needs layers without pooling; the equations are ours.
+    Threat model: an honest-but-curious server that knows it was one step on one image or a small batch, and the weights
+    of a chain of convolutions, pooling, activations and linear layers; no label, classifier or trained prior. What
+    flows back into a linear layer is its bias gradient; its input follows from the weight's. Images are told apart
+    first (`attacks.analytic.maxpool.batch_separation`) and come back in no particular order, verified all or none, with
+    their labels where the classifier is shared (`attacks.labels.assignment`). For a convolution whose outputs and their
+    signal are known, the gradient of its weight and its own forward equations are linear in its input once it is known
+    which position each pooling cell passed on; `attacks.analytic.maxpool` finds that out.
+
+    `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
+    fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
+    they often leave a choice, so that most colour images are not verified for a few pixels in the corners. Where
+    pooling never looked (corners of flat regions) a pixel counts as fixed if moving it, whatever else moves that no
+    equation fixes, would have made another output the largest. What neither fixes comes from a smooth prior.
+
+    All is solved in float64 where the view lies, but for what sorts out a batch or a few loose pixels.
+
+    `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
+    Every search is bounded (docs/sharp-edges.md says by what), and `note` names the layers whose equations it did not
+    satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
+    the end: its input is returned under `features/layer`, image by image, and no picture.
+
+    Where the server kept earlier rounds on the same images, and the last one's result is not verified, each is tried,
+    the oldest first, until one is: a network gives away less of images the better it has learnt them. `note` says of
+    which round the picture is, and so is `verified`; that the last round fed the same is taken for granted.
+    """
+
+    plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
+
+    @classmethod
+    def example(cls) -> Cascade:
+        """It has no settings."""
+        return cls()
+
+    def one(self, view: ServerView, seed: int) -> Result:
+        """Attack one view; nothing is random."""
+        best, taken, tried = self._round(view), view, False
+        for earlier in same_images(view):
+            if isinstance(best, Reconstruction) and best.verified:
+                break
+            other, tried = self._round(earlier), True
+            if _rank(other) < _rank(best):
+                best, taken = other, earlier
+        return _of_round(best, taken.round, view.round) if tried else best
+
+    def _round(self, view: ServerView) -> Result:
+        """What one round gives away."""
+        gradient = exact_gradient(view, batches=True)
+        if isinstance(gradient, NotApplicable):
+            return gradient
+        place = _place(view)
+        stages = unroll(view, max_pooling=True, device=place)
+        if isinstance(stages, NotApplicable):
+            return stages
+        # the ratio of all is what counts: in a unit of their own no square overflows or runs under
+        sent = named(stages, {n: dense(g).detach().to(place, torch.float64) for n, g in gradient.items()})
+        even, _ = in_unit({**sent})
+        gradients = {n: dense(g) for n, g in even.items()}
+        top = first_told(stages, gradients)
+        if top is None:
+            there = any(isinstance(s.layer, nn.Linear) and f"{s.name}.bias" in gradients for s in stages)
+            still = (
+                "no linear layer's bias moved by more than rounding: no gradient reached it, as of an image that the "
+                "network is certain of"
+            )
+            if there:
+                return NotApplicable(still)
+            why = f": {stages[-1].above}" if stages[-1].above else ""
+            missing = f"no linear layer with a bias is in the update: nothing says what flows back{why}"
+            return NotApplicable(missing, limit=True)
+        refused = _refusal(stages[: top + 1], gradients)
+        if refused is not None:
+            return refused
+        count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
+        first = _single(stages, gradients, top) if count == 1 else _several(stages, gradients, top, count)
+        if isinstance(first, NotApplicable):
+            return first
+        found = _descend(view, stages, gradients, top, first)
+        if count == 1:
+            labels, note = single(view)
+            return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
+        return found if found.inputs is None else replace(found, labels=whose(view, gradients, found.inputs))
+
+
+def _place(view: ServerView) -> torch.device:
+    """Where to solve: where the view is, but for a device without double precision."""
+    return torch.device("cpu") if view.device.type == "mps" else view.device
+
+
+def _rank(result: Result) -> tuple[bool, bool, bool, bool, float]:
+    """Rounds compared without the truth, better ones first."""
+    if isinstance(result, NotApplicable):
+        return True, True, True, True, math.inf
+    return False, result.inputs is None, not result.verified, bool(result.note), result.objective
+
+
+def _of_round(result: Result, taken: int, last: int) -> Result:
+    """The result, of which earlier rounds were tried as well."""
+    if isinstance(result, NotApplicable):
+        return result
+    whence = f"the picture is that of round {taken}" if taken != last else ""
+    note = "; ".join(filter(None, (result.note, whence)))
+    return replace(result, knowledge=(*result.knowledge, USED), note=note)
+
+
+def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> NotApplicable | None:
+    """Why the stages can't be undone, or None."""
+    if reason := _silent(stages, gradients):
+        return NotApplicable(reason)
+    reason = _beyond(stages)
+    return NotApplicable(reason, limit=True) if reason else None
+
+
+def _silent(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:
+    """What the update or the model lacks, or None."""
+    for stage in stages:
+        weight = gradients.get(f"{stage.name}.weight")
+        if weight is None or not bool(weight.any()):
+            return f"the update says nothing of {stage.name}: its weight moved by no more than rounding"
+        if not bool(weight.isfinite().all()):
+            return f"the update of {stage.name} has numbers that are not finite"
+        parts = (stage.before, stage.layer, stage.after)
+        if not all(bool(value.isfinite().all()) for part in parts for value in part.state_dict().values()):
+            return f"the model has numbers at {stage.name} that are not finite"
+        bias = gradients.get(f"{stage.name}.bias")
+        if isinstance(stage.layer, nn.Linear) and bias is not None and not bool(bias.any()):
+            return f"the bias of {stage.name} did not move although its weight did: its update is lost (to rounding?)"
+    return None
+
+
+def _beyond(stages: Sequence[Stage]) -> str | None:
+    """What of the stages is not handled here, or None."""
+    first = stages[0]
+    if not first.pointwise:
+        return f"what lies between the image and {first.name} ({_places(first.before)}) loses or mixes its numbers"
+    if isinstance(first.layer, nn.Conv2d) and statistics(first) is None:
+        return f"the normalisation before {first.name} ({_places(first.before)}) differs from place to place"
+    for below, stage in zip([None, *stages], stages, strict=False):
+        if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
+            return f"{stage.name} is dilated, which is not handled; see the attack rconv"
+        if below is not None and isinstance(below.layer, nn.Conv2d) and pooling(below, stage) is None:
+            there = _places([*below.after, below.activation, *stage.before])
+            return f"what lies between {below.name} and {stage.name} ({there}) can't be undone: {SIMPLE}"
+    return None
+
+
+def _places(modules: Iterable[nn.Module]) -> str:
+    """Where in the model some modules stand, in words."""
+    return ", ".join(str(getattr(module, "place", type(module).__name__)) for module in modules)
+
+
+SIMPLE = "it takes at most one normalisation and one pooling whose windows do not overlap, averages before activations"
+"""What may stand between two layers."""
+
+
+def _single(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> Apart:
+    """Signal and input of the top layer for one image: its gradient is their outer product."""
+    weight, signal = (gradients[f"{stages[top].name}.{kind}"] for kind in ("weight", "bias"))
+    values = (signal @ weight) / (signal @ signal)
+    return Apart(signal[None], values[None], 0.0, 0.0)
+
+
+def _several(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> Apart | NotApplicable:
+    """Signals and inputs of the top layer for the images of a batch, or why they can't be told apart."""
+    for lower in stages[:top]:
+        if isinstance(lower.layer, nn.Conv2d) and count * lower.taken.numel() > MOST:
+            numbers = f"{count * lower.taken.numel()} numbers, more than {MOST} at once"
+            return NotApplicable(f"{count} inputs of {lower.name} are {numbers}", limit=True)
+    return told_apart(stages, gradients, top, count)
+
+
+def _descend(
+    view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: Apart
+) -> Reconstruction:
+    residuals: dict[str, Tensor] = {}
+    # an unknown defence may have shortened weight and bias apart, which only a second layer shows
+    verified, off = view.threat.knows_defense or top > 0, 0.0
+    values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
+    kept: tuple[int, int] | None = None
+    spread = torch.zeros_like(values)
+    flows = max(first.off, rounding(view, stages[top].sent("bias")))  # off by this, in every layer below
+    notes: list[str] = []
+    for i in range(top, -1, -1):
+        stage = stages[i]
+        if i < top:
+            returned = Returned.of(stage, stages[i + 1], values, signal, spread)
+            signal, flows = returned.signal, math.hypot(flows, returned.bent)
+        weight = gradients[f"{stage.name}.weight"]
+        if isinstance(stage.layer, nn.Linear):
+            if i < top:
+                values = torch.linalg.solve(signal @ signal.mT, signal @ weight)
+            left = weight - signal.mT @ values
+            share = float(left.norm() / weight.norm())
+            residuals[stage.name] = torch.tensor([share, first.left * (i == top)], dtype=weight.dtype)
+            off = max(share, ROUNDED * torch.finfo(view.dtype).eps, first.off)
+            if not off < MISSED:
+                verified = False
+                notes.append(f"{stage.name}: its gradient explained up to {off:.1e}")
+            signal, spread = signal @ stage.layer.weight.detach(), torch.full_like(values, off)
+        else:
+            off = max(off, rounding(view, stage.sent("weight")))
+            known = replace(equations(view, stage, stages[i + 1], gradients, returned, kept), noise=off, above=flows)
+            scale = statistics(stage) if i == 0 else None
+            solved = solve(known, scale)
+            found = solved.found
+            residuals[stage.name] = torch.tensor([found.gradient, found.forward])
+            verified = verified and solved.satisfied
+            notes += [] if solved.satisfied else [f"{stage.name}: {solved.progress}"]
+            if count > 1 and i > 0 and not found.error < ROUGHLY:
+                return _stopped(residuals, stage.name, known.layer.apart(found.x), notes)
+            if i == 0 and verified:
+                assert scale is not None
+                fixed = known.layer.apart(fixed_pixels(solved, *scale))
+                verified = bool(fixed.all())
+            values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
+            off, kept = max(found.gradient, off), known.layer.reached
+            if i > 0:
+                spread = known.layer.apart(solved.off())
+    image = stages[0].undo(values)
+    if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
+        verified, fixed = False, None
+        notes.append("the picture came out beyond [0, 1] and was cut off there")
+    return Reconstruction(
+        inputs=image.clamp(0, 1).to(view.device, view.dtype),
+        knowledge=("labels",) if count == 1 and view.labels is not None else (),
+        objective=_worst(residuals),
+        private={f"residual/{name}": value for name, value in residuals.items()},
+        verified=verified,
+        fixed=None if fixed is None else fixed.to(view.device),
+        note="; ".join(notes),
+    )
+
+
+def _worst(residuals: dict[str, Tensor]) -> float:
+    """The largest of all; what is not a number is worse than any."""
+    return float(torch.cat(list(residuals.values())).nan_to_num(nan=math.inf).max())
+
+
+def _stopped(residuals: dict[str, Tensor], name: str, features: Tensor, notes: list[str]) -> Reconstruction:
+    """What there is of a batch whose images could not be followed below the layer `name`."""
+    return Reconstruction(
+        inputs=None,
+        objective=_worst(residuals),
+        private={**{f"residual/{n}": value for n, value in residuals.items()}, f"features/{name}": features},
+        verified=False,
+        note="; ".join([*notes, "the layers below it were not tried"]),
+    )

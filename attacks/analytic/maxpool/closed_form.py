@@ -1,0 +1,50 @@
+"""The input of a convolution in closed form, where it has at least as many filters as positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.maxpool.equations import Equations
+
+
+def from_rows(known: Equations) -> Tensor | None:
+    """The layer's input X (I, H, W), or None where its gradient does not fix it.
+
+    The gradient is S Phi, with S (O, L) the signal at every position and Phi (L, M) the patches. Where S has full
+    column rank, its rows span what the patches span: every patch of X vanishes under the projection N onto the
+    rest, so X minimises sum_l U_l^T N U_l, up to a factor. The factor follows from S = gradient Phi^+, which in every
+    cell must add up to the known signal.
+    """
+    layer = known.layer
+    positions = layer.positions
+    if known.gradient.shape[0] < positions or known.gradient.shape[1] <= positions:
+        return None
+    _, _, rows = torch.linalg.svd(known.gradient, full_matrices=False)
+    rows = rows[:positions]
+    rest = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device) - rows.mT @ rows
+    form = layer.form(rest)
+    direction = _smallest(form)
+    if direction is None:
+        return None
+    x = direction.view(layer.shape)
+    signal = known.gradient @ torch.linalg.pinv(layer.patches(x), rtol=1e-6)
+    cells = signal[:, layer.cells].sum(-1)
+    factor = (cells * known.signal).sum() / known.signal.square().sum()
+    return x * factor
+
+
+def _smallest(form: Tensor, iterations: int = 8) -> Tensor | None:
+    """The eigenvector (N,) of the smallest eigenvalue, or None where the next one is as small."""
+    size = form.diagonal().mean()
+    factor, failed = torch.linalg.cholesky_ex(form + 1e-10 * size * torch.eye(len(form)).to(form))
+    if bool(failed):
+        return None
+    draw = torch.Generator().manual_seed(0)
+    pair = torch.randn(len(form), 2, generator=draw, dtype=form.dtype).to(form.device)
+    for _ in range(iterations):
+        pair, _ = torch.linalg.qr(torch.cholesky_solve(pair, factor))
+    values, vectors = torch.linalg.eigh(pair.mT @ form @ pair)
+    if not values[0] < 1e-2 * values[1]:
+        return None
+    return pair @ vectors[:, 0]

@@ -1,0 +1,1 @@
+"""Attacks on chains of layers that are undone one layer at a time: their equations."""

@@ -1,0 +1,255 @@
+"""What the attacks share that undo a network one layer at a time, from the last to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.recursive.layer_equations import Outputs, Solved, invert, slope_below, solve
+from attacks.analytic.recursive.top_signal import Gradients, Start, starts_of
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.labels.assignment import whose
+from attacks.labels.recovery import TURNED, turned
+from attacks.network.layer_chain import Stage, named, unroll
+from attacks.rewriting.headless import exact_gradient
+from attacks.update.rescaling import in_unit
+from attacks.update.training_phases import training
+from fl.ranges import OpenShare, Positive
+from fl.tensors import dense
+from fl.types import ServerView
+
+LEVEL = 0.5 / 255
+"""Half a level of 8 bits, in pixel units."""
+PEAK = 5.0
+"""How far the worst pixel may be off, in root mean squares of all: hardly one of some thousand Gaussian numbers is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layerwise(Attack):
+    """Undoes a chain of layers from the top, for one step on one image, or on a few (`batches`).
+
+    The last linear layer with a bias gives what flows back into it (its bias gradient) and its own input, as its weight
+    gradient is the outer product of both; the classifier, label and loss above it play no part. Without any such layer,
+    the logits follow from the loss (`attacks.analytic.recursive.bias_free_classifier`). Then, stage by stage: what a
+    layer returned and what flows back into it follow from the input of the stage above; its own input solves linear
+    equations (`attacks.analytic.recursive.layer_equations`). What flows back of each of several images is told apart
+    first (`attacks.analytic.recursive.top_signal`); from there down, their inputs of a layer solve its equations
+    together.
+
+    All runs in float64 on the CPU. `private` holds for every layer, under `rank/name`, how many numbers come in, how
+    many the layer's gradient equations determine, and how many all equations used do; under `condition/name` the
+    condition number of the latter. No prior is used: what no equation determines is left at the shortest solution.
+
+    Attributes:
+        fits: verified where no layer's gradient of the recovered image is off by more than this share of the observed
+            one, the input of every layer is determined, and what the gradient is off by, magnified by the condition
+            number of the first layer's equations, puts the worst pixel off by less than half a level of 8 bits, as far
+            as that can be estimated (it is no bound).
+        cutoff: singular values below this share of the largest count as zero.
+        gigabytes: size up to which one matrix of equations is built.
+    """
+
+    inverts: ClassVar[bool] = True
+    """Whether it needs activations that can be inverted."""
+    batches: ClassVar[bool] = False
+    """Whether it takes several images."""
+
+    fits: OpenShare = 1e-3
+    cutoff: OpenShare = 1e-10
+    gigabytes: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("fits", "cutoff"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"expected {name} in (0, 1), got {getattr(self, name)}")
+        if not self.gigabytes > 0:
+            raise ValueError(f"expected gigabytes > 0, got {self.gigabytes}")
+
+    @property
+    def share(self) -> float | None:
+        """How far gradient equations are trusted before weight equations (`layer_equations.solve`)."""
+        return None
+
+    def one(self, view: ServerView, seed: int) -> Result:
+        """Attack one view; nothing is random."""
+        gradient = exact_gradient(view, batches=self.batches)
+        if isinstance(gradient, NotApplicable):
+            return gradient
+        stages = unroll(view)
+        if isinstance(stages, NotApplicable):
+            return stages
+        observed = named(stages, {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()})
+        # the ratio of all is what counts: in a unit of their own no square overflows or runs under
+        even, unit = in_unit({**observed})
+        gradients = {n: dense(g) for n, g in even.items()}
+        count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
+        starts = starts_of(view, stages, observed, unit, count)
+        if isinstance(starts, NotApplicable):
+            return starts
+        reason = self._refusal(stages[: starts[0].top + 1], gradients, count)
+        if reason is not None:
+            return reason
+        found = [self._attempt(view, stages, gradients, start) for start in starts]
+        best = min(found, key=lambda result: result.objective)
+        if sum(result.objective <= self.fits for result in found) > 1:
+            return replace(best, verified=False)  # several images explain the update
+        return best
+
+    def _refusal(self, stages: Sequence[Stage], gradients: Gradients, count: int) -> NotApplicable | None:
+        """Why the stages up to the first known signal can't be undone, or None."""
+        for stage in stages:
+            weight = gradients.get(f"{stage.name}.weight")
+            if weight is None:
+                return NotApplicable(f"the gradient of {stage.name} was not sent")
+            if not bool(weight.any()):
+                return NotApplicable(f"no signal flows back into {stage.name}: its weight did not move")
+            needed = sizes(stage, count)[0 if self.share is None else 1]
+            if needed > self.gigabytes:
+                size = f"{needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
+                return NotApplicable(f"the equations of {stage.name} take {size}", limit=True)
+        if self.inverts:
+            for stage in stages[:-1]:
+                if slope_below(stage.activation) == 0:
+                    reason = f"the activation above {stage.name} can't be inverted; rconv does without"
+                    return NotApplicable(reason, limit=True)
+        return None
+
+    def _attempt(self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: Start) -> Reconstruction:
+        solved = descend(stages, gradients, start, self.share, self.cutoff, self.gigabytes)
+        names = [stage.name for stage in stages[: start.top + 1]]
+        pixels = solved[0].values.nan_to_num(0.5, 1.0, 0.0).clamp(0, 1)
+        again = backward(stages, start, pixels)
+        off = max(_apart(again[n], gradients[n]) for n in again if n in gradients)
+        whole = all(layer.rank == layer.unknowns for layer in solved)
+        # what the gradient is off by, the equations of the pixels magnify by as much as their condition number
+        doubt = max(off, start.off) * solved[0].condition
+        sharp = PEAK * doubt * _size(stages[0], pixels) <= LEVEL
+        # an unknown defence may have shortened weight and bias apart, which only a second layer shows
+        sized = view.threat.knows_defense or start.top > 0
+        ranks = {
+            f"rank/{n}": torch.tensor([s.unknowns, s.gradient, s.rank]) for n, s in zip(names, solved, strict=True)
+        }
+        conditions = {f"condition/{n}": torch.tensor(s.condition) for n, s in zip(names, solved, strict=True)}
+        found = Reconstruction(
+            inputs=pixels.to(view.device, view.dtype),
+            objective=off,
+            private={**ranks, **conditions},
+            verified=whole and sized and sharp and off <= self.fits,
+        )
+        if len(pixels) == 1:
+            return _labelled(found, view, stages, start)
+        if start.labels is not None:
+            known = () if view.labels is None else ("labels",)
+            return replace(found, labels=start.labels.to(view.device), knowledge=known)
+        sent = gradients.get(f"{stages[-1].name}.bias")
+        odd = sent is not None and turned(sent, len(pixels))
+        labels = whose(view, gradients, pixels.to(view.device))
+        return replace(found, labels=labels, note=TURNED if odd else "")
+
+
+def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: Start) -> Reconstruction:
+    """The one image with its label, known or read off what flows back into the classifier."""
+    last = start.top == len(stages) - 1 and not stages[-1].above
+    head = last and stages[start.top].sent("weight").startswith(view.task.head)
+    odd = head and turned(start.signal[0])
+    return replace(
+        found,
+        labels=start.signal.argmin(1).to(view.device) if head and not odd else view.labels,
+        knowledge=() if (head and not odd) or view.labels is None else ("labels",),
+        note=TURNED if odd else "",
+    )
+
+
+def _size(stage: Stage, pixels: Tensor) -> float:
+    """Root mean square of what the first layer is given (N, ...), in pixel units: errors are relative to that."""
+    if stage.pointwise:
+        pixels = stage.given(pixels) / stage.affine()[1]
+    return float(pixels.square().mean().sqrt())
+
+
+def descend(
+    stages: Sequence[Stage], gradients: Gradients, start: Start, trust: float | None, cutoff: float, gigabytes: float
+) -> list[Solved]:
+    """The input of every stage up to the start's, bottom first.
+
+    Args:
+        stages: of the network, bottom first.
+        gradients: dL/dweight by name.
+        start: where to begin.
+        trust: as in `attacks.analytic.recursive.layer_equations.solve`.
+        cutoff: likewise.
+        gigabytes: likewise; weight equations that take more are left out.
+    """
+    signal = start.signal
+    outputs: Outputs | None = None
+    found: list[Solved] = []
+    for stage in reversed(stages[: start.top + 1]):
+        gradient = gradients[f"{stage.name}.weight"]
+        usable = outputs if sizes(stage, len(signal))[2] <= gigabytes else None
+        with torch.no_grad():
+            solved = solve(stage, signal, gradient, usable, trust=trust, cutoff=cutoff)
+        found.insert(0, solved)
+        signal = _pull(nn.Sequential(stage.before, stage.layer), stage.shape, signal)
+        if len(found) <= start.top:
+            below = stages[start.top - len(found)]
+            outputs, slope = invert(below.activation, solved.values)
+            signal = _pull(below.after, returned(below), signal * slope)
+    return found
+
+
+def backward(stages: Sequence[Stage], start: Start, pixels: Tensor) -> Gradients:
+    """The gradient of <signal, output of the start's layer> at images (N, C, H, W), by the layers' parameters."""
+    values = pixels
+    parameters: dict[str, nn.Parameter] = {}
+    with torch.enable_grad():
+        for i, stage in enumerate(stages[: start.top + 1]):
+            mine = {f"{stage.name}.{n}": p for n, p in stage.layer.named_parameters() if p.requires_grad}  # none frozen
+            parameters |= mine
+            given = stage.given(values)
+            values = stage.layer(given) if i == start.top else stage.activation(stage.linear(given))
+        grads = torch.autograd.grad((values * start.signal).sum(), list(parameters.values()))
+    return dict(zip(parameters, grads, strict=True))
+
+
+def sizes(stage: Stage, count: int = 1) -> tuple[float, float, float]:
+    """Gigabytes that a stage's equations take in one matrix: all, its gradient equations, its weight equations.
+
+    Args:
+        stage: the layer.
+        count: of images, whose inputs are solved for together.
+    """
+    layer, unknowns, outputs = stage.layer, count * stage.shape.numel(), count * returned(stage).numel()
+    before = 0.0 if stage.pointwise else 8e-9 * unknowns**2  # its linear maps as a matrix
+    if not isinstance(layer, nn.Conv2d):
+        return before, before, 8e-9 * outputs * unknowns
+    with torch.no_grad():
+        positions = count * stage.given(stage.blank())[0, 0].numel()
+    whole = 8e-9 * unknowns * (positions * layer.in_channels + outputs)
+    gradient = 8e-9 * layer.weight[:, 0].numel() * positions
+    return max(whole, before), max(gradient, before), 8e-9 * outputs * unknowns
+
+
+def _apart(x: Tensor, y: Tensor) -> float:
+    """Relative distance of two tensors, at most 2; 0 where both are zero."""
+    size = max(float(x.norm()), float(y.norm()))
+    return float((x - y).norm()) / size if size else 0.0
+
+
+def returned(stage: Stage) -> torch.Size:
+    """The shape of what a stage's layer returns, without the batch."""
+    with torch.no_grad():
+        shape: torch.Size = stage.layer(stage.given(stage.blank())).shape
+    return shape[1:]
+
+
+def _pull(linear: Callable[[Tensor], Tensor], shape: torch.Size, signal: Tensor) -> Tensor:
+    """What flows back into a linear map."""
+    with torch.enable_grad():
+        at = torch.zeros(len(signal), *shape, dtype=torch.float64, requires_grad=True)
+        returned = linear(at)
+    (pulled,) = torch.autograd.grad(returned, at, signal.view_as(returned))
+    return pulled

@@ -1,0 +1,191 @@
+"""What a chain's layers above one of its convolutions say of it: the equations that its input answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.maxpool.conv_pool_layer import Layer
+from attacks.analytic.maxpool.equations import Equations
+from attacks.analytic.recursive.layer_equations import Outputs, bend, invert
+from attacks.network.interlayer_maps import Reshape, Scaling
+from attacks.network.layer_chain import Stage
+from attacks.update.float_rounding import grain
+from fl.types import ServerView
+
+RESHAPING = (nn.Identity, nn.Flatten, Reshape)
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Of windows side by side; (1, 1) is none."""
+
+    window: tuple[int, int] = (1, 1)
+    average: bool = False
+
+
+def pooling(stage: Stage, above: Stage) -> Pooling | None:
+    """How a convolution's outputs are pooled before the stage above takes them, or None where that can't be undone."""
+    after = [m for m in stage.after if not isinstance(m, RESHAPING)]
+    before = [m for m in above.before if not isinstance(m, RESHAPING)]
+    norms = [m for m in after if isinstance(m, Scaling)]
+    pools = [m for m in [*after, *before] if isinstance(m, nn.MaxPool2d | nn.AvgPool2d)]
+    if len(norms) + len(pools) != len(after) + len(before) or len(norms) > 1 or len(pools) > 1:
+        return None
+    if norms and (after[0] is not norms[0] or norms[0].by_channel() is None):
+        return None
+    if not pools:
+        return Pooling()
+    (pool,) = pools
+    window, stride = _pair(pool.kernel_size), _pair(pool.stride)
+    average = isinstance(pool, nn.AvgPool2d)
+    if (
+        window != stride
+        or _pair(pool.padding) != (0, 0)
+        or pool.ceil_mode
+        or _pair(getattr(pool, "dilation", 1)) != (1, 1)
+    ):
+        return None
+    if average and pool in before and not isinstance(stage.activation, nn.Identity):
+        return None  # averages of what an activation bent are not linear in the convolution's outputs
+    return Pooling(window, average)
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What is known of what a layer returned, pooled; image by image (B, .).
+
+    Attributes:
+        given: what its activation was given.
+        signal: what flows back into that.
+        loose: how far `given` may be off.
+        doubt: factor between the slopes on both sides of a bend where that leaves the side open, else 1.
+        bent: how far the activation's slope may put the signal off, relative to its root mean square: of those without
+            bends it changes with what they are given.
+    """
+
+    given: Outputs
+    signal: Tensor
+    loose: Tensor
+    doubt: Tensor
+    bent: float
+
+    @classmethod
+    def of(cls, stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: Tensor) -> Returned:
+        """Of `stage`, from what comes into the one above and flows back into that.
+
+        Args:
+            stage: whose outputs they are.
+            above: what takes them.
+            values: (B, ...).
+            signal: likewise.
+            off: how far each of the values may be off, relative to the root mean square of all.
+        """
+        if above.pointwise:
+            values, signal = above.undo(values), signal.flatten(1) * above.affine(values.dtype)[1].flatten()
+        values, signal = values.flatten(1), signal.flatten(1)
+        error = off.flatten(1) * values.square().mean().sqrt()
+        given, slope = invert(stage.activation, values)
+        doubt = torch.ones_like(slope)
+        if isinstance(stage.activation, nn.LeakyReLU):
+            gentle = stage.activation.negative_slope
+            other = torch.where(values >= 0, gentle, 1 / gentle).to(values)
+            doubt = torch.where(values.abs() > 5 * error, doubt, other)
+        back = signal * slope
+        turned = (signal * bend(stage.activation, values) * error).norm()
+        bent = float(turned / back.norm()) if bool(back.any()) else 0.0  # where nothing flows back nothing is off
+        return cls(given, back, error / slope.clamp_min(1e-6), doubt, bent)
+
+
+def equations(
+    view: ServerView,
+    stage: Stage,
+    above: Stage,
+    gradients: dict[str, Tensor],
+    returned: Returned,
+    kept: tuple[int, int] | None,
+) -> Equations:
+    """What is known of a convolution.
+
+    Args:
+        view: the server's, which tells how the gradient was rounded.
+        stage: with it.
+        above: what takes its outputs.
+        gradients: of the weights.
+        returned: what is known of its outputs.
+        kept: rows and columns of the outputs, pooled, that the layer above saw.
+    """
+    conv = stage.layer
+    assert isinstance(conv, nn.Conv2d)
+    pooled = pooling(stage, above)
+    assert pooled is not None
+    weight = conv.weight.detach()
+    bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
+    scale, shift = normalisation(stage, weight)
+    count, (channels, height, width) = len(returned.signal), stage.taken
+    layer = Layer(
+        weight * scale[:, None, None, None],
+        bias * scale + shift,
+        (channels, count * height, width),
+        _pair(conv.padding),  # type: ignore[arg-type]
+        _pair(conv.stride),  # type: ignore[arg-type]
+        pooled.window,
+        pooled.average,
+        count,
+        kept,
+    )
+    rows, columns = replace(layer, kept=None).pooled
+    gradient = gradients[f"{stage.name}.weight"]
+    target, seen, signal, loose, doubt = (
+        part.view(count, len(weight), rows, columns)[..., : layer.pooled[0], : layer.pooled[1]]
+        .transpose(0, 1)
+        .flatten(1)
+        for part in (returned.given.values, returned.given.known, returned.signal, returned.loose, returned.doubt)
+    )
+    return Equations(
+        layer,
+        gradient.flatten(1) / scale[:, None],
+        target,
+        signal,
+        seen,
+        loose,
+        doubt,
+        grain=_grain(view, stage, gradient),
+    )
+
+
+def normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Factor and shift of each output (O,) by batch normalisation at rest."""
+    norms = [m for m in stage.after if isinstance(m, Scaling)]
+    if not norms:
+        return like.new_ones(len(like)), like.new_zeros(len(like))
+    (norm,) = norms
+    found = norm.by_channel()
+    assert found is not None
+    return found
+
+
+def _grain(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
+    """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalisation is between."""
+    found = None if any(isinstance(m, Scaling) for m in stage.after) else grain(view, stage.sent("weight"))
+    return None if found is None else stage.arranged("weight", found.to(gradient.device)).flatten(1)
+
+
+def statistics(stage: Stage) -> tuple[Tensor, Tensor] | None:
+    """Mean and standard deviation of the normalisation before the first layer, channel by channel (I,).
+
+    None where there is another map, or they differ from place to place.
+    """
+    if not stage.pointwise:
+        return None
+    offset, slope = (part.flatten(2)[0] for part in stage.affine())
+    if not all(torch.allclose(part, part[:, :1], rtol=1e-9, atol=1e-12) for part in (offset, slope)):
+        return None
+    offset, slope = offset[:, 0], slope[:, 0]
+    return -offset / slope, 1 / slope

@@ -1,0 +1,316 @@
+"""The linear equations that a layer's input satisfies, given what flows back into the layer and what it returns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.network.interlayer_maps import Monotone
+from attacks.network.layer_chain import Stage
+
+CERTAIN = 1e-12
+"""Share of an activation's range within which a value is taken for its end."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the activation of a stage was given (N, ...), where `known`."""
+
+    values: Tensor
+    known: Tensor
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What came into a stage, and how far its equations determine it.
+
+    Attributes:
+        values: of all images (N, ...).
+        unknowns: how many numbers that is.
+        gradient: how many numbers of what the layer is given the gradient equations alone determine.
+        rank: how many of the unknowns all equations used determine.
+        condition: condition number of the equations used; infinite where they leave something open.
+    """
+
+    values: Tensor
+    unknowns: int
+    gradient: int
+    rank: int
+    condition: float
+
+
+@dataclass(frozen=True)
+class Weak:
+    """Gradient equations that say little: `sizes * (directions^T x_c) = turned[:, c]`, relative to the strongest.
+
+    Attributes:
+        directions: (N P, r), also those that no equation says anything of.
+        sizes: (q,), q <= r.
+        turned: (q, C).
+    """
+
+    directions: Tensor
+    sizes: Tensor
+    turned: Tensor
+
+
+def invert(activation: nn.Module, values: Tensor) -> tuple[Outputs, Tensor]:
+    """What an activation was given, where that can be told, and its slope there; all from what it returned.
+
+    The slope of a common activation is a function of its value. Of a ReLU's values those that came out below zero,
+    which is impossible, say how far off all of them may be: only larger ones count as active.
+    """
+    if isinstance(activation, nn.Sigmoid):
+        known = (values > CERTAIN) & (values < 1 - CERTAIN)
+        safe = torch.where(known, values, 0.5)
+        return Outputs(torch.logit(safe), known), safe * (1 - safe) * known
+    if isinstance(activation, nn.Tanh):
+        known = values.abs() < 1 - CERTAIN
+        safe = torch.where(known, values, 0.0)
+        return Outputs(torch.atanh(safe), known), (1 - safe.square()) * known
+    if isinstance(activation, Monotone):
+        given, known = activation.inverse(values)
+        return Outputs(given * known, known), activation.derivatives(given)[0] * known
+    low = slope_below(activation)
+    if low == 0:
+        known = values > torch.maximum(-2 * values.min(), CERTAIN * values.abs().max())
+        return Outputs(values * known, known), known.to(values)
+    slope = torch.ones_like(values).masked_fill(values < 0, low)
+    return Outputs(values / slope, torch.ones_like(values, dtype=torch.bool)), slope
+
+
+def bend(activation: nn.Module, values: Tensor) -> Tensor:
+    """How fast an activation's slope changes with what it returned: d slope / d value, 0 where it is made of lines."""
+    if isinstance(activation, nn.Sigmoid):
+        return 1 - 2 * values
+    if isinstance(activation, Monotone):
+        given, known = activation.inverse(values)
+        first, second = activation.derivatives(given)
+        return torch.where(known, second / first.clamp_min(1e-9), 0.0)
+    return -2 * values if isinstance(activation, nn.Tanh) else torch.zeros_like(values)
+
+
+def slope_below(activation: nn.Module) -> float:
+    """The slope of a piecewise linear activation below zero; 1 for any other."""
+    if isinstance(activation, nn.LeakyReLU):
+        return float(activation.negative_slope)
+    return 0.0 if isinstance(activation, nn.ReLU) else 1.0
+
+
+def solve(
+    stage: Stage, signal: Tensor, gradient: Tensor, outputs: Outputs | None, *, trust: float | None, cutoff: float
+) -> Solved:
+    """What came into a stage, of all images of a batch at once.
+
+    Gradient equations say `K x_c = dL/dW[:, c]` for each channel c of the layer's input; of N images `sum of K_i x_ic`,
+    so that there are no more of them than of one image, for N times the unknowns. Weight equations say that x makes the
+    known outputs, image by image. Padding equations (padded values are zero) are substituted: padded values are no
+    unknowns.
+
+    Args:
+        stage: the layer.
+        signal: dL/d(output of the layer) (N, out, ...).
+        gradient: dL/d(weight of the layer), the sum over the images.
+        outputs: what its activation is known to have been given.
+        trust: what belongs to singular values of the gradient equations of at least this share of the largest is taken
+            from them alone, and weight equations are used for the rest, if there is any. None solves all equations
+            together, at equal weight as the signal's unit means nothing; but those of a linear layer's gradient alone.
+        cutoff: singular values below this share of the largest count as zero.
+    """
+    count, shape = len(signal), stage.taken
+    rows = gradient_rows(stage, signal, shape)
+    right = gradient.flatten(2).transpose(1, 2) if gradient.ndim == 4 else gradient
+    small, right = triangular(rows, right.reshape(len(rows), -1))
+    if not bool(small.isfinite().all() and right.isfinite().all() and small.any()):
+        nothing = stage.blank(count)
+        return Solved(nothing, nothing.numel(), 0, 0, math.inf)
+    left, sizes, directions = torch.linalg.svd(small / small.norm())
+    right = right / small.norm()
+    told = int((sizes > sizes[0] * cutoff).sum())
+    strong = told if trust is None or outputs is None else int((sizes > sizes[0] * trust).sum())
+    positions, channels = small.shape[1], right.shape[1]
+    alone = outputs is None or (strong == positions and (trust is not None or gradient.ndim == 2))
+    if stage.pointwise and (alone or trust is not None):
+        turned = left.T @ right
+        values = (directions[:strong].T @ (turned[:strong] / sizes[:strong, None])).T
+        rank, condition = strong * channels, float(sizes[0] / sizes[strong - 1])
+        if not alone:
+            assert outputs is not None
+            spare = Weak(directions[strong:].T, sizes[strong:] / sizes[0], turned[strong:] / sizes[0])
+            values, found, worst = _filled(stage, shape, values, spare, outputs, cutoff)
+            rank, condition = rank + found, max(condition, worst)
+    else:
+        values, rank, condition = _together(stage, shape, small / small.norm(), right, outputs, cutoff)
+    condition = condition if rank == values.numel() else math.inf
+    if stage.pointwise:
+        apart = values.reshape(shape[0], count, -1).transpose(0, 1)
+        values = stage.undo(apart.reshape(count, *shape))
+    else:
+        values = values.reshape(count, *stage.shape)
+    return Solved(values, values.numel(), told * channels, rank, condition)
+
+
+def gradient_rows(stage: Stage, signal: Tensor, shape: torch.Size) -> Tensor:
+    """The matrix K of the gradient equations (rows, N P), with P positions of one channel of the layer's input.
+
+    dL/dW[o, c, k] = sum over images i and outputs l of signal[i, o, l] x_ic[where tap k of the kernel lies at output
+    l], so that K is the same for every channel. A linear layer has one position and one tap. The positions of an image
+    stand side by side.
+    """
+    if not isinstance(stage.layer, nn.Conv2d):
+        return signal.flatten(1).T
+    lies = _taps(stage.layer, shape)
+    taps, outputs = lies.shape
+    signals = signal.reshape(len(signal), -1, 1, outputs).expand(-1, -1, taps, -1)
+    rows = signals.new_zeros(*signals.shape[:3], shape[1] * shape[2] + 1)
+    rows = rows.scatter_add_(3, lies.expand_as(signals), signals)[..., 1:].flatten(1, 2)
+    return rows.transpose(0, 1).flatten(1)
+
+
+def weight_rows(stage: Stage, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """What a stage makes of the layer's input (C * P,) as a matrix (m, C * P) and an offset (m,)."""
+    with torch.no_grad():
+        zero = torch.zeros(1, *shape, dtype=torch.float64)
+        weight = stage.layer.weight
+        assert isinstance(weight, Tensor)
+        if isinstance(stage.layer, nn.Conv2d):
+            lies = _taps(stage.layer, shape).T[None, :, None]  # (1, L, 1, taps)
+            values = weight.flatten(2)[:, None].expand(-1, lies.shape[1], -1, -1)
+            rows = values.new_zeros(*values.shape[:3], shape[1] * shape[2] + 1)
+            weight = rows.scatter_(3, lies.expand_as(values), values)[..., 1:].reshape(-1, shape.numel())
+        if not len(stage.after):
+            return weight, stage.layer(zero).flatten()
+        returned = torch.zeros_like(stage.layer(zero))
+        columns = stage.after(weight.T.reshape(-1, *returned.shape[1:])) - stage.after(returned)
+        return columns.flatten(1).T, stage.linear(zero).flatten()
+
+
+def _taps(layer: nn.Conv2d, shape: torch.Size) -> Tensor:
+    """Where each tap of the kernel lies at each output (taps, L): positions from 1, and 0 for padding."""
+    numbers = torch.arange(1.0, shape[1] * shape[2] + 1, dtype=torch.float64).view(1, 1, *shape[1:])
+    assert not isinstance(layer.padding, str)
+    kernel = functional.unfold(numbers, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    return kernel[0].long()
+
+
+def _filled(
+    stage: Stage, shape: torch.Size, values: Tensor, weak: Weak, outputs: Outputs, cutoff: float
+) -> tuple[Tensor, int, float]:
+    """Channels (C, N P) from their well determined part `values`; the rest from outputs and weak gradient equations."""
+    weights, offset = weight_rows(stage, shape)
+    channels, images = len(values), len(outputs.values)
+    each = zip(
+        outputs.values.flatten(1),
+        outputs.known.flatten(1),
+        values.reshape(channels, images, -1).unbind(1),
+        weak.directions.chunk(images),
+        strict=True,
+    )
+    parts, sides, norms = [], [], []
+    for returned, known, strong, directions in each:
+        rows = weights[known]
+        sides.append((returned - offset)[known] - rows @ strong.flatten())
+        parts.append((rows.view(len(rows), *strong.shape) @ directions).flatten(1))
+        norms.append(rows.norm())
+    unit = float(torch.stack(norms).norm()) / math.sqrt(values.numel())
+    count = len(weak.sizes)
+    gradient = functional.pad(weak.sizes.diag(), (0, weak.directions.shape[1] - count)) * unit
+    rows = torch.cat([torch.block_diag(*[gradient] * channels), *parts])
+    sides = [weak.turned[:count].T.flatten() * unit, *sides]
+    found, rank, condition = least_squares(rows, torch.cat(sides)[:, None], cutoff, unit)
+    return values + found.view(channels, -1) @ weak.directions.T, rank, condition
+
+
+def _together(
+    stage: Stage, shape: torch.Size, small: Tensor, right: Tensor, outputs: Outputs | None, cutoff: float
+) -> tuple[Tensor, int, float]:
+    """All equations at once: for what the layer is given, where what comes in follows from it, else for that.
+
+    The former channel by channel (C N P,), the latter image by image.
+    """
+    channels, positions = right.shape[1], shape[1:].numel()
+    images = small.shape[1] // positions
+    rows, sides = torch.block_diag(*[small] * channels), right.T.flatten()
+    if outputs is not None:
+        weights, offset = weight_rows(stage, shape)
+        known = outputs.known.flatten(1)
+        told = [_of_image(weights[k], i, images, channels) for i, k in enumerate(known)]
+        factor = _ratio(weights.norm() * math.sqrt(images), rows.norm())
+        rows = torch.cat([rows * factor, *told])
+        given = (outputs.values.flatten(1) - offset)[known]
+        sides = torch.cat([sides * factor, given])
+    if not stage.pointwise:
+        with torch.no_grad():
+            basis = torch.eye(stage.shape.numel(), dtype=torch.float64).view(-1, *stage.shape)
+            offset = stage.given(torch.zeros_like(basis[:1])).flatten()
+            before = (stage.given(basis).flatten(1) - offset).T
+        assert len(before) == channels * positions
+        parts = rows.view(len(rows), channels, images, positions).unbind(2)
+        sides = sides - torch.stack([part.flatten(1) @ offset for part in parts]).sum(0)
+        rows = torch.cat([part.flatten(1) @ before for part in parts], 1)
+    values, rank, condition = least_squares(rows, sides[:, None], cutoff)
+    return values, rank, condition
+
+
+def _of_image(rows: Tensor, image: int, images: int, channels: int) -> Tensor:
+    """Equations in what one image gives the layer (m, C P) as ones in what all of them do (m, C N P)."""
+    apart = rows.new_zeros(len(rows), channels, images, rows.shape[1] // channels)
+    apart[:, :, image] = rows.view(len(rows), channels, -1)
+    return apart.flatten(1)
+
+
+def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0) -> tuple[Tensor, int, float]:
+    """The shortest solution of min |rows x - right|, the rank of `rows`, and their condition number.
+
+    Args:
+        rows: (m, n).
+        right: (m, c).
+        cutoff: singular values below this share of the largest, or of `unit` if that is more, count as zero.
+        unit: size of equations that are more than rounding.
+    """
+    triangle, turned = triangular(rows, right)
+    largest, smallest = _extremes(triangle)
+    if smallest > cutoff * max(largest, unit):
+        return torch.linalg.solve_triangular(triangle, turned, upper=True), rows.shape[1], largest / smallest
+    if not largest > cutoff * unit:
+        return turned.new_zeros(rows.shape[1], right.shape[1]), 0, math.inf
+    found = torch.linalg.lstsq(triangle, turned, rcond=cutoff * max(1.0, unit / largest), driver="gelsy")
+    return found.solution, int(found.rank), math.inf
+
+
+def triangular(rows: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The same equations, turned so that no more than n are left: (min(m, n), n) and (min(m, n), c)."""
+    unknowns = rows.shape[1]
+    if rows.shape[0] <= unknowns:
+        q, upper = torch.linalg.qr(rows)
+        return upper, q.T @ right
+    upper = torch.linalg.qr(torch.cat([rows, right], 1), mode="r").R[:unknowns]
+    return upper[:, :unknowns].contiguous(), upper[:, unknowns:].contiguous()
+
+
+def _extremes(upper: Tensor) -> tuple[float, float]:
+    """Largest and smallest singular value of an upper triangular matrix (k, n), roughly; 0 where it has less rank.
+
+    By the power method on it and on its inverse.
+    """
+    big = small = upper.new_ones(upper.shape[1], 1)
+    for _ in range(12):
+        size = big.norm()
+        big = upper.T @ (upper @ (big / size)) if bool(size) else big
+    largest = math.sqrt(float(big.norm()))
+    if upper.shape[0] < upper.shape[1] or not bool(upper.diagonal().all()):
+        return largest, 0.0
+    for _ in range(12):
+        below = torch.linalg.solve_triangular(upper.T, small / small.norm(), upper=False)
+        small = torch.linalg.solve_triangular(upper, below, upper=True)
+    size = float(small.norm())
+    return largest, 1 / math.sqrt(size) if math.isfinite(size) else 0.0
+
+
+def _ratio(x: Tensor, y: Tensor) -> Tensor:
+    """The ratio x / y, or 0 where that is no number."""
+    return (x / y).nan_to_num(0.0, 0.0, 0.0)

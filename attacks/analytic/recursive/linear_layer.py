@@ -1,0 +1,370 @@
+"""A fully connected layer as the server sees it: its weights, its gradient, and what is around it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from attacks.base import NotApplicable
+from attacks.network.linear_layers import FlatLayer, Origin, flat_layers, outputs_of
+from attacks.network.operation_trace import FAILURES
+from attacks.rewriting.headless import astray
+from attacks.update.training_phases import rescaled, training
+from attacks.update.update_rule import SIGNS, signs_only
+from fl.defense import overrides
+from fl.local.weight_decay import decay_shares, without_decay
+from fl.method import Step
+from fl.network import Network
+from fl.seeds import stream
+from fl.tensors import Tensors, dense
+from fl.types import Batch, Phase, ServerView, frozen
+
+SIZED = 1e-3
+"""Distance of a signal's directions up to which a layer's input is as bright as it seems: about one percent of it."""
+PROBES = 8
+"""Random images that tell what a layer is given and whether a ReLU follows it."""
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """The first linear layer with a bias whose update was sent, in float64.
+
+    Over a batch, its gradient is `sum of delta_i x_i^T` and `sum of delta_i`: both stand here up to one factor.
+
+    Attributes:
+        view: the server's.
+        name: of the layer.
+        origin: how its input is made of the pixels, where that is otherwise than the view says.
+        weight: as sent by the server (m, n).
+        bias: likewise (m,).
+        moved: the weight's update without decay (m, n), its largest entry of size 1.
+        moved_bias: the bias's (m,), in the same unit.
+        sent: 1 where a known defence let an entry through, 0 elsewhere (m, n); None is everywhere.
+        trust: how far a known defence lets the bias be trusted, relative to the weight.
+        images: whether its input is the image itself, normalised.
+        steps: optimiser steps in which it moves; None if unknown.
+        scale: size of the moved tensors for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
+            a defence that changes sizes).
+    """
+
+    view: ServerView
+    name: str
+    weight: Tensor
+    bias: Tensor
+    moved: Tensor
+    moved_bias: Tensor
+    sent: Tensor | None
+    trust: float
+    images: bool
+    steps: int | None
+    scale: float | None
+    origin: Origin | None = None
+
+    @cached_property
+    def _probe(self) -> _Probe:
+        return _Probe(self.view)
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        """Inputs of the layer (N, n) as pixels (N, C, H, W), wherever they lie."""
+        if self.origin is None:
+            return shown(self.view, inputs)
+        return self.origin.pixels(inputs).view(len(inputs), *self.view.task.input_shape)
+
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """Inputs of the layer (N, n) as images (N, C, H, W) in [0, 1]."""
+        return self.shown(inputs).clamp(0, 1).to(self.view.dtype)
+
+    def rectified(self) -> bool:
+        """Whether no signal flows back where the layer's output is negative, but some where it is positive."""
+        outputs, signals = self._probe.back(self.name)
+        silent = signals == 0
+        return bool(silent[outputs < 0].all() and not silent[outputs > 0].all())
+
+    def signals(self, inputs: Tensor, label: int) -> Tensor:
+        """What flows back into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
+        return self._probe.signals(self.name, self.shown(inputs), label)
+
+    def sized(self, inputs: Tensor, signals: Tensor) -> bool:
+        """Whether `inputs` have their true size: an unknown defence may have changed it, unless `labels` fit."""
+        return self.view.threat.knows_defense or self.labels(inputs, signals, SIZED) is not None
+
+    def labels(self, inputs: Tensor, signals: Tensor, tolerance: float) -> Tensor | None:
+        """The labels (N,) under which the network sends back `signals` (N, m), up to factors; None if none fit.
+
+        Args:
+            inputs: of the layer (N, n).
+            signals: observed.
+            tolerance: largest distance of two unit vectors that counts as none.
+        """
+        if self.view.private or not self.view.method.uses_labels or not self.images:
+            return None
+        each = torch.stack([self.signals(inputs, k) for k in range(self.view.task.num_classes)])  # (K, N, m)
+        unit = nn.functional.normalize
+        far, labels = (unit(each, dim=-1) - unit(signals, dim=-1)).norm(dim=-1).min(0)
+        return labels if bool((far <= tolerance).all()) else None
+
+
+def shown(view: ServerView, inputs: Tensor) -> Tensor:
+    """Normalised images (N, n) as pixels (N, C, H, W), wherever they lie."""
+    mean, std = view.task.normalisation(inputs)
+    return inputs.view(len(inputs), *view.task.input_shape) * std + mean
+
+
+def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
+    """The first linear layer with a bias that the update says something of, or why there is none."""
+    reason = _obstacle(view)
+    if reason is not None:
+        return NotApplicable(reason)
+    phases = view.method.phases(view.client.task, view.round)
+    shares = decay_shares(phases, view.schedule, view.shared)
+    if len(shares) < len(view.shared):
+        return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
+    change = without_decay(view.update, view.shared, shares, partial(view.client.defense.passed, observed=view.update))
+    probe = _Probe(view)
+    try:
+        layers = probe.layers
+    except FAILURES as error:
+        return NotApplicable(f"the network does not run on a batch of {PROBES} images: {error}", limit=True)
+    for name, images in layers.items():
+        names = probe.names(name)
+        if not set(names) <= set(change):
+            continue
+        if not probe.tapped(name):
+            reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
+            return NotApplicable(reason, limit=True)
+        if signs_only(view):
+            return NotApplicable(SIGNS)
+        if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
+            return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
+        kinds = dict(zip(("weight", "bias"), names, strict=True))
+        weight, bias = (probe.arranged(name, kind, dense(change[n]).double()) for kind, n in kinds.items())
+        if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
+            return NotApplicable(f"the update of {name!r} is zero or not finite")
+        unit = weight.abs().max()
+        unit = unit if unit > 0 else bias.abs().max()
+        start, start_bias = (probe.arranged(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
+        steps = _steps(view, names[0])
+        sent, trust = _defended(view, *names)
+        sent = None if sent is None else probe.arranged(name, "weight", sent)
+        origin = probe.origin(name)
+        scale = _scale(view, names[0]) if steps == 1 else None
+        scale = None if scale is None else scale / float(unit)
+        moved = weight / unit, bias / unit
+        images = images or origin is not None
+        return LinearLayer(view, name, start, start_bias, *moved, sent, trust, images, steps, scale, origin)
+    return NotApplicable("no linear layer with a bias, given one vector per image, is in the update", limit=True)
+
+
+def _obstacle(view: ServerView) -> str | None:
+    if not view.update:
+        return "nothing is shared"
+    if (reason := astray(view)) is not None:
+        return reason
+    if not view.client.defense.keeps_ratios():
+        return f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
+    return rescaled(view.method.phases(view.client.task, view.round))
+
+
+def _moving(view: ServerView, name: str) -> list[tuple[Phase, int | None]]:
+    """The phases in which a parameter moves, and how many steps each has, as far as that is known."""
+    phases, schedule = training(view)
+    counts = [p.steps for p in phases] if schedule is None else [len(steps) for steps in schedule]
+    return [(p, n) for p, n in zip(phases, counts, strict=True) if n != 0 and name in p.assign({name: None})]
+
+
+def _steps(view: ServerView, name: str) -> int | None:
+    counts = [count for _, count in _moving(view, name)]
+    return None if None in counts else sum(count for count in counts if count is not None)
+
+
+def _scale(view: ServerView, name: str) -> float | None:
+    """What one step makes of a gradient of size 1 for the parameter `name`, or None if it can't be told."""
+    ((phase, _),) = _moving(view, name)
+    group = phase.assign({name: None})[name]
+    changed = any(overrides(view.client.defense, hook) for hook in ("surrogate", "gradient"))
+    return None if group.max_norm is not None or view.scaled or changed else phase.first_step(group)
+
+
+def let_through(view: ServerView, name: str) -> Tensor:
+    """Where a known defence lets an entry of the update's tensor `name` through (bool): a zero may not be one."""
+    seen = dense(view.update[name])
+    probe: Tensors = {name: torch.where(seen != 0, seen, seen.abs().max())}
+    return dense(view.client.defense.passed(probe, view.update)[name]) != 0
+
+
+def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
+    """Which entries of the weight's update a known defence let through, and its trust in the bias's."""
+    sent = let_through(view, weight).double() if overrides(view.client.defense, "surrogate") else None
+    defense = view.client.defense
+    trusts, noise = defense.weights(view.update), defense.deviations(view.update)
+    cleaner = noise[weight] / noise[bias] if noise[weight] > 0 and noise[bias] > 0 else 1.0
+    return sent, cleaner * trusts[bias] / trusts[weight]
+
+
+@dataclass
+class _Probe:
+    """The client's network in float64, with what the server can't know drawn at random."""
+
+    view: ServerView
+    model: nn.Module = field(init=False)
+    weights: dict[str, Tensor] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        view = self.view
+        self.model = copy.deepcopy(view.client.predictor).double()
+        draw = stream(0, "probe")
+        self.weights, known = {}, {**frozen(self.model), **view.shared}
+        for name, value in self.model.named_parameters():
+            guess = torch.randn(value.shape, generator=draw, dtype=torch.float64) * value.shape[1:].numel() ** -0.5
+            self.weights[name] = (dense(known[name]) if name in known else guess).to(value).detach()
+        own = {**dict(self.model.named_buffers()), **view.buffers}
+        self.buffers = {n: v.double() if v.is_floating_point() else v for n, v in own.items()}
+
+    @property
+    def images(self) -> Tensor:
+        """Random pixels."""
+        shape = (PROBES, *self.view.task.input_shape)
+        return torch.rand(shape, generator=stream(0, "images"), dtype=torch.float64).to(self.view.device)
+
+    @property
+    def layers(self) -> dict[str, bool]:
+        """Every linear layer given one vector per image, in the order they run; True if that is the image itself.
+
+        The latter as the view's normalisation has it; `origin` says so of any other.
+        """
+        seen, flat = self._modules, self._flat
+        order = [*flat, *(name for name in seen if name not in flat)]
+        return {name: seen.get(name, False) for name in order if name in seen or name in flat}
+
+    @cached_property
+    def _flat(self) -> dict[str, FlatLayer]:
+        return flat_layers(self.view)
+
+    def origin(self, name: str) -> Origin | None:
+        """How a layer's input is made of pixels, where that is otherwise than the view says."""
+        return None if self._modules.get(name) or name not in self._flat else self._flat[name].origin
+
+    def names(self, name: str) -> tuple[str, str]:
+        """Of a layer's weight and bias in the update."""
+        layer = self._flat.get(name)
+        return (f"{name}.weight", f"{name}.bias") if layer is None else (layer.names["weight"], layer.names["bias"])
+
+    def arranged(self, name: str, kind: str, sent: Tensor) -> Tensor:
+        """What was sent of a layer's "weight" or "bias", as it lies in the layer."""
+        layer = self._flat.get(name)
+        return sent if layer is None else layer.arranged(kind, sent)
+
+    def tapped(self, name: str) -> bool:
+        """Whether what flows back into a layer can be read image by image."""
+        if name in self._modules:
+            return True
+        try:
+            self.back(name)
+        except FAILURES:
+            return False
+        return True
+
+    @cached_property
+    def _modules(self) -> dict[str, bool]:
+        images, seen = self.images, dict[str, bool]()
+        mean, std = self.view.task.normalisation(images)
+        flat = ((images - mean) / std).flatten(1)
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+                if args[0].ndim == 2 and len(args[0]) == PROBES and name not in seen:
+                    seen[name] = args[0].shape == flat.shape and torch.allclose(args[0], flat, atol=1e-5)
+
+            return hook
+
+        linear = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+        handles = [module.register_forward_hook(note(name)) for name, module in linear]
+        with torch.no_grad():
+            self.run(images)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    def run(self, images: Tensor) -> Any:
+        """What the network returns."""
+        return functional_call(self.model, {**self.weights, **self.buffers}, (images,))
+
+    def back(self, layer: str) -> tuple[Tensor, Tensor]:
+        """The layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
+        if layer not in self._modules:
+            return self._back_by_bias(self._flat[layer])
+        with _Tapped(self.model, layer) as tap, torch.enable_grad():
+            result = self.run(self.images)
+            weights = torch.randn(result.shape, generator=stream(0, "signal"), dtype=torch.float64).to(result)
+            (grad,) = torch.autograd.grad((result * weights).sum(), tap.outputs)
+        return tap.outputs[0].detach(), grad
+
+    def _back_by_bias(self, layer: FlatLayer) -> tuple[Tensor, Tensor]:
+        """The same of a layer that is no module, by a bias of each image's own."""
+        outputs = outputs_of(self._sent, layer.node, self.images)
+        if outputs is None:
+            raise RuntimeError(f"what {layer.name!r} returns hangs on the image")
+        own, weights = self._with_biases(layer, len(outputs))
+        with torch.enable_grad():
+            result = functional_call(self.model, {**weights, **self.buffers}, (self.images,))
+            if not torch.allclose(result, self.run(self.images)):
+                raise RuntimeError(f"the bias of {layer.name!r} is not added to one vector per image")
+            draw = torch.randn(result.shape, generator=stream(0, "signal"), dtype=torch.float64).to(result)
+            (grad,) = torch.autograd.grad((result * draw).sum(), own)
+        return outputs, grad
+
+    @cached_property
+    def _sent(self) -> nn.Module:
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, value in [*model.named_parameters(), *model.named_buffers()]:
+                value.copy_({**self.weights, **self.buffers}[name])
+        return model
+
+    def _with_biases(self, layer: FlatLayer, count: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weights with as many rows of a layer's bias as there are images, and those rows (N, m)."""
+        name = layer.names["bias"]
+        own = self.weights[name].flatten().expand(count, -1).clone().requires_grad_()
+        return own, {**self.weights, name: own}
+
+    def signals(self, layer: str, images: Tensor, label: int) -> Tensor:
+        """Gradients (N, m) of each image's own loss at the layer's output."""
+        view, count = self.view, len(images)
+        batch = Batch(images, torch.full((count,), label, device=images.device))
+        step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
+        if layer not in self._modules:
+            own, weights = self._with_biases(self._flat[layer], count)
+            with torch.enable_grad():
+                loss = view.method.loss(Network(self.model, weights, self.buffers), batch, step)
+                (grad,) = torch.autograd.grad(loss, own)
+            return grad * count
+        with _Tapped(self.model, layer) as tap, torch.enable_grad():
+            loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)
+            (grad,) = torch.autograd.grad(loss, tap.outputs)
+        return grad * count
+
+
+class _Tapped:
+    """Keeps a layer's output as the leaf that gradients are taken of."""
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        self.outputs: list[Tensor] = []
+        self.handle = model.get_submodule(layer).register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.outputs.append(output.detach().requires_grad_())
+        return self.outputs[-1].clone()  # an activation may work in place, which a leaf can't bear
+
+    def __enter__(self) -> _Tapped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()

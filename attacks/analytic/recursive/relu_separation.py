@@ -1,0 +1,95 @@
+"""The images of a batch, told apart at the first linear layer of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.maxpool.batch_separation import Apart, Mixture, Sum, most, separate
+from attacks.analytic.recursive.layer_equations import slope_below
+from attacks.base import NotApplicable
+from attacks.network.layer_chain import Stage
+
+
+def first_told(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> int | None:
+    """The first linear layer, counted from below, above which nothing is needed: its bias moved."""
+    for i, stage in enumerate(stages):
+        sent = gradients.get(f"{stage.name}.bias")
+        if isinstance(stage.layer, nn.Linear) and sent is not None and bool(sent.any()):
+            return i
+    return None
+
+
+def told_apart(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int) -> Apart | NotApplicable:
+    """Signals and inputs of the layer `top` for each of `count` images, or why they can't be told apart.
+
+    Its gradient is the sum over the images of signal times input, which any mixture of them explains as well. What
+    tells them apart is the bias gradient of the layer below, which hangs on where that layer's (leaky) ReLU bends.
+
+    Args:
+        stages: of the network, bottom first.
+        gradients: of the step, up to one factor, by name; the weight of `top` among them.
+        top: number of a linear layer whose bias moved.
+        count: number of images.
+    """
+    reason = _inseparable(stages, gradients, top, count)
+    if reason is not None:
+        return reason
+    above, stage = stages[top], stages[top - 1]
+    assert isinstance(above.layer, nn.Linear)
+    offset, slope = (part.flatten() for part in above.affine())
+    share = _share(stage)
+    if share is None:
+        return NotApplicable(f"pooling with padding above {stage.name} weighs its outputs unevenly", limit=True)
+    rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
+    known = Sum(
+        weight=above.layer.weight.detach(),
+        bias=above.layer.bias.detach(),
+        low=slope_below(above.activation) if rises else None,
+        gradient=gradients[f"{above.name}.weight"],
+        moved=gradients[f"{above.name}.bias"],
+        offset=offset,
+        slope=slope,
+        gentle=slope_below(stage.activation),
+        below=gradients[f"{stage.name}.bias"],
+        share=share,
+    ).cpu()
+    if Mixture.of(known, count) is None:
+        return NotApplicable(
+            f"the gradient of {above.name} is not of rank {count}: of the {count} images of the batch some are alike "
+            "or leave nothing, or more than these were fed"
+        )
+    found = separate(known, count)
+    if found is None:
+        return NotApplicable(f"the {count} images of the batch could not be told apart", limit=True)
+    return found.to(gradients[f"{above.name}.weight"].device)
+
+
+def _inseparable(
+    stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int
+) -> NotApplicable | None:
+    """Why the equations for telling `count` images apart are too few, or None."""
+    if top == 0:
+        return NotApplicable(f"nothing below {stages[0].name} tells the {count} images of the batch apart")
+    above, stage = stages[top], stages[top - 1]
+    if not isinstance(stage.activation, nn.LeakyReLU | nn.ReLU):
+        bend = f"it tells images apart by the bend of a (leaky) ReLU right below {above.name}: there is none"
+        return NotApplicable(bend, limit=True)
+    below = gradients.get(f"{stage.name}.bias")
+    if below is None or not bool(below.any()):
+        return NotApplicable(f"the update says nothing of the bias of {stage.name}, by which images are told apart")
+    if most(len(below)) < count:
+        few = f"the {len(below)} biases of {stage.name} tell at most {most(len(below))} images apart, not {count}"
+        return NotApplicable(few)
+    return None
+
+
+def _share(stage: Stage) -> Tensor | None:
+    """By how much the activation is given more if a bias of the layer grows by one (C,); None where that varies."""
+    with torch.no_grad():
+        zero = torch.zeros_like(stage.layer(stage.given(stage.blank())))
+        share: Tensor = stage.after(zero + 1) - stage.after(zero)
+    share = share.view(len(zero[0]), -1)
+    return share[:, 0] if torch.allclose(share, share[:, :1]) else None

@@ -1,0 +1,170 @@
+"""Where to begin undoing a network from the top: what flows back into its linear layers, image by image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.recursive.bias_free_classifier import biasless
+from attacks.analytic.recursive.relu_separation import first_told, told_apart
+from attacks.analytic.recursive.softmax_separation import Classified, few, likely, told_by_loss
+from attacks.base import NotApplicable
+from attacks.gradient_matching.engine.problem import Problem
+from attacks.labels.recovery import recovered
+from attacks.network.layer_chain import Stage
+from attacks.rewriting.headless import undefended
+from attacks.update.rescaling import in_unit
+from fl.defense import overrides
+from fl.tensors import dense, scaled
+from fl.types import ServerView, frozen
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a descent begins.
+
+    Attributes:
+        top: number of a linear layer's stage.
+        signal: what flows back into that layer (N, out).
+        off: how far that may be off, relative to its root mean square.
+        labels: of the images of a batch (N,), where they were found with the signals; as they are known, if they are.
+    """
+
+    top: int
+    signal: Tensor
+    off: float = 0.0
+    labels: Tensor | None = None
+
+
+def starts_of(
+    view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
+) -> list[Start] | NotApplicable:
+    """Where to begin, or why nothing tells; several where the loss of one image has several solutions.
+
+    Args:
+        view: the server's.
+        stages: of its network, bottom first.
+        observed: the gradient, as large as it was sent.
+        unit: by which the signals are divided.
+        count: number of images.
+    """
+    if count < 1:
+        return NotApplicable("no image was fed")
+    return _of_one(view, stages, observed, unit) if count == 1 else _of_batch(view, stages, observed, unit, count)
+
+
+def _of_one(view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float) -> list[Start] | NotApplicable:
+    """The highest stage whose signal the update of one image gives away."""
+    for top in reversed(range(len(stages))):
+        bias = observed.get(f"{stages[top].name}.bias")
+        if isinstance(stages[top].layer, nn.Linear) and bias is not None and bool(bias.any()):
+            return [Start(top, bias[None] / unit)]
+    last = stages[-1]
+    name = f"{last.name}.weight"
+    bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
+    if not bare or name not in observed or not isinstance(last.activation, nn.Identity):
+        why = f" ({last.above})" if last.above else ""
+        reason = "no linear layer whose bias moved, and no classifier without bias: nothing to begin with"
+        return NotApplicable(f"{reason}{why}", limit=bool(why))
+    if not _sized(view, last.sent("weight")):
+        return NotApplicable(
+            "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
+        )
+    weight = last.layer.get_parameter("weight").detach()
+    undone = _undefended(view, last, observed)
+    ratio = observed[name].norm() / undone.norm()
+    found = [Start(len(stages) - 1, signal * ratio / unit) for signal in biasless(weight, undone)]
+    return found or NotApplicable("no logits explain the gradient of the classifier, which has no bias")
+
+
+def _of_batch(
+    view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
+) -> list[Start] | NotApplicable:
+    """What flows back of each image of a batch, or why that can't be told.
+
+    At the classifier, by the loss, where the server knows both (`attacks.analytic.recursive.softmax_separation`); else
+    at the first linear layer, by the bend of the (leaky) ReLU below it (`attacks.analytic.recursive.relu_separation`).
+    """
+    start = _by_loss(view, stages, observed, unit, count)
+    if isinstance(start, str):
+        other = _by_bend(stages, observed, count)
+        if isinstance(other, NotApplicable):
+            return NotApplicable(f"{start}; {other.reason}", other.limit)
+        start = other
+    return [start]
+
+
+def _by_loss(view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int) -> Start | str:
+    """The classifier's signals of each image, as the loss explains them, or why they can't be told."""
+    last = stages[-1]
+    weight, bias = (f"{last.name}.{kind}" for kind in ("weight", "bias"))
+    layer, own = last.layer, not len(last.after) and isinstance(last.activation, nn.Identity)
+    if not isinstance(layer, nn.Linear) or not own or weight not in observed:
+        return "no gradient of a linear classifier was sent"
+    mine = [last.sent(kind) for kind in ("weight", "bias") if kind == "weight" or layer.bias is not None]
+    known = view.shared.keys() | frozen(view.client.task.model).keys()
+    plain = view.method.uses_labels and view.method.plain_loss(view.client.task, view.round)
+    if not plain or not mine[0].startswith(view.task.head) or any(n not in known for n in mine):
+        return "the classifier or its loss is unknown"
+    if not _sized(view, mine[0]):
+        return "the size of the classifier's gradient is unknown (clipping, a defence)"
+    if few(len(layer.weight), count, bias=bias in observed):
+        return f"{len(layer.weight)} classes are too few to tell {count} images apart by the loss"
+    undone = _undefended(view, last, observed)
+    ratio = observed[weight].norm() / undone.norm()
+    told = told_by_loss(
+        Classified(
+            weight=layer.weight.detach(),
+            bias=layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias.detach(),
+            gradient=undone,
+            moved=observed[bias] / ratio if bias in observed else None,
+        ),
+        likely(len(layer.weight), count, _guess(view, count)) if view.labels is None else [view.labels.cpu()],
+    )
+    if told is None:
+        given = "" if view.labels is None else " of the labels known"
+        return f"the loss explains the classifier's gradient by no {count} images{given}"
+    found, labels = told
+    return Start(len(stages) - 1, found.signals * ratio / unit, found.off, labels)
+
+
+def _undefended(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
+    """The gradient of a classifier's weight at the scale that it had before a known defence."""
+    name = last.sent("weight")
+    return last.arranged("weight", undefended(view, name, observed[name]))
+
+
+def _guess(view: ServerView, count: int) -> Tensor | None:
+    """The likeliest labels of all images, in ascending order."""
+    guess = recovered(replace(view, batch_size=count), Problem(view, None, "l2").observed)
+    return None if guess is None or len(guess) != count else guess.cpu()
+
+
+def _by_bend(stages: Sequence[Stage], observed: Gradients, count: int) -> Start | NotApplicable:
+    """The signals of the first linear layer with a bias, told apart by the activation below."""
+    gradients = {n: dense(g) for n, g in in_unit({**observed})[0].items()}
+    top = first_told(stages, gradients)
+    if top is None:
+        return NotApplicable("no linear layer whose bias moved: nothing tells the images of the batch apart")
+    above = stages[top]
+    if not above.pointwise:
+        return NotApplicable(f"pooling below {above.name} hides the bends by which images are told apart", limit=True)
+    if not bool(gradients.get(f"{above.name}.weight", torch.zeros(1)).any()):
+        return NotApplicable(f"no signal flows back into {above.name}: its weight did not move")
+    found = told_apart(stages, gradients, top, count)
+    return found if isinstance(found, NotApplicable) else Start(top, found.signals, found.off)
+
+
+def _sized(view: ServerView, name: str) -> bool:
+    """Whether the size of the gradient of `name` is known, not only its direction."""
+    phases = view.method.phases(view.client.task, view.round)
+    clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
+    once, twice = (view.defense.surrogate(scaled(view.update, size), view.update)[name] for size in (1.0, 2.0))
+    hidden = dense(twice).norm() < 1.5 * dense(once).norm()  # a longer update would have been shortened to the same
+    changed = not view.threat.knows_defense or overrides(view.defense, "gradient")
+    return not (view.scaled or clipped or hidden or changed)

@@ -1,0 +1,96 @@
+"""R-GAP: recursive gradient attack on privacy (Zhu and Blaschko, ICLR 2021, arXiv 2010.07733)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from attacks.analytic.recursive.base import Layerwise, backward, descend, returned
+from attacks.analytic.recursive.top_signal import Start
+from attacks.base import NotApplicable, attacks
+from attacks.network.layer_chain import unroll
+from fl.seeds import stream
+from fl.types import ServerView
+
+
+@attacks.register("rgap")
+@dataclass(frozen=True, kw_only=True)
+class RGAP(Layerwise):
+    """Inverts a network layer by layer with gradient, weight and padding equations (Zhu and Blaschko, ICLR 2021).
+
+    From the last layer down, with x the input of a layer, y = W x + b its output and k = dL/dy:
+
+    - y is the inverse of the activation at the input of the layer above, and k what flows back through it: so the
+      activation must be invertible (LeakyReLU, sigmoid, tanh);
+    - gradient equations K x = dL/dW, where K makes the layer's gradient of its input; weight equations W x = y - b,
+      with W as a matrix; padding equations: padded values are zero. x is the least-squares solution of all together;
+    - a fully connected layer needs its gradient alone.
+
+    The paper has one logit without bias and derives its margin from <dL/dW, W>; so does this for a classifier without
+    bias (any number of classes, every solution tried). With a bias the classifier's input is read off its gradient.
+
+    Threat model: an honest-but-curious server that knows all weights below the last linear layer with a bias, and sees
+    one step on one image, in a plain chain of layers. Max pooling is beyond it: see `cascade`. Float64 updates come out
+    to rounding; what is lost between two float32 models limits it, the more so the deeper the network.
+    """
+
+    plain: ClassVar[str] = (
+        "computes the input of each layer from its output and its gradient, from the last layer to the image."
+    )
+
+    @classmethod
+    def example(cls) -> RGAP:
+        """As it is."""
+        return cls()
+
+
+@dataclass(frozen=True)
+class LayerRank:
+    """How far one layer's equations determine its input (R-GAP's rank analysis).
+
+    Attributes:
+        name: of the layer.
+        unknowns: numbers that come in.
+        gradient: how many of what the layer is given its gradient equations determine.
+        rank: how many all equations do.
+        condition: condition number of all equations; infinite where they leave something open.
+    """
+
+    name: str
+    unknowns: int
+    gradient: int
+    rank: int
+    condition: float
+
+    @property
+    def missing(self) -> int:
+        """Numbers left open: none where the layer gives its input away."""
+        return self.unknowns - self.rank
+
+
+def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> tuple[LayerRank, ...] | NotApplicable:
+    """How far each layer's equations determine its input, for any update of the network; first layer first.
+
+    Ranks hardly depend on the image, so it takes one of noise and noise that flows back: the update is not looked at.
+
+    Args:
+        view: the server's; its network and weights are used.
+        seed: of the noise.
+        cutoff: singular values below this share of the largest count as zero.
+    """
+    stages = unroll(view)
+    if isinstance(stages, NotApplicable):
+        return stages
+    draw = stream(seed, "rank")
+    pixels = torch.rand(1, *view.task.input_shape, generator=draw, dtype=torch.float64)
+    top = len(stages) - 1
+    signal = torch.randn(1, *returned(stages[top]), generator=draw, dtype=torch.float64)
+    start = Start(top, signal)
+    solved = descend(stages, backward(stages, start, pixels), start, None, cutoff, math.inf)
+    return tuple(
+        LayerRank(stage.name, s.unknowns, s.gradient, s.rank, s.condition)
+        for stage, s in zip(stages, solved, strict=True)
+    )

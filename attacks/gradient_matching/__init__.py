@@ -1,0 +1,1 @@
+"""Attacks that search for images whose update matches the one observed."""

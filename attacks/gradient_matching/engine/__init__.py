@@ -1,0 +1,1 @@
+"""The machinery of gradient matching: problems, distances, optimizers, batching."""

@@ -1,0 +1,368 @@
+"""A server's view as an optimisation problem, alone or in a stack of equal shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from attacks.gradient_matching.engine.objectives import OBJECTIVES, direction, squared
+from attacks.gradient_matching.engine.regularizers import Term, total_variation
+from attacks.gradient_matching.engine.search_space import IMAGES, Space
+from attacks.labels.recovery import recovered, seems_turned
+from attacks.learned.inversion_network import digest
+from attacks.rewriting.headless import astray
+from fl.aggregated_view import as_one, in_turn
+from fl.client import Client, autograd_derivative, func_derivative
+from fl.defense import Defense, overrides
+from fl.local.weight_decay import decay_shares, without_decay
+from fl.predict import predict
+from fl.tensors import Tensors, rms, scaled, times, total
+from fl.types import Candidate, Order, Part, ServerView, frozen
+
+SMALL = 1e-3
+"""Relative to the largest tensor's entries: those of a tensor may be rounding, and count as if they were so large."""
+Variables = dict[str, Tensor]
+Evaluation = Callable[[Variables], tuple[Tensor, Variables]]
+"""Objectives (T,) of a stack and their gradients by variable."""
+INPUTS, LABELS, PRIVATE = "inputs", "labels", "private:"
+"""Names of the guessed images, in the units of the space searched, and of label logits; what a private tensor's begins
+with."""
+
+
+def alike(view: ServerView) -> object:
+    """What views must have in common for their problems to be solved in one stack, but for their tensors' shapes."""
+    order = None if view.order is None else str(view.order)
+    settings = (view.method, view.defense, view.threat, view.schedule, order, view.batch_size, view.round, view.parts)
+    task = view.client.task
+    held = {name: value for name, value in task.buffers.items() if name not in view.buffers}
+    return (
+        repr(settings),
+        tuple(view.private.items()),
+        str(task.model),
+        digest(frozen(task.model), held),  # the stack has one network, so what is no constant of a row must agree
+    )
+
+
+def shapes(constants: Any) -> object:
+    """The form of a tree of tensors: equal for those that can be stacked."""
+    leaves, tree = pytree.tree_flatten(constants)
+    return str(tree), tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
+
+
+def private_key(name: str) -> str:
+    """The variable that stands for the private tensor `name`."""
+    return PRIVATE + name
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One view, the labels the search may take as given, and what it compares.
+
+    Attributes:
+        view: the server's.
+        labels: (N,) given or recovered, or None where they are searched for.
+        objective: a name in `attacks.gradient_matching.engine.objectives.OBJECTIVES`.
+        tv: weight of the total variation.
+        landmarks: weight of the squared distance at the method's landmarks.
+        tv_units: whether the total variation is taken of "normalised" images or of their "pixels".
+        space: what the images are made from.
+        terms: what else the objective adds up.
+        balance: how far tensors of small entries count as much as those of large ones, in [0, 1].
+        earlier: the same client's earlier rounds on the same images, whose distances count alike.
+    """
+
+    view: ServerView
+    labels: Tensor | None
+    objective: str
+    tv: float = 0.0
+    landmarks: float = 0.0
+    tv_units: str = "normalised"
+    space: Space = IMAGES
+    terms: tuple[Term, ...] = ()
+    balance: float = 0.0
+    earlier: tuple[Problem, ...] = ()
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """The share of each shared parameter that weight decay takes away, whatever the data."""
+        view, phases = self.view, self.view.method.phases(self.view.client.task, self.view.round)
+        shares: dict[str, float] = {}
+        if view.parts and view.threat.knows_defense and overrides(view.defense, "surrogate"):
+            return {}  # every client's decay went through its own defence: it is left in on both sides
+        for part in view.parts or (view,):
+            weight = part.weight if isinstance(part, Part) else 1.0
+            for name, share in decay_shares(phases, part.schedule, view.shared).items():
+                shares[name] = shares.get(name, 0.0) + weight * share
+        return {name: share for name, share in shares.items() if share and name in view.update}
+
+    @property
+    def guided(self) -> bool:
+        """Whether a known defence's stand-ins lead the search: they look at what one client sent, not at a mean.
+
+        Of a group, each client's prediction goes through the defence itself instead.
+        """
+        return self.view.threat.knows_defense and not self.view.parts
+
+    def without_decay(self, values: Tensors, shared: Tensors, update: Tensors) -> Tensors:
+        """An update without the part that decay makes of `shared`, as far as the defence lets that part through."""
+        passed = partial(self.view.defense.passed, observed=update) if self.guided else None
+        return without_decay(values, shared, self.shares, passed)
+
+    @cached_property
+    def observed(self) -> Tensors:
+        """The update without its decay."""
+        return self.without_decay(self.view.update, self.view.shared, self.view.update)
+
+    @cached_property
+    def counted(self) -> Tensor | None:
+        """The labels (N,) read off the classifier's update, in ascending order; None where it doesn't tell."""
+        return recovered(self.view, self.observed)
+
+    @property
+    def turned(self) -> bool:
+        """Whether the update seems to be after - before: then more classes than images are negative in the bias.
+
+        Told where the classifier's bias is sent after plain steps without a defence; a network that turns its logits
+        round itself is known by what it would send of grey images.
+        """
+        view, size = self.view, self.view.batch_size
+        plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
+        if not plain or type(view.client.defense) is not Defense or view.private or view.parts or size is None:
+            return False
+        if not seems_turned(view, self.observed, size):
+            return False
+        grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
+        labels = torch.zeros(size, dtype=torch.int64, device=view.device)
+        with torch.no_grad():
+            made = self.without_decay(predict(view, Candidate(grey, labels)), view.shared, view.update)
+        return not seems_turned(view, made, size)
+
+    @cached_property
+    def turn(self) -> Tensor | None:
+        """The images fed (M,), batch by batch and in turn, where the true order matters and is unknown; else None."""
+        view = self.view
+        if view.order is not None or view.schedule is None or view.batch_size is None:
+            return None
+        order = in_turn(view, view.batch_size) or ()
+        batches = [b for steps in order for step in steps for b in step]
+        if all(len(batch) == view.batch_size for batch in batches):
+            return None
+        return torch.cat(batches).to(view.device)
+
+    def fed(self, order: Tensor) -> Problem:
+        """The same problem with the images fed in `order` (M,), in place of `turn`."""
+        made = replace(self)
+        made.__dict__.update({**self.__dict__, "constants": {**self.constants, "order": order}})
+        return made
+
+    def batches(self, order: Tensor) -> tuple[tuple[int, ...], ...]:
+        """What an order (M,) comes to: the images of each batch, ascending."""
+        return tuple(tuple(sorted(b.tolist())) for steps in self._cut(order) for step in steps for b in step)
+
+    def _cut(self, order: Tensor) -> Order:
+        """The images fed (M,) as batches of the schedule's sizes."""
+        schedule = self.view.schedule or ()
+        rest = iter(order.split([size for steps in schedule for step in steps for size in step]))
+        return tuple(tuple(tuple(next(rest) for _ in step) for step in steps) for steps in schedule)
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """All tensors of the problem, as one tree."""
+        view, weights = self.view, self._weights()
+        observed, size = direction(_weighed(self.observed, weights))
+        spread = view.task.std if self.tv_units == "normalised" else (1.0,) * len(view.task.std)
+        offset, scale = (
+            torch.tensor(x, dtype=view.dtype, device=view.device).view(-1, 1, 1) for x in self.space.units(view.task)
+        )
+        return {
+            "shared": view.shared,
+            "update": view.update,
+            "observed": observed,
+            "size": size,
+            "marks": self._marks(observed, size),
+            "received": view.received,
+            "buffers": view.buffers,
+            "draws": view.draws,
+            "order": self.turn,
+            "labels": self.labels,
+            "weights": weights,
+            "offset": offset,
+            "scale": scale,
+            "spread": torch.tensor(spread, dtype=view.dtype, device=view.device),
+            "terms": tuple(term.constants(view) for term in self.terms),
+            "earlier": tuple(past.constants for past in self.earlier),
+        }
+
+    def _weights(self) -> dict[str, Tensor] | None:
+        """Factors of every tensor on both sides, by a known defence's trust and the balance; None where all are 1."""
+        view, observed = self.view, self.observed
+        known: dict[str, float] = dict.fromkeys(observed, 1.0)
+        trusted = view.threat.knows_defense and overrides(view.defense, "weights")
+        if trusted:
+            known |= view.defense.weights(view.update)
+        if self.balance:
+            sizes = {name: rms(value) for name, value in direction(observed)[0].items()}
+            floor = SMALL * max(sizes.values())
+            known = {n: known[n] * (floor / max(size, floor)) ** self.balance for n, size in sizes.items()}
+        if not trusted and not self.balance:
+            return None
+        return {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in observed}
+
+    def _marks(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
+        """The landmarks' part of the update, of norm 1, and the norm it had."""
+        marks = {n: observed[n] for n in self.view.method.landmarks() if n in observed}
+        if not marks or not self.landmarks:
+            return None
+        unit, share = direction(marks)
+        return unit, share * size
+
+    @cached_property
+    def key(self) -> object:
+        """Equal for problems that can be solved in one stack."""
+        return (
+            alike(self.view),
+            shapes(self.constants),
+            self.objective,
+            self.tv,
+            self.landmarks,
+            self.tv_units,
+            self.space,
+            self.terms,
+            self.balance,
+            tuple(past.key for past in self.earlier),
+        )
+
+    def pixels(self, values: Tensor) -> Tensor:
+        """The images (N, C, H, W) that the variable `INPUTS` stands for, in [0, 1] but for what no box holds."""
+        return self._pixels(values, self.constants)
+
+    def _pixels(self, values: Tensor, constants: dict[str, Any]) -> Tensor:
+        return self.space.decode(values * constants["scale"] + constants["offset"])
+
+    def unexplained(self, variables: Variables) -> float:
+        """How far the direction of what one guess predicts is from that observed: 1 - cos, in [0, 2]; no prior counts.
+
+        Not a number where the prediction is none.
+        """
+        constants = {**self.constants, "marks": None}
+        bare = replace(self, objective="cosine")
+        with torch.enable_grad():  # the prediction is a gradient itself
+            candidate = self._candidate(variables, constants)
+            return float(bare._distance(candidate, constants, self.view.client, stacked=False).detach())
+
+    def _candidate(self, variables: Variables, constants: dict[str, Any]) -> Candidate:
+        """One guess of what the client fed and kept."""
+        labels = variables[LABELS].softmax(-1) if LABELS in variables else constants["labels"]
+        private: Tensors = {name: variables[private_key(name)] for name in self.view.private}
+        return Candidate(self._pixels(variables[INPUTS], constants), labels, private)
+
+    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+        """The objective of one guess: distance of the updates, plus the prior."""
+        view = self._seen(constants)
+        candidate = self._candidate(variables, constants)
+        pixels = candidate.inputs
+        value = self._distance(candidate, constants, client, stacked=stacked)
+        if self.earlier:
+            for past, mine in zip(self.earlier, constants["earlier"], strict=True):
+                value = value + past._distance(candidate, mine, past.view.client, stacked=stacked)
+            value = value / (1 + len(self.earlier))
+        if self.tv:
+            value = value + self.tv * total_variation(pixels, constants["spread"])
+        for term, mine in zip(self.terms, constants["terms"], strict=True):
+            value = value + term(view, candidate, client, mine)
+        return value
+
+    def _seen(self, constants: dict[str, Any]) -> ServerView:
+        """The view with the tensors of `constants`, which may be those of another problem in the stack."""
+        names = ("shared", "update", "received", "buffers", "draws")
+        return replace(self.view, **{name: constants[name] for name in names})
+
+    def _distance(self, candidate: Candidate, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+        """How far what a guess predicts is from what was observed."""
+        view = self._seen(constants)
+        derivative = func_derivative if stacked else autograd_derivative
+        if constants["order"] is not None:
+            candidate = replace(candidate, order=self._cut(constants["order"]))
+        defended, guided = not self.guided, self.guided
+        predicted = predict(view, candidate, derivative=derivative, client=client, defended=defended, guided=guided)
+        if self.guided:
+            predicted = view.defense.surrogate(predicted, view.update)
+        predicted = _weighed(self.without_decay(predicted, view.shared, view.update), constants["weights"])
+        if view.scaled:
+            predicted = scaled(predicted, _factor(constants["observed"], predicted) * constants["size"])
+        value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
+        if constants["marks"] is not None:
+            marks, share = constants["marks"]
+            value = value + self.landmarks * squared(predicted, marks, share)
+        return value
+
+
+def _factor(observed: Tensors, predicted: Tensors) -> Tensor:
+    """The best factor for this guess, so that no distance depends on it; equal sizes where the guess points away.
+
+    No factor is negative; the best would be 0 there, and nothing would tell the search where to turn. `observed` is of
+    norm 1.
+    """
+    along, size = total(observed, predicted), total(predicted, predicted).clamp_min(1e-38)
+    return torch.where(along > 0, along / size, size.rsqrt())
+
+
+def _weighed(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:
+    return values if weights is None else {name: times(value, weights[name]) for name, value in values.items()}
+
+
+def opaque(view: ServerView) -> str | None:
+    """Why something private can't be searched for, or None."""
+    model = view.client.task.model
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
+    for private in (view.private, *(part.private for part in view.parts)):
+        for name in private:
+            owner, _, statistic = name.rpartition(".")
+            if owner in norms and statistic in {"running_mean", "running_var"}:
+                return f"{name!r} is private, and torch takes no derivative by what batch norm at rest normalises with"
+    return None
+
+
+def told_apart(view: ServerView) -> bool:
+    """Whether it matters which image has which of the labels read off, which come in a row.
+
+    So it is where the known order says which image is in which small batch, and in a group that is not one client with
+    all images: where clients take several steps, are clipped or normalise by their own batch, it matters whose image
+    has which.
+    """
+    if view.parts and isinstance(as_one(view), str):
+        return True
+    batches = [batch for steps in view.order or () for step in steps for batch in step]
+    return any(len(batch) and set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)
+
+
+def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
+    """The labels a search takes as given: known ones, else read off the classifier's update, else None.
+
+    Those read off are in ascending order: they are not those of the images one by one where these are `told_apart`.
+
+    Args:
+        view: the server's.
+        rule: "auto" as above; by any other they are searched for unless they are known.
+    """
+    if not view.method.uses_labels:
+        return torch.zeros(view.batch_size or 1, dtype=torch.int64, device=view.device)
+    if view.labels is not None:
+        return view.labels
+    if overrides(view.client.defense, "transform_batch"):
+        return None  # what is fed is known to be changed, labels with it: those read off would be whole ones
+    return Problem(view, None, "l2").counted if rule == "auto" else None
+
+
+def guess(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
+    """A start for a private tensor: zero for memory, else as a layer is initialised (1 / sqrt of the fan-in)."""
+    if "memory" in name.split("/"):
+        return torch.zeros(size)
+    scale = size[1:].numel() ** -0.5 if len(size) > 1 else 1.0
+    return torch.randn(size, generator=draw) * scale

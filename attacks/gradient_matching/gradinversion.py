@@ -1,0 +1,320 @@
+"""GradInversion: gradients, batch-norm statistics and the agreement of several searches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from attacks.base import Preset, Reconstruction, attacks
+from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.problem import INPUTS, Problem, Variables
+from attacks.gradient_matching.engine.regularizers import Term
+from attacks.update.training_phases import training
+from fl.client import Client
+from fl.ranges import Count, CountFrom0, Weight
+from fl.tensors import Tensors
+from fl.types import Candidate, ServerView
+
+Moments = dict[str, tuple[Tensor, Tensor]]
+"""Mean and variance per channel of what a batch norm is given, by the layer's name."""
+
+
+@attacks.register("gradinversion")
+@dataclass(frozen=True, kw_only=True)
+class GradInversion(Matching):
+    """GradInversion (Yin et al., CVPR 2021): several searches that pull each other towards their mean.
+
+    With observed update u and batch-norm statistics m_l, v_l of layer l, each restart minimises over images x
+
+        d(update(x), u) + tv TV(x) + energy mean(x^2) + group mean((x - consensus)^2)
+            + statistics sum_l first_l (|mean_l(x) - m_l| + |var_l(x) - v_l|),
+
+    where the consensus is that of all restarts of one view, and first_l is 1 but in the first layer; noise is added to
+    every step. The paper takes squared distances and plain Adam; directions and signed steps find more on small
+    networks, so they are the defaults. The weights are relative to the update's own size, and so not the paper's.
+
+    Threat model: that of `IG`, and batch-norm statistics come from shared buffers. Where the server sees them after
+    a client trained in train mode, they give the very statistics of its batch (of several steps, their weighted
+    mean); else they are the running ones, as in the paper. A network without batch norm, or whose buffers are not
+    shared, is attacked without the term, and so are running statistics that no training has moved yet; `knowledge`
+    says which ones were used.
+
+    It differs from the paper in the registration: where the paper aligns the searches by RANSAC-flow, which takes a
+    trained network, here each is moved by a whole number of pixels at most, round the border. Labels are recovered
+    as by every search, and are not assumed to be all different. Where those of a batch have to be searched for, the
+    searches go alone: nothing says which image of one is which of another. Where the order of the batches is unknown,
+    all searches take the likeliest one; with one each, their consensus was further from the images.
+
+    Attributes:
+        iterations: of the search.
+        restarts: searches that agree with each other; the one with the smallest objective is the result.
+        energy: weight of the mean square of the images in normalised units.
+        statistics: weight of the batch-norm statistics' distance.
+        first: factor on that of the first batch norm.
+        group: weight of the mean squared distance to the consensus.
+        register: farthest shift in pixels when the searches are aligned; 0 takes their mean pixel by pixel.
+    """
+
+    plain: ClassVar[str] = (
+        "runs several searches that agree on one picture, and checks it against the averages the network keeps."
+    )
+    presets: ClassVar[dict[str, Preset]] = {
+        "published": Preset(
+            "Yin et al., CVPR 2021: length, warm-up and noise of the search; the weights are in other units",
+            {"iterations": 20_000, "objective": "l2", "signed": False, "langevin": 0.2, "first": 10.0, "tv": 1e-4},
+        ),
+        "breaching": Preset(
+            "breaching 0.1.2, `seethroughgradients`: one search, less noise",
+            {"iterations": 20_000, "objective": "l2", "signed": False, "first": 10.0, "restarts": 1, "tv": 1e-4},
+        ),
+    }
+
+    iterations: Count = 2000
+    restarts: Count = 4
+    schedule: Literal["step", "cosine", "none"] = "cosine"
+    warmup: CountFrom0 = 50
+    langevin: Weight = 0.01
+    tv: Weight = 1e-2
+    energy: Weight = 1e-6
+    statistics: Weight = 1e-3
+    first: Weight = 1.0
+    group: Weight = 0.01
+    register: CountFrom0 = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("energy", "statistics", "first", "group", "register"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
+        if self.enough:
+            raise ValueError(f"expected enough=0, since all searches run side by side, got {self.enough}")
+
+    def _terms(self, view: ServerView) -> tuple[Term, ...]:
+        terms: list[Term] = [Energy(weight=self.energy)] if self.energy else []
+        if self.statistics and known(view):
+            terms.append(Statistics(weight=self.statistics, first=self.first))
+        return tuple(terms)
+
+    def _chunk(self) -> int:
+        """As many whole views as fit; a view's searches are never parted."""
+        return max(1, self.stack // self.restarts) * self.restarts
+
+    def _evaluate(self, stack: Stack, variables: Variables) -> tuple[Tensor, Variables]:
+        """With the distance to the consensus, which is held fixed as in the paper; for the mean that is exact."""
+        values, grads = stack.evaluate(variables)
+        if not self.group:
+            return values, grads
+        rows: dict[int, list[int]] = {}
+        for row, problem in enumerate(stack.problems):
+            assert isinstance(problem, Problem)
+            if problem.labels is not None or variables[INPUTS].shape[1] == 1:
+                rows.setdefault(id(problem), []).append(row)
+        for mine in rows.values():
+            guesses = variables[INPUTS][mine]
+            apart = guesses - consensus(guesses, self.register)
+            values[mine] += self.group * apart.square().flatten(1).mean(1)
+            grads[INPUTS][mine] += 2 * self.group * apart / apart[0].numel()
+        return values, grads
+
+    def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
+        result = super()._result(problem, row, objective, history)
+        if not any(isinstance(term, Statistics) for term in problem.terms):
+            return result
+        which = "batch" if of_batch(problem.view) else "running"
+        return replace(result, knowledge=(*result.knowledge, f"batch-norm statistics ({which})"))
+
+
+def consensus(guesses: Tensor, reach: int) -> Tensor:
+    """The mean (N, C, H, W) of guesses (G, N, C, H, W), each moved by at most `reach` pixels to fit their mean best.
+
+    The fit is the correlation over all channels; what leaves the image on one side comes back on the other.
+    """
+    mean = guesses.mean(0)
+    if reach == 0:
+        return mean
+    height, width = mean.shape[-2:]
+    spectra = torch.fft.rfft2(guesses - guesses.mean((-2, -1), keepdim=True))
+    fit = torch.fft.irfft2(torch.fft.rfft2(mean) * spectra.conj(), s=(height, width)).sum(2)
+    near = [torch.arange(side, device=mean.device) for side in (height, width)]
+    near = [torch.minimum(x, len(x) - x) <= reach for x in near]
+    fit = fit.masked_fill(~(near[0][:, None] & near[1]), -torch.inf)
+    shift = fit.flatten(-2).argmax(-1)  # (G, N)
+    rows, columns = torch.arange(height, device=mean.device), torch.arange(width, device=mean.device)
+    rows = (rows - (shift // width)[..., None]) % height
+    columns = (columns - (shift % width)[..., None]) % width
+    index = (rows[..., :, None] * width + columns[..., None, :]).flatten(-2)
+    moved = guesses.flatten(-2).gather(-1, index[:, :, None].expand(*guesses.shape[:3], -1))
+    return moved.view_as(guesses).mean(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """The mean square of the images in normalised units."""
+
+    weight: float
+
+    def constants(self, view: ServerView) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the normalisation."""
+        return view.task.normalisation(torch.empty(0, dtype=view.dtype, device=view.device))
+
+    def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
+        """The weighted term."""
+        mean, std = constants
+        return self.weight * ((candidate.inputs - mean) / std).square().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """How far means and variances before every batch norm are from those the server knows.
+
+    They are taken with the weights the client starts from, over all its images at once.
+    """
+
+    weight: float
+    first: float
+
+    def constants(self, view: ServerView) -> tuple[Moments, dict[str, Tensor]]:
+        """What the server knows, and how much each client counts in it."""
+        target = known(view)
+        return target, {name: each for name, each in shares(view).items() if name in target}
+
+    def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
+        """The weighted term: norms of the differences, summed over the layers."""
+        target, weights = constants
+        found = moments(view, candidate, client, weights)
+        parts = []
+        for i, (name, (mean, variance)) in enumerate(target.items()):
+            apart = (found[name][0] - mean).norm() + (found[name][1] - variance).norm()
+            parts.append(apart * (self.first if i == 0 else 1.0))
+        return self.weight * torch.stack(parts).sum()
+
+
+def batch_norms(view: ServerView) -> dict[str, _BatchNorm]:
+    """The layers whose statistics the server has, by name, in the network's order."""
+    return {
+        name: module
+        for name, module in view.client.predictor.named_modules()
+        if isinstance(module, _BatchNorm) and f"{name}.running_mean" in view.buffers
+    }
+
+
+def of_batch(view: ServerView) -> bool:
+    """Whether the statistics are those of the clients' batches, not of all training so far.
+
+    Those of a group are so where it is known how many batches each client fed: all start from the same old ones.
+    """
+    told = view.schedule is not None or not view.parts
+    return view.method.train_mode and view.buffers_after is not None and told
+
+
+def known(view: ServerView) -> Moments:
+    """What the server knows of the statistics before every batch norm.
+
+    A running statistic s moves by `s <- (1 - m) s + m b` with every batch's b, so before and after T batches give the
+    mean of b with weights (1 - m)^(T - 1 - t); without an m, s is the mean of all batches so far, and b's weights are
+    equal. Of a group the server has the weighted mean of what its clients, each after batches of its own, come to.
+    """
+    found: Moments = {}
+    for name, module in batch_norms(view).items():
+        keys = [f"{name}.running_{which}" for which in ("mean", "var")]
+        before = [view.buffers[key] for key in keys]
+        new = sum(_new(view, name, module))
+        if view.buffers_after is None or new == 0:
+            if bool(before[0].any()) or bool((before[1] != 1).any()):
+                found[name] = (before[0], before[1])
+            continue
+        after = [view.buffers_after[key] for key in keys]
+        mean, variance = (old + (now - old) / new for now, old in zip(after, before, strict=True))
+        found[name] = (mean, variance)
+    return found
+
+
+def shares(view: ServerView) -> dict[str, Tensor]:
+    """How much each client (K,) counts in what is `known` of every batch norm; they add up to 1."""
+    found: dict[str, Tensor] = {}
+    for name, module in batch_norms(view).items():
+        new = _new(view, name, module)
+        if sum(new) == 0:  # running statistics: those of a mean client, of whom Poisson sampling may have no image
+            new = [part.weight if part.batch_size else 0.0 for part in view.parts] or [1.0]
+        each = torch.tensor(new, dtype=view.dtype, device=view.device)
+        found[name] = each / each.sum()
+    return found
+
+
+def _new(view: ServerView, name: str, module: _BatchNorm) -> list[float]:
+    """The share of a layer's running statistics that each client put there in the round; what lacks to 1 is older."""
+    if not of_batch(view):
+        return [0.0]
+    if not view.parts:
+        return [_moved(view, name, module, _batches(view, name))]
+    fed = [sum(size > 0 for phase in p.schedule or () for step in phase for size in step) for p in view.parts]
+    return [p.weight * _moved(view, name, module, count) for p, count in zip(view.parts, fed, strict=True)]
+
+
+def _moved(view: ServerView, name: str, module: _BatchNorm, batches: int) -> float:
+    """The share that so many batches of one client make of its running statistics."""
+    if module.momentum is not None:
+        return float(1 - (1 - module.momentum) ** batches)
+    old = int(view.buffers.get(f"{name}.num_batches_tracked", torch.tensor(0)))
+    return batches / max(old + batches, 1)
+
+
+def _batches(view: ServerView, name: str) -> int:
+    """How many batches a layer has counted, or how many steps there were where it does not count."""
+    counter = f"{name}.num_batches_tracked"
+    if view.buffers_after is not None and counter in view.buffers_after and counter in view.buffers:
+        counted = int(view.buffers_after[counter] - view.buffers[counter])
+        if counted > 0:
+            return counted
+    return sum(len(steps) for steps in training(view)[1] or ()) or 1
+
+
+def moments(view: ServerView, candidate: Candidate, client: Client, weights: Mapping[str, Tensor]) -> Moments:
+    """Means and (as running ones are) unbiased variances of what the layers are given; differentiable.
+
+    Of a group of clients, the mean of theirs, weighed by layer as in `shares`.
+    """
+    if not view.parts:
+        return _moments(view, candidate.inputs, candidate.private, client, weights)
+    images = candidate.inputs.split([part.batch_size or 0 for part in view.parts], dim=-4)
+    found: dict[str, list[Tensor]] = {name: [] for name in weights}
+    for i, (part, mine) in enumerate(zip(view.parts, images, strict=True)):
+        if not part.batch_size:  # Poisson sampling may have drawn no image
+            continue
+        prefix = f"part/{i}/"
+        private = {n.removeprefix(prefix): v for n, v in candidate.private.items() if n.startswith(prefix)}
+        for name, pair in _moments(view, mine, private, client, weights).items():
+            found[name].append(weights[name][i] * torch.stack(pair))
+    return {name: tuple(torch.stack(each).sum(0)) for name, each in found.items()}
+
+
+def _moments(
+    view: ServerView, images: Tensor, private: Tensors, client: Client, names: Mapping[str, object]
+) -> Moments:
+    """Those of one client's images (N, C, H, W), given its private tensors."""
+    found: Moments = {}
+
+    def keep(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        rest = [d for d in range(given[0].ndim) if d != 1]
+        count = given[0].numel() // given[0].shape[1]
+        found[name] = (given[0].mean(rest), given[0].var(rest, correction=min(1, count - 1)))
+
+    own = client.task.buffers
+    params = {k: v for k, v in private.items() if "/" not in k and k not in own}
+    buffers = {**own, **view.buffers, **{k: v for k, v in private.items() if k in own}}
+    start = client.method.parametrisation.lift({**view.shared, **params})
+    handles = [client.predictor.get_submodule(n).register_forward_pre_hook(partial(keep, n)) for n in names]
+    try:
+        client.network(start, buffers)(images)  # type: ignore[arg-type]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

@@ -1,0 +1,120 @@
+"""ROG: images are sought among those that a small code can make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from attacks.base import NotApplicable, Preset, Reconstruction, attacks
+from attacks.gradient_matching.engine import generators
+from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.objectives import Objective
+from attacks.gradient_matching.engine.problem import Problem, Variables
+from attacks.gradient_matching.engine.search_space import Decoded, Space, Upsampled
+from fl.ranges import Count, Share, StepSize, Weight
+from fl.types import ServerView
+
+
+@attacks.register("rog")
+@dataclass(frozen=True, kw_only=True)
+class ROG(Matching):
+    """ROG, reconstruction from obfuscated gradients (Yue et al., USENIX Security 2023).
+
+    With observed update u, the result is E(D(z)) of the code z that minimises d(update(D(z)), u) + tv TV(D(z)). The
+    image D(z) is `factor` times larger than z on each side: fewer unknowns, which noise, pruning and quantisation of
+    the update can't fill with nonsense. D is bicubic interpolation, or the decoder half of an auto-encoder; E is an
+    enhancer, or nothing. Threat model: that of `IG`; a defence the server knows is applied to the prediction too.
+    Labels are recovered, while the authors' code is given them. What D can't show can't be found:
+    `eval.metrics.baselines.bound` says how close to an image a code comes: for photographs of 32 x 32 pixels 22 to 28
+    dB at factor 2, 16 to 25 at 4.
+
+    The published code of a quarter a side in 100 iterations is for photographs of 128 x 128 pixels (`presets`). On
+    small images half a side, a weak total variation, directions instead of squared distances and more iterations find
+    more (benchmarks/results/settings.md). The preset called after a network has what was best for it while it was
+    untrained, and is far worse after training (benchmarks/results/presets.md).
+
+    The files of `decoder` and `enhancer` are trained on public images by `python -m
+    attacks.gradient_matching.engine.generators`; the authors' enhancers are for 128 x 128 photographs only.
+
+    Attributes:
+        iterations: of the search.
+        tv: weight of the total variation, chosen with bicubic codes.
+        factor: 1, 2 or 4; the images' sides need not be multiples of it. A decoder has its own.
+        decoder: path of a trained decoder; None takes bicubic interpolation.
+        enhancer: path of a trained enhancer, which sharpens the result after the search; None leaves it as it is.
+        start: "uniform" and "grey" are meant for bicubic codes; a decoder's codes always start from N(0, 1).
+        clamped: show the network enlarged images with their pixels kept in [0, 1]. Codes may overshoot then, which
+            brings far more of black and white strokes back, and less of photographs (settings.md).
+    """
+
+    plain: ClassVar[str] = "guesses a small picture whose enlargement would cause the update that was sent."
+    presets: ClassVar[dict[str, Preset]] = {
+        "published": Preset(
+            "Yue et al., USENIX Security 2023, and their code: 128 x 128 photographs",
+            {
+                "iterations": 100,
+                "factor": 4,
+                "tv": 0.0,
+                "objective": "l2",
+                "lr": 0.05,
+                "schedule": "cosine",
+                "last_lr": 0.1,
+            },
+        ),
+        "hyperfl-grey-untrained": Preset("our sweep on that network (settings.md)", {"objective": "l2", "factor": 1}),
+    }
+
+    iterations: Count = 500
+    factor: Literal[1, 2, 4] = 2
+    decoder: str | None = None
+    enhancer: str | None = None
+    objective: Objective = "cosine"
+    lr: StepSize = 0.05
+    signed: bool = False
+    schedule: Literal["step", "cosine", "none"] = "cosine"
+    last_lr: Share = 0.1
+    tv: Weight = 1e-2
+    boxed: bool = False
+    start: Literal["normal", "uniform", "grey"] = "uniform"
+    clamped: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.boxed and self.decoder is not None:
+            raise ValueError("expected boxed=False with a decoder, whose codes are no pixels")
+        if self.clamped and (self.boxed or self.decoder is not None):
+            raise ValueError("expected clamped=False with boxed codes, which can't overshoot, and with a decoder")
+
+    @classmethod
+    def example(cls) -> ROG:
+        """A few iterations of two restarts."""
+        return cls(iterations=5, restarts=2)
+
+    def refuse(self, view: ServerView) -> NotApplicable | None:
+        """Needs images that fit the trained networks, where there are any."""
+        reason = super().refuse(view)
+        if reason is not None:
+            return reason
+        for kind, path in (("decoder", self.decoder), ("enhancer", self.enhancer)):
+            if path is not None and (misfit := generators.load(path, kind).misfit(view.task.input_shape)):
+                return NotApplicable(f"the {kind} {path} does not fit: {misfit}")
+        return None
+
+    def _space(self, view: ServerView) -> Space:
+        shape = view.task.input_shape
+        if self.decoder is None:
+            return Upsampled(self.factor, shape[1:], self.clamped)
+        decoder = generators.load(self.decoder, "decoder", view.dtype, view.device)
+        return Decoded(decoder, decoder.code(shape))
+
+    def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
+        result = super()._result(problem, row, objective, history)
+        used = tuple(kind for kind in ("decoder", "enhancer") if getattr(self, kind) is not None)
+        result = replace(result, knowledge=(*result.knowledge, *(f"public images ({kind})" for kind in used)))
+        if self.enhancer is None:
+            return result
+        assert isinstance(result.inputs, Tensor)
+        enhancer = generators.load(self.enhancer, "enhancer", result.inputs.dtype, result.inputs.device)
+        return replace(result, inputs=enhancer(result.inputs).clamp(0, 1))

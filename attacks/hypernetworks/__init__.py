@@ -1,0 +1,1 @@
+"""Attacks on updates of hypernetworks, and their equations."""

@@ -1,0 +1,160 @@
+"""The two levels of the tailored attack on HyperFL, as problems that a stack evaluates together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attacks.gradient_matching.engine.objectives import direction, squared
+from attacks.gradient_matching.engine.problem import INPUTS, Variables, private_key
+from attacks.gradient_matching.engine.regularizers import total_variation
+from attacks.hypernetworks.hypernet_view import Opened
+from fl.client import Client
+from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_WEIGHT, Hypernetwork
+from fl.network import Network
+from fl.tensors import Tensors, compress, dense
+from fl.types import ServerView
+
+RANK = 8
+"""Outer products kept of a dense upload of many steps."""
+
+
+@dataclass(frozen=True)
+class Lower:
+    """The lower level: what a guess of embedding and output would have sent, compared with what was sent.
+
+    The gradient of the inner loss is outer products, and so is the observed one (a dense upload is cut down to as many
+    as there were steps): none is ever multiplied out.
+
+    Attributes:
+        view: the server's.
+        observed: the hypernetwork's gradient, without decay and step size.
+        inner: the inner loss: "squared" or "logcosh".
+    """
+
+    view: ServerView
+    observed: Tensors
+    inner: str
+
+    @classmethod
+    def of(cls, opened: Opened, inner: str) -> Lower:
+        """From a view whose decay is known."""
+        rank = min(opened.steps or RANK, RANK)
+        observed: Tensors = {}
+        for name in opened.update.shared:  # not a shared classifier or further payloads: no inner loss reaches them
+            value = opened.change[name]
+            if name.startswith("hypernet.heads.") and isinstance(value, Tensor) and value.ndim == 2:
+                value = compress(value, min(rank, *value.shape))
+            observed[name] = value
+        lr = opened.group.lr
+        return cls(opened.view, {name: value * (1 / lr) for name, value in observed.items()}, inner)
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """All tensors of the problem, as one tree."""
+        observed, size = direction(self.observed)
+        return {"shared": self.view.shared, "update": self.view.update, "observed": observed, "size": size}
+
+    def start(self, draw: torch.Generator, *, normal: bool) -> Variables:
+        """An embedding and an output to begin with: that of the embedding, or N(0, 1)."""
+        like = dense(self.view.shared[TRUNK_WEIGHT])
+        v = torch.randn(like.shape[1], generator=draw).to(like)
+        theta = self.generate(v)
+        if normal:
+            theta = {n: torch.randn(w.shape, generator=draw).to(w) for n, w in theta.items()}
+        return {private_key(EMBEDDING): v} | {private_key(n): w for n, w in theta.items()}
+
+    def generate(self, embedding: Tensor) -> dict[str, Tensor]:
+        """h(v), by the network's names."""
+        return self._generator.generate(_params(self.view, embedding), self.view.client.task)
+
+    def objective(self, embedding: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
+        """Squared distance of the inner loss's gradient and the observed one, relative to the latter."""
+        guess = {private_key(EMBEDDING): embedding} | {private_key(n): w for n, w in outputs.items()}
+        return self.value(guess, self.constants, self.view.client, stacked=False)
+
+    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+        """The same of variables, with the tensors of `constants`."""
+        view = replace(self.view, shared=constants["shared"], update=constants["update"])
+        params, generator = _params(view, variables[private_key(EMBEDDING)]), self._generator
+        made = generator.generate(params, client.task)
+        residuals = {n: w - variables[private_key(n)] for n, w in made.items()}
+        if self.inner == "logcosh":
+            residuals = {n: r.tanh() for n, r in residuals.items()}
+        predicted = generator.pullback(params, residuals, client.task, list(constants["observed"]))
+        if view.threat.knows_defense:
+            predicted = view.defense.surrogate(predicted, view.update)
+        return squared(predicted, constants["observed"], constants["size"])
+
+    @property
+    def _generator(self) -> Hypernetwork:
+        generator = self.view.method.parametrisation
+        assert isinstance(generator, Hypernetwork)
+        return generator
+
+
+def _params(view: ServerView, embedding: Tensor) -> Tensors:
+    return view.method.parametrisation.lift({**view.shared, EMBEDDING: embedding})
+
+
+@dataclass(frozen=True)
+class Upper:
+    """The upper level: images whose labels a classifier of any start finds behind the extractor that was recovered.
+
+    Attributes:
+        view: the server's.
+        extractor: recovered, by the network's names.
+        labels: (N,) known ones, or drawn.
+        tv: weight of the total variation, in normalised units.
+        moves: whose gradient is wanted: "images" or "classifier"; the others' is zero.
+    """
+
+    view: ServerView
+    extractor: dict[str, Tensor]
+    labels: Tensor
+    tv: float
+    moves: str = "images"
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """All tensors of the problem, as one tree."""
+        view, task = self.view, self.view.client.task
+        offset, scale = (
+            torch.tensor(x, dtype=view.dtype, device=view.device).view(-1, 1, 1) for x in (task.mean, task.std)
+        )
+        return {
+            "extractor": self.extractor,
+            "labels": self.labels,
+            "buffers": {**task.buffers, **view.buffers},
+            "offset": offset,
+            "scale": scale,
+        }
+
+    def start(self, draw: torch.Generator) -> Variables:
+        """Images from N(0, 1) in normalised units, and a classifier: as sent, else biases 0 and N(0, 1 / fan-in)."""
+        task = self.view.client.task
+        made = {INPUTS: torch.randn(len(self.labels), *task.input_shape, generator=draw)}
+        for name, like in task.parameters.items():
+            if name.startswith(task.head):
+                drawn = torch.randn(like.shape, generator=draw) if like.ndim > 1 else torch.zeros(like.shape)
+                sent = self.view.shared.get(name)
+                made[private_key(name)] = drawn / like.shape[1:].numel() ** 0.5 if sent is None else dense(sent)
+        return {name: value.to(dtype=self.view.dtype, device=self.view.device) for name, value in made.items()}
+
+    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+        """Cross-entropy plus total variation."""
+        classifier = {n: variables[private_key(n)] for n in client.task.parameters if private_key(n) in variables}
+        inputs = variables[INPUTS]
+        if self.moves == "images":
+            classifier = {name: value.detach() for name, value in classifier.items()}
+        else:
+            inputs = inputs.detach()
+        pixels = inputs * constants["scale"] + constants["offset"]
+        network = Network(client.predictor, {**constants["extractor"], **classifier}, constants["buffers"])
+        loss = nn.functional.cross_entropy(network(pixels), constants["labels"])
+        return loss + self.tv * total_variation(pixels, constants["scale"].flatten())

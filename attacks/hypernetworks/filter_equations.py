@@ -1,0 +1,135 @@
+"""What the update of a hypernetwork that makes filters says of their embeddings and gradients: linear algebra."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fl.models.hypernetworks.filter_hypernetwork import Shape, basic_filters, hidden, layer_names
+from fl.tensors import Tensors, dense
+
+WELL = 1e-5
+"""Singular values below this share of the largest one are taken for rounding."""
+
+
+@dataclass(frozen=True)
+class FilterUpdate:
+    """One hypernetwork of `fl.models.hypernetworks.filter_hypernetwork` and its change by one client, decay taken off.
+
+    With a_ji = W_i v_j + B_i, G_ji the gradient of basic filter j at input channel i and delta_ji = W_out^T G_ji, one
+    step's change is dW_i = sum_j delta_ji v_j^T, dB_i = sum_j delta_ji, dW_out = sum_ji G_ji a_ji^T, dB_out = sum_ji
+    G_ji, all times one factor. There is no activation, so any v' = M v and G' = M^-T G, where the rows of M (J, J) sum
+    to 1, explain it as well: beyond one filter, embeddings show up to J (J - 1) numbers at best.
+
+    Attributes:
+        shape: of a basic filter.
+        filters: how many basic filters it makes (J).
+        layers: W (in, d, v), B (in, d), W_out (n, d), B_out (n,), float64.
+        change: theirs, likewise.
+        rounding: relative size of what rounding alone may leave in the change.
+    """
+
+    shape: Shape
+    filters: int
+    layers: tuple[Tensor, Tensor, Tensor, Tensor]
+    change: tuple[Tensor, Tensor, Tensor, Tensor]
+    rounding: float = 0.0
+
+    @classmethod
+    def of(cls, shape: Shape, filters: int, shared: Tensors, change: Tensors, *, rounding: float = 0.0) -> FilterUpdate:
+        """The equations, from the server's parameters and their change by name."""
+        weight, bias, last, offset = layer_names(shape)
+        names = (weight, bias, last, offset)
+        first, second, third, fourth = (dense(shared[n]).double() for n in names)
+        moved = [dense(change[n]).double() for n in names]
+        return cls(shape, filters, (first, second, third, fourth), (moved[0], moved[1], moved[2], moved[3]), rounding)
+
+    @property
+    def silent(self) -> bool:
+        """Whether the first layer did not move by more than rounding."""
+        moved = zip(self.change[:2], self.layers[:2], strict=True)
+        return any(float(change.norm()) <= self.rounding * float(layer.norm()) for change, layer in moved)
+
+    @cached_property
+    def received(self) -> int:
+        """How many of the numbers received are independent of each other, at most.
+
+        The layers' changes agree on sum_i dB_i and on sum_ji delta_ji a_ji^T: d + d^2 relations. Few filters make no
+        more numbers than their embeddings and gradients have, less those of M.
+        """
+        sent = sum(part.numel() for part in self.change)
+        inside, d, v = self.layers[0].shape
+        made = self.filters * (v + inside * len(self.layers[3])) - self.mixing
+        return min(sent - d - d * d, made)
+
+    @property
+    def mixing(self) -> int:
+        """How many numbers of the embeddings no update tells: those of M, or all of them."""
+        size = self.layers[0].shape[2]
+        return self.filters * min(self.filters - 1, size)
+
+    @cached_property
+    def _first(self) -> Tensor:
+        """[dW_i, dB_i], row by row (in * d, v + 1), in a unit of its own."""
+        weight, bias = self.change[0], self.change[1]
+        rows = torch.cat([weight.flatten(0, 1), bias.flatten()[:, None]], 1)
+        return rows / rows.abs().max()
+
+    def single(self) -> Tensor:
+        """The embedding (1, v) of a single filter: v = sum_i dW_i^T dB_i / sum_i |dB_i|^2."""
+        rows = self._first
+        delta = rows[:, -1]
+        return (delta @ rows[:, :-1] / (delta @ delta))[None]
+
+    def nearest(self, guesses: Tensor) -> Tensor:
+        """The points (J, v) nearest to `guesses` (J, v) of the affine hull of the embeddings.
+
+        The rows [v_j, 1] span the rows of [dW_i, dB_i]; with more filters than v the hull is the whole space.
+        """
+        _, sizes, right = torch.linalg.svd(self._first, full_matrices=False)
+        rank = min(self.filters, int((sizes > WELL * sizes[0]).sum()))
+        if rank > guesses.shape[1]:
+            return guesses
+        basis = right[:rank]
+        last = basis[:, -1]
+        own = torch.cat([guesses, guesses.new_ones(len(guesses), 1)], 1) @ basis.mT
+        own = own + (1 - own @ last)[:, None] * last / (last @ last)
+        return (own @ basis)[:, :-1]
+
+    def misfit(self, embeddings: Tensor) -> float:
+        """What the first layer's equations leave of its change with these embeddings (J, v), relative to it."""
+        known = torch.cat([embeddings, embeddings.new_ones(len(embeddings), 1)], 1)
+        solved = self._first @ torch.linalg.pinv(known, rtol=WELL)
+        return float((solved @ known - self._first).norm() / self._first.norm())
+
+    def gradient(self, embeddings: Tensor) -> Tensor | None:
+        """The gradient (J, *shape) of every basic filter, in the change's own factor; None where it is not determined.
+
+        The last layer's change is linear in it, and determines it where the activations [a_ji, 1] are independent:
+        J * in <= d + 1 of them.
+        """
+        known = hidden(embeddings, self.layers[0], self.layers[1]).flatten(0, 1)
+        known = torch.cat([known, known.new_ones(len(known), 1)], 1)
+        sizes = torch.linalg.svdvals(known)
+        if known.shape[0] > known.shape[1] or float(sizes[-1]) < WELL * float(sizes[0]):
+            return None
+        seen = torch.cat([self.change[2], self.change[3][:, None]], 1)
+        rows = (seen @ torch.linalg.pinv(known)).mT  # (J * in, n)
+        out, inside, height, width = self.shape
+        return rows.reshape(self.filters, inside, out, height, width).transpose(1, 2)
+
+    def gradient_misfit(self, embeddings: Tensor, gradient: Tensor) -> float:
+        """What these leave of the last layer's change and of the first one's biases', relative to each; the larger."""
+        rows = gradient.transpose(1, 2).flatten(2)  # (J, in, n)
+        known = hidden(embeddings, self.layers[0], self.layers[1])
+        weight = torch.einsum("jin,jid->nd", rows, known) - self.change[2]
+        bias = rows.sum(0) @ self.layers[2] - self.change[1]
+        parts = ((weight, self.change[2]), (bias, self.change[1]))
+        return max(float(left.norm() / whole.norm()) for left, whole in parts)
+
+    def weights(self, embeddings: Tensor) -> Tensor:
+        """The basic filters (J, *shape) that embeddings (J, v) make."""
+        return basic_filters(embeddings, list(self.layers), self.shape)

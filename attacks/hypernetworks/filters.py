@@ -1,0 +1,303 @@
+"""The peel of HyperFedNet: one hypernetwork for many filters, whose embeddings its update tells only in part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
+from attacks.hypernetworks.filter_equations import FilterUpdate
+from attacks.rewriting.headless import astray
+from attacks.update.training_phases import rescaled, training
+from attacks.update.update_rule import signs_only
+from fl.local.weight_decay import decay_shares, without_decay
+from fl.methods.fedavg import FedAvg
+from fl.models.hypernetworks.filter_hypernetwork import (
+    EMBEDDINGS,
+    HYPERNET,
+    Filters,
+    Shape,
+    embedded,
+    embeddings_name,
+    tiled,
+)
+from fl.tensors import Tensors, dense
+from fl.types import Group, Scope, ServerView, Task
+
+FITS = 1e-2
+"""Equations that the update satisfies up to this share of itself confirm their solution."""
+
+FOUND = "filters"
+"""The payload of a rewritten view that holds what was recovered: read off the update, not sent by the server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known(FedAvg):
+    """One step of size 1 on a network of which the server holds some weights.
+
+    Attributes:
+        names: of these weights and buffers.
+    """
+
+    name = "known"
+
+    names: tuple[str, ...]
+
+    def scope(self, name: str, task: Task) -> Scope:
+        """The known ones count as shared, the others are private."""
+        return Scope.SHARED if name in self.names else Scope.PRIVATE
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What a view tells of the filters.
+
+    Attributes:
+        embeddings: by the names of `ServerView.private`.
+        weights: the generated convolution weights they make.
+        gradient: of these weights and of the network's own shared ones, in the update's own factor; None where it is
+            not determined.
+        verified: whether the equations confirm all embeddings; those of one step only.
+        started: whether the values that embeddings started from were used.
+        counts: numbers received against unknowns, in words.
+    """
+
+    embeddings: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    gradient: Tensors | None
+    verified: bool
+    started: bool
+    counts: str
+
+    def private(self) -> Tensors:
+        """As in `Reconstruction.private`."""
+        return {**self.embeddings, **{f"extractor/{n}": w for n, w in self.weights.items()}}
+
+    def knowledge(self) -> tuple[str, ...]:
+        """As in `Reconstruction.knowledge`."""
+        return (*(("private_init",) if self.started else ()), self.counts)
+
+
+@attacks.register("filters")
+@dataclass(frozen=True, kw_only=True)
+class FilterPeel(ViewAttack):
+    """Reads the embeddings of HyperFedNet (Chen et al., 2024) off its update as far as the numbers reach.
+
+    One hypernetwork serves many filters, so unlike HyperFL's its update is a sum over them (see `FilterUpdate`):
+
+    - a single filter of its shape (LeNet's second convolution): embedding and filter gradient follow exactly, with
+      nothing known beside;
+    - several: the update fixes the affine hull of their embeddings and is blind to how they mix in it. Where the server
+      knows the values they started from, it takes the points of the hull nearest to these: exact in the first round, an
+      estimate later. Where filters are so few that their activations are independent (at most d + 1 input channels in
+      all), their gradients follow, too.
+
+    What was not shared (first convolution, batch norm, classifier, image, label) is left to the attack that follows:
+    `filters+joint` searches for it in the view of the network itself where all filters and gradients follow, else in
+    the first view, from the embeddings found. Where a server knows all starting values, nothing of this is unknown
+    before the first round but image and label (`filters+dlg`). The result says how many independent numbers were
+    received and how many are unknown, images and labels included.
+
+    Threat model: an honest-but-curious server that sees one client's update and knows its local training;
+    embeddings are the client's own. The starting values of these, where known, tell what several filters share
+    (`knows_private_init`).
+    """
+
+    plain: ClassVar[str] = "computes the secret codes of the filters from the update, as far as it has enough numbers."
+
+    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+        """Embeddings and filters, without images."""
+        solved = self.solve(view)
+        if isinstance(solved, NotApplicable):
+            return solved
+        found, known = solved.private(), solved.knowledge()
+        return Reconstruction(inputs=None, private=found, knowledge=known, verified=solved.verified)
+
+    def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        """The view of the network itself, or the same view with embeddings to start from."""
+        solved = self.solve(view)
+        if isinstance(solved, NotApplicable):
+            return solved
+        if solved.gradient is not None and solved.verified and view.schedule is not None and _steps(view) == 1:
+            easier = plain_view(view, solved)
+        else:
+            easier = replace(view, private_init={**(view.private_init or {}), **solved.embeddings})
+        return replace(easier, received={**easier.received, FOUND: solved.private()})
+
+    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+        """The result, with embeddings and filters; those that the next attack moved on stay as it left them."""
+        solved = self.solve(view)
+        assert isinstance(solved, Solved)
+        used = _starting(view) or ("private_init" in result.knowledge and bool(view.private_init))
+        mine = tuple(name for name in solved.knowledge() if name != "private_init")
+        others = tuple(name for name in result.knowledge if name != "private_init")
+        known = (*others, *(("private_init",) if used or solved.started else ()), *mine)
+        return replace(result, private={**rewritten.received[FOUND], **result.private}, knowledge=known)
+
+    def solve(self, view: ServerView) -> Solved | NotApplicable:
+        """Embeddings, and what follows from them, or why they can't be had."""
+        reason = _obstacle(view)
+        if reason is not None:
+            return NotApplicable(reason)
+        change = _change(view)
+        if isinstance(change, NotApplicable):
+            return change
+        updates = _updates(view, change)
+        if any(update.silent for update in updates.values()):
+            return NotApplicable("no gradient reached the hypernetwork: its update is its decay and rounding")
+        counts = _counts(view, list(updates.values()))
+        made = embedded(view.private)
+        start = view.private_init or {}
+        open_ = [
+            s for s, update in updates.items() if update.filters > 1 and embeddings_name(s, made[s][0]) not in start
+        ]
+        if open_:
+            update = updates[open_[0]]
+            return NotApplicable(
+                f"{update.filters} filters share one hypernetwork without activation: its update leaves "
+                f"{update.mixing:,} numbers of their embeddings open, and their starting values are unknown ({counts})"
+            )
+        return _solved(view, change, updates, counts)
+
+
+def plain_view(view: ServerView, solved: Solved) -> ServerView:
+    """The view of the network itself after one step: filters and whatever is shared known, everything else private.
+
+    Before the first round, private values whose start is known are known, too.
+    """
+    assert solved.gradient is not None
+    (phase,), _ = training(view)
+    groups = phase.assign(view.shared)
+    group = next(group for name, group in groups.items() if name.startswith(HYPERNET))
+    owners = {n: groups.get(n) if n in view.shared else group for n in solved.gradient}  # the others are generated
+    known = {n: own for n, own in owners.items() if own is not None and _alike(own, group)}
+    start = {n: v for n, v in (view.private_init or {}).items() if not n.startswith(EMBEDDINGS)}
+    told = start if _starting(view) else {}
+    private = {n: shape for n, shape in view.private.items() if not n.startswith(EMBEDDINGS) and n not in told}
+    direct = {n: v for n, v in view.shared.items() if not n.startswith(HYPERNET)}
+    shared: Tensors = {**solved.weights, **direct, **told}
+    method = Known(names=(*shared, *view.buffers), lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode)
+    return replace(
+        view,
+        method=method,
+        defense=view.defense.rescaled(),
+        shared=shared,
+        update={n: solved.gradient[n] * (1 / phase.first_step(own)) for n, own in known.items()},
+        scaled=view.scaled or group.max_norm is not None,
+        private=private,
+        private_init={n: v for n, v in start.items() if n in private} or None,
+        history=(),
+    )
+
+
+def _alike(group: Group, other: Group) -> bool:
+    """Whether the gradients that both groups moved along are known up to the same factor."""
+    return group is other or (group.lr > 0 and group.max_norm is other.max_norm is None)
+
+
+def _starting(view: ServerView) -> bool:
+    """Whether all private values are known: no round has moved them from where they are known to start."""
+    return view.round == 0 and set(view.private) <= set(view.private_init or {})
+
+
+def _steps(view: ServerView) -> int | None:
+    """Local steps, None if unknown."""
+    (phase,), schedule = training(view)
+    return phase.steps if schedule is None else sum(map(len, schedule))
+
+
+def _obstacle(view: ServerView) -> str | None:
+    """Why the view can't be peeled, or None."""
+    method = view.method
+    if not isinstance(method.parametrisation, Filters):
+        return "no hypernetwork makes single filters: there is nothing to peel"
+    if not any(name.startswith(HYPERNET) for name in view.update):
+        return "the hypernetwork is not sent"
+    if (reason := astray(view)) is not None:
+        return reason
+    if not method.plain_loss(view.client.task, view.round):
+        return f"{method.name} has a loss of its own that a plain view does not have"
+    phases, _ = training(view)
+    if len(phases) != 1:
+        return "it takes one phase of SGD"
+    if (reason := rescaled(phases)) is not None:
+        return reason
+    owners = phases[0].assign(dict.fromkeys(name for name in view.update if name.startswith(HYPERNET)))
+    if len({id(group) for group in owners.values()}) > 1:
+        return "parts of the hypernetwork are trained apart: their ratios are not the gradients'"
+    if not view.client.defense.keeps_ratios():
+        return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
+    if signs_only(view):
+        return "only signs are sent: they say nothing of sums"
+    return None
+
+
+def _change(view: ServerView) -> Tensors | NotApplicable:
+    """The update of what is shared, without decay."""
+    shares = decay_shares(*training(view), view.shared)
+    if missing := [n for n in view.shared if n not in shares]:
+        return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes a known schedule")
+    passed = partial(view.client.defense.passed, observed=view.update)
+    return without_decay({n: view.update[n] for n in view.shared}, view.shared, shares, passed)
+
+
+def _updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpdate]:
+    """The equations of every hypernetwork, by the shape of its basic filter."""
+    result, steps = {}, sum(map(len, training(view)[1] or ())) or 1
+    rounding = 4 * steps * torch.finfo(view.dtype).eps if view.rounded else 0.0
+    for shape, weights in embedded(view.private).items():
+        tiles = [view.private[embeddings_name(shape, weight)] for weight in weights]
+        count = sum(t[0] * t[1] for t in tiles)
+        result[shape] = FilterUpdate.of(shape, count, view.shared, change, rounding=rounding)
+    return result
+
+
+def _counts(view: ServerView, updates: Sequence[FilterUpdate]) -> str:
+    """Numbers received against unknowns."""
+    received = sum(update.received for update in updates)
+    images = view.batch_size or 1
+    pixels = images * math.prod(view.task.input_shape)
+    labels = 0 if view.labels is not None else images
+    private = 0 if _starting(view) else sum(math.prod(shape) for shape in view.private.values())
+    unknown = private + pixels + labels
+    return f"{received:,} numbers for {unknown:,} unknowns"
+
+
+def _solved(view: ServerView, change: Tensors, updates: Mapping[Shape, FilterUpdate], counts: str) -> Solved:
+    made, start = embedded(view.private), view.private_init or {}
+    found, weights = dict[str, Tensor](), dict[str, Tensor]()
+    gradient: Tensors | None = {n: v for n, v in change.items() if not n.startswith(HYPERNET)}
+    # of several steps the equations give means over the round, which may explain each other without being its start
+    fits, started = _steps(view) == 1, False
+    for shape, update in updates.items():
+        names = [embeddings_name(shape, weight) for weight in made[shape]]
+        tiles = [view.private[name][:2] for name in names]
+        if update.filters == 1:
+            flat = update.single()
+            back = update.gradient(flat)
+            fits = fits and back is not None  # the first layer alone takes any length of its biases' change
+        else:
+            guesses = torch.cat([dense(start[name]).double().flatten(0, 1) for name in names])
+            flat, started = update.nearest(guesses), True
+            back = update.gradient(flat)
+            # the equations confirm any points of the hull: these are right only where they have not moved yet
+            fits = fits and view.round == 0 and float((flat - guesses).norm()) < FITS * float(guesses.norm())
+        fits = fits and update.misfit(flat) < FITS
+        fits = fits and (back is None or update.gradient_misfit(flat, back) < FITS)
+        sizes = [math.prod(t) for t in tiles]
+        rows = zip(made[shape], names, tiles, flat.split(sizes), update.weights(flat).split(sizes), strict=True)
+        for weight, name, tile, v, blocks in rows:
+            found[name] = v.unflatten(0, tile).to(view.dtype)
+            weights[weight] = tiled(blocks.unflatten(0, tile)).to(view.dtype)
+        if back is None or gradient is None:
+            gradient = None
+        else:
+            parts = zip(made[shape], tiles, back.split(sizes), strict=True)
+            gradient |= {weight: tiled(g.unflatten(0, tile)).to(view.dtype) for weight, tile, g in parts}
+    return Solved(found, weights, gradient, fits, started, counts)

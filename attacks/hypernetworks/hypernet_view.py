@@ -1,0 +1,131 @@
+"""A hypernetwork's update as the equations that it satisfies, or why it satisfies none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from attacks.base import NotApplicable
+from attacks.hypernetworks.rank_one_equations import HypernetUpdate, layers
+from attacks.rewriting.headless import astray
+from attacks.update.training_phases import rescaled
+from attacks.update.update_rule import signs_only
+from fl.defense import overrides
+from fl.local.weight_decay import decay_shares, without_decay
+from fl.models.hypernetworks.hypernetwork import TRUNK_WEIGHT, Hypernetwork
+from fl.privacy.private_method import Private
+from fl.tensors import Tensors, norm
+from fl.types import Group, Phase, ServerView
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A view of a hypernetwork's update, with the part that weight decay makes taken off.
+
+    Attributes:
+        view: the server's.
+        phase: index of the phase that trains the hypernetwork.
+        change: the shared tensors' update without decay.
+        update: the same as equations.
+    """
+
+    view: ServerView
+    phase: int
+    change: Tensors
+    update: HypernetUpdate
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Local training."""
+        return self.view.method.phases(self.view.client.task, self.view.round)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the hypernetwork's phase, None if unknown."""
+        return None if self.view.schedule is None else len(self.view.schedule[self.phase])
+
+    @property
+    def group(self) -> Group:
+        """How the hypernetwork is trained."""
+        return self.phases[self.phase].assign({TRUNK_WEIGHT: None})[TRUNK_WEIGHT]
+
+    def moving(self, names: Iterable[str]) -> list[str]:
+        """Which of `names` move together with the hypernetwork."""
+        return list(self.phases[self.phase].assign(dict.fromkeys(names)))
+
+
+def open_view(view: ServerView) -> Opened | NotApplicable:
+    """The hypernetwork's update without decay, or why it can't be had."""
+    if view.update and not bool(norm(view.update).isfinite()):
+        return NotApplicable("the update is so large that its squares overflow: the client's training diverged")
+    reason = _obstacle(view)
+    if reason is not None:
+        return NotApplicable(reason)
+    generator, task = view.method.parametrisation, view.client.task
+    assert isinstance(generator, Hypernetwork)
+    phases = view.method.phases(task, view.round)
+    shares = decay_shares(phases, view.schedule, view.shared)
+    if missing := [n for n in view.shared if n not in shares]:
+        return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
+    (phase,) = _training(view)
+    steps = len(view.schedule[phase]) if view.schedule is not None else 1
+    defense = view.client.defense
+    cuts = overrides(defense, "surrogate")
+    change = without_decay(view.update, view.shared, shares, partial(defense.passed, observed=view.update))
+    update = HypernetUpdate.of(
+        view.shared,
+        change,
+        tuple(generator.generates(task)),
+        bias=generator.bias,
+        rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
+        single=view.schedule is not None and steps == 1,
+        rounded=view.rounded,
+        passed=partial(defense.rescaled().passed, observed=view.update) if cuts else None,
+    )
+    return Opened(view, phase, change, update)
+
+
+def _training(view: ServerView) -> list[int]:
+    """The phases that train the hypernetwork, empty ones left out."""
+    method, phases = view.method, view.method.phases(view.client.task, view.round)
+    counts = [1] * len(phases) if view.schedule is None else [len(steps) for steps in view.schedule]
+    chosen = [p for p, phase in enumerate(phases) if counts[p] and method.trains(phase)]
+    return [p for p in chosen if any(group.owns(TRUNK_WEIGHT) for group in phases[p].groups)]
+
+
+def _noise_before(view: ServerView) -> bool:
+    """Whether steps are astray by noise on the generated weights' gradient alone, before it is pulled back.
+
+    However noisy that gradient is, what the hypernetwork gets of it is outer products with the same factors.
+    """
+    method = view.method
+    return isinstance(method, Private) and method.at == "weights" and method.unreleased().plain_gradient(None)
+
+
+def _obstacle(view: ServerView) -> str | None:
+    """Why the view can't be peeled, or None."""
+    method = view.method
+    if not view.update:
+        return "nothing is shared"
+    generator = method.parametrisation
+    if not isinstance(generator, Hypernetwork):
+        return "the update is that of the network itself: there is nothing to peel"
+    kept = [n for n in layers(generator.generates(view.client.task), bias=generator.bias) if n not in view.update]
+    if kept:
+        return f"the hypernetwork is not sent, or not all of it: {kept[0]!r} is missing"
+    if (reason := astray(view)) is not None and not _noise_before(view):
+        return reason
+    phases = method.phases(view.client.task, view.round)
+    owners = _training(view)
+    if len(owners) != 1:
+        return f"expected one phase that trains the hypernetwork, got {len(owners)}"
+    if (reason := rescaled([phases[owners[0]]])) is not None:
+        return reason
+    if not view.client.defense.keeps_ratios():
+        return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
+    if signs_only(view):
+        return "only signs are sent: they satisfy the equations of an outer product whatever its factors are"
+    return None

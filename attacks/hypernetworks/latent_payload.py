@@ -1,0 +1,132 @@
+"""The image behind a latent vector that a client sent beside its update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attacks.base import Attack, NotApplicable, Reconstruction, attacks
+from attacks.gradient_matching.engine.regularizers import total_variation
+from fl.defense import overrides
+from fl.methods.hfedf_latent import LATENT, PREFIX
+from fl.models.hfedf_autoencoder import Autoencoder
+from fl.ranges import CountFrom0, StepSize, Weight
+from fl.tensors import dense
+from fl.types import ServerView
+
+
+@attacks.register("latent-payload")
+@dataclass(frozen=True, kw_only=True)
+class LatentPayload(Attack):
+    """Feature inversion of hFedF's mean latent vector: ours, after Mahendran, Vedaldi (CVPR 2015, Eq. 2).
+
+    The server holds the autoencoder and receives `v - mean E(x)` (`hfedf-latent`), so it knows the mean latent vector z
+    itself. Its decoder already makes an image of z; from there it searches for the image x with E(x) = z, by Adam on
+    |E(x) - z|^2 / |z - E(grey)|^2 + tv * TV(x). Of one image that is the image, as far as so few numbers tell; of
+    several it is one image with their mean latent vector, returned for each of them.
+
+    A known defence that clips or prunes the latent vector, or sends its signs, hides it. Noise and rounding do not:
+    the image is then that of what came.
+
+    Labels are not looked for. The update of the network itself is left aside: `ig` predicts both.
+
+    Threat model: an honest-but-curious server, which holds the autoencoder as every client does and receives a
+    client's mean latent vector.
+
+    Attributes:
+        iterations: of Adam; 0 returns what the decoder makes.
+        lr: its step size, in pixels.
+        tv: weight of total variation, in units of the model's normalisation as for `ig`.
+    """
+
+    plain: ClassVar[str] = "finds an image whose short code is the one that the client sent."
+
+    iterations: CountFrom0 = 1000
+    lr: StepSize = 0.02
+    tv: Weight = 1e-2
+
+    def __post_init__(self) -> None:
+        if self.iterations < 0:
+            raise ValueError(f"expected iterations >= 0, got {self.iterations}")
+        for name in ("lr", "tv"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
+
+    @classmethod
+    def example(cls) -> LatentPayload:
+        """A few steps."""
+        return cls(iterations=5)
+
+    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+        """One image, as many times as the view has images; the seed changes nothing."""
+        if LATENT not in view.update or not any(name.startswith(PREFIX) for name in view.shared):
+            return NotApplicable("the client sends no latent vector of its images")
+        if view.scaled:
+            return NotApplicable("the unit of the latent vector is lost")
+        if not _sent(view):
+            return NotApplicable("no latent vector is sent while the autoencoder is trained")
+        if (reason := _altered(view)) is not None:
+            return NotApplicable(reason)
+        wanted = dense(view.shared[LATENT]) - dense(view.update[LATENT])
+        encoder = _encoder(view, len(wanted))
+        grey = wanted.new_full((1, *view.task.input_shape), 0.5)
+        with torch.no_grad():
+            image, scale = encoder.decoder(wanted[None]), (encoder.encoder(grey)[0] - wanted).square().sum()
+        found, history = self._search(encoder, wanted, scale, image, wanted.new_tensor(view.task.std))
+        count = view.batch_size or 1
+        return Reconstruction(found.expand(count, *found.shape[1:]).clone(), None, history[-1], tuple(history))
+
+    def _search(
+        self, encoder: Autoencoder, wanted: Tensor, scale: Tensor, start: Tensor, std: Tensor
+    ) -> tuple[Tensor, list[float]]:
+        """The best image (1, C, H, W) met on the way, and the objective, coarsely."""
+
+        def objective(image: Tensor) -> Tensor:
+            apart = (encoder.encoder(image)[0] - wanted).square().sum() / scale.clamp_min(torch.finfo(scale.dtype).tiny)
+            return apart + self.tv * total_variation(image, std)
+
+        image = start.clone().requires_grad_()
+        optimizer = torch.optim.Adam([image], lr=self.lr)
+        best, found, history = float(objective(start)), start, [float(objective(start))]
+        for i in range(self.iterations):
+            optimizer.zero_grad()
+            objective(image).backward()
+            optimizer.step()
+            with torch.no_grad():
+                image.clamp_(0, 1)
+                value = float(objective(image))
+            if value < best:
+                best, found = value, image.detach().clone()
+            if i % max(1, self.iterations // 20) == 0:
+                history.append(value)
+        return found, [*history, best]
+
+
+def _sent(view: ServerView) -> bool:
+    """Whether the latent vector moves in this round."""
+    return any(LATENT in phase.assign(view.shared) for phase in view.method.phases(view.client.task, view.round))
+
+
+def _altered(view: ServerView) -> str | None:
+    """Why a known defence does not let the latent vector through as it is, up to noise and rounding; or None."""
+    defense, sent = view.client.defense, dense(view.update[LATENT])
+    if overrides(defense, "gradient"):
+        return f"the defence {view.defense.name} changes the step that puts the latent vector in the update"
+    probe = 2 * torch.where(sent != 0, sent, sent.abs().max().clamp_min(1.0))  # what is clipped comes back shorter
+    passed = dense(defense.passed({LATENT: probe}, view.update)[LATENT])
+    if bool(((passed - probe).abs() > 1e-3 * probe.abs()).any()):
+        return f"the defence {view.defense.name} has shortened or left out the latent vector: its own size is lost"
+    return None
+
+
+def _encoder(view: ServerView, size: int) -> Autoencoder:
+    with torch.device("meta"):  # shapes only: nothing is drawn from the global generator
+        autoencoder = Autoencoder(view.task.input_shape, size)
+    autoencoder.to_empty(device=view.device).to(view.dtype)
+    state = {name.removeprefix(PREFIX): dense(v) for name, v in view.shared.items() if name.startswith(PREFIX)}
+    autoencoder.load_state_dict(state, strict=True)
+    return autoencoder.requires_grad_(False)

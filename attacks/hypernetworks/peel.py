@@ -1,0 +1,327 @@
+"""The peel: a hypernetwork's update gives embedding, extractor and the extractor's gradient away, without a search."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from attacks.base import NotApplicable, Reconstruction, Result, ViewAttack, attacks
+from attacks.hypernetworks.hypernet_view import Opened, open_view
+from attacks.hypernetworks.layer_inputs import given
+from attacks.hypernetworks.rank_one_equations import HypernetUpdate
+from attacks.rewriting.headless import Headless, Signal, astray
+from attacks.update.earlier_rounds import with_past
+from attacks.update.training_phases import rested, training
+from fl.defense import Defense
+from fl.local.weight_decay import decay_shares
+from fl.method import Method
+from fl.methods.centaur import Centaur
+from fl.methods.dp_fedavg import DPFedAvg
+from fl.methods.fedavg import FedAvg
+from fl.methods.fedper import FedPer
+from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_BIAS
+from fl.privacy.private_method import Private
+from fl.tensors import Tensors, dense, norm
+from fl.types import Scope, ServerView
+
+FITS = 1e-2
+"""Equations that the update satisfies up to this share of itself confirm their solution."""
+
+SILENT = (
+    "no gradient reached the hypernetwork: its update is its decay and rounding, as of images that the network is "
+    "certain of"
+)
+PEELED = "peeled"
+"""The payload of a rewritten view that holds what the peel recovered: read off the update, not sent by the server."""
+
+
+@dataclass(frozen=True)
+class Peeled:
+    """A view whose hypernetwork is solved for: what it generated, and the gradient that came back.
+
+    Attributes:
+        opened: the view.
+        hidden: hidden activations (hidden,), float64.
+        embedding: (embedding,) float64, or None where the update says nothing of it.
+        route: which layer gave the activations: "trunk", "heads", or "biases" if no unit was active.
+        residual: what the equations of that route leave of the update, relative to it; for "biases" how far, relative
+            to them, the extractor may be off by activations too small to be told from rounding. Where the defence is
+            unknown, no less than the relative distance of the activations that both layers give.
+        complete: whether every number of the solution shows in the update: a known defence may have cut some.
+    """
+
+    opened: Opened
+    hidden: Tensor
+    embedding: Tensor | None
+    route: str
+    residual: float
+    complete: bool = True
+
+    @property
+    def view(self) -> ServerView:
+        """The server's."""
+        return self.opened.view
+
+    @property
+    def update(self) -> HypernetUpdate:
+        """The hypernetwork's equations."""
+        return self.opened.update
+
+    @cached_property
+    def extractor(self) -> dict[str, Tensor]:
+        """The generated weights at the start of the round, by the network's names."""
+        return self._shaped(self.update.extractor(self.hidden))
+
+    @cached_property
+    def gradient(self) -> dict[str, Tensor]:
+        """Their gradient times step size (summed over the steps, with momentum) and clip factor."""
+        return self._shaped(self.update.gradient(self.hidden))
+
+    @property
+    def verified(self) -> bool:
+        """Whether the peel confirms itself without the truth."""
+        return self.residual < FITS and self.complete
+
+    def private(self) -> Tensors:
+        """What was recovered, as in `Reconstruction.private`."""
+        found: Tensors = {f"extractor/{n}": w for n, w in self.extractor.items()}
+        if self.embedding is not None:
+            found[EMBEDDING] = self.embedding.to(self.view.dtype)
+        return found
+
+    def read(self) -> Tensors:
+        """The same with what layers were given, where one step without noise tells (`layer_inputs`)."""
+        if self.opened.steps != 1 or astray(self.view) is not None:
+            return self.private()
+        return {**self.private(), **given(self.view, self.extractor, self.gradient)}
+
+    def _shaped(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+        like = self.view.client.task.parameters
+        return {n: value.to(self.view.dtype).view(like[n].shape) for n, value in flat.items()}
+
+
+@attacks.register("peel")
+@dataclass(frozen=True, kw_only=True)
+class Peel(ViewAttack):
+    """Reads embedding, extractor and its gradient off the update of a hypernetwork that sees one embedding.
+
+    A linear layer with one input x and bias sends (delta x^T, delta), so x = dW^T db / |db|^2. HyperFL's hypernetwork
+    is such layers throughout, and keeping embedding and classifier private does not change that. With weight decay
+    taken off (it is known), up to the common factor of step size and clipping:
+
+    - trunk: v = dW0^T db0 / |db0|^2, then the server evaluates its own hypernetwork: theta_k = W_k a + b_k with
+      a = relu(W0 v + b0). Exact for one step while one hidden unit is active, with or without head biases.
+    - heads: db_k is the extractor's gradient, and a = sum_k dW_k^T db_k / sum_k |db_k|^2; without head biases, a is
+      the leading singular vector of the dW_k, and db0 gives its length.
+    - with no unit active theta_k = b_k, which the server holds; the embedding then does nothing and can't be read.
+      Whether that is so is decided by how large an activation could hide in the rounding of the update.
+
+    Of an update that a known defence has pruned, the fits take the entries that were sent.
+
+    Of a network with generated adapters (hyperfl-lpm) it gives these and their gradient: the rest is known to all. In
+    one step it also reads what layers were given (`attacks.hypernetworks.layer_inputs`).
+
+    Noise that a method adds to the generated weights' gradient (dp-hyperfl) leaves all of that exact: what is pulled
+    back through the hypernetwork is an outer product, whatever it is made of. Only the gradient that comes out has it.
+
+    Over several steps both are weighted means over the round, and the fits' residuals say how far to trust them.
+    As a rewrite, the view becomes that of the network itself: extractor shared, classifier private (`peel+ig`).
+
+    Threat model: an honest-but-curious server that sees one client's update and knows its local training (step
+    size, decay); embedding, classifier, images and labels are the client's own.
+
+    Attributes:
+        route: "trunk" or "heads", or "auto" for the one whose equations fit better.
+        classifier: "free" cuts the unknown classifier off as well (see `headless`; one step on one image), "joint"
+            leaves it to the next attack, "auto" cuts it off where that is possible.
+    """
+
+    plain: ClassVar[str] = "computes the secret code and the hidden weights from the update, without guessing."
+
+    route: Literal["auto", "trunk", "heads"] = "auto"
+    classifier: Literal["auto", "free", "joint"] = "auto"
+
+    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+        """Embedding and extractor, without images."""
+        peeled = self.solve(view)
+        if isinstance(peeled, NotApplicable):
+            return peeled
+        return Reconstruction(inputs=None, private=peeled.read(), verified=peeled.verified)
+
+    def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        """The view of the generated network, its classifier private or cut off; where it is, with earlier rounds."""
+        easier = self._rewrite(view)
+        return with_past(view, easier, self._rewrite) if isinstance(easier, ServerView) else easier
+
+    def _rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        peeled = self.solve(view)
+        if isinstance(peeled, NotApplicable):
+            return peeled
+        plain = plain_view(peeled)
+        if isinstance(plain, NotApplicable):
+            return plain
+        cut = plain if self.classifier == "joint" else Headless().rewrite(plain)
+        chosen = plain if isinstance(cut, NotApplicable) and self.classifier == "auto" else cut
+        if isinstance(chosen, NotApplicable):
+            return chosen
+        return replace(chosen, received={**chosen.received, PEELED: peeled.read()})
+
+    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+        """The result, with the recovered embedding and extractor."""
+        if isinstance(rewritten.method, Signal):
+            result = Headless().unwrap(view, rewritten, result)
+        return replace(result, private={**result.private, **rewritten.received[PEELED]})
+
+    def checked(self, view: ServerView, result: Result) -> Result:
+        """The result as it is: where sizes between tensors are open, both layers have been asked (`_apart`)."""
+        return result
+
+    def solve(self, view: ServerView) -> Peeled | NotApplicable:
+        """Activations, extractor and its gradient, or why they can't be had."""
+        opened = open_view(view)
+        return opened if isinstance(opened, NotApplicable) else self._solve(opened)
+
+    def _solve(self, opened: Opened) -> Peeled | NotApplicable:
+        update = opened.update
+        embedding = None if update.trunk_silent else update.embedding()
+        drowned = embedding is None and (update.biases_silent if update.bias else update.heads_silent)
+        if drowned and update.heads_silent:
+            return NotApplicable(SILENT)
+        if embedding is None and update.heads_silent:
+            nothing = torch.zeros_like(dense(update.change[TRUNK_BIAS]))
+            return Peeled(opened, nothing, None, "biases", update.unheard())
+        if embedding is None and (self.route == "trunk" or not update.bias):
+            return NotApplicable("the first layer did not move, and this route reads it")
+        heads = update.hidden_from_heads()
+        usable = bool(heads.any())
+        apart = 0.0 if opened.view.threat.knows_sizes else _apart(update, embedding, heads)
+        if (
+            embedding is not None
+            and usable
+            and opened.steps == 1
+            and self.route == "auto"
+            and update.seen is None
+            and apart < FITS
+        ):
+            embedding, heads = update.reconciled(embedding, heads)
+        residual = math.hypot(update.heads_residual(heads), update.length_residual(heads))
+        if drowned and not (usable and residual < 1):  # of outer products the factors may be had all the same
+            return NotApplicable(SILENT)
+        if embedding is not None:
+            trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
+            if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):
+                return Peeled(opened, trunk, embedding, "trunk", max(misfit, apart), update.complete("trunk"))
+        if not usable:
+            return NotApplicable("the heads' equations have no solution: what they pull back runs against db0")
+        complete = update.complete("heads") and (embedding is None or update.complete("trunk"))
+        return Peeled(opened, heads, embedding, "heads", max(residual, apart), complete)
+
+
+def _apart(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> float:
+    """How far the activations that both layers give are apart, relative to the larger ones; 1 where one says nothing.
+
+    The equations of one layer leave a factor open between tensors, which an unknown defence may have shortened apart.
+    """
+    if embedding is None or not bool(heads.any()):
+        return 1.0
+    trunk = update.hidden(embedding)
+    return float((trunk - heads).norm() / torch.maximum(trunk.norm(), heads.norm()))
+
+
+def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
+    """The view of the generated network, its classifier private unless it is shared."""
+    view, opened = peeled.view, peeled.opened
+    if not view.method.plain_loss(view.client.task, view.round):
+        return NotApplicable(f"{view.method.name} has a loss of its own that a plain view does not have")
+    names = view.client.task.parameters
+    direct = [n for n in view.shared if n in names]  # a shared classifier
+    if direct and opened.steps != 1:
+        return NotApplicable("a shared classifier moves at another rate than the generated weights: one step only")
+    noisy = astray(view) is not None
+    if noisy and any(view.method.scope(n, view.client.task) is Scope.PRIVATE for n in opened.moving(names)):
+        return NotApplicable("each image's gradient is clipped together with that of the private classifier")
+    method, update = _one_step(peeled, direct) if opened.steps == 1 else _several_steps(peeled)
+    kept = [n for n in view.private if n in names or n in view.client.task.buffers]
+    private = {n: view.private[n] for n in kept if method.scope(n, view.client.task) is Scope.PRIVATE}
+    start = view.private_init if len(training(view)[0]) == 1 else None  # else the classifier has moved on before
+    part = slice(opened.phase, opened.phase + 1)
+    return replace(
+        view,
+        task=rested(view),
+        method=method,
+        defense=view.defense.rescaled(),
+        shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},
+        update=update,
+        scaled=opened.steps == 1 and _clipped(opened),
+        private=private,
+        private_init=None if start is None else {n: v for n, v in start.items() if n in private},
+        schedule=None if view.schedule is None else view.schedule[part],
+        order=None if view.order is None else view.order[part],
+        draws=view.draws[part] if noisy and view.draws is not None else None,  # of a private method: its noise
+        received={},
+        history=(),
+    )
+
+
+def _clipped(opened: Opened) -> bool:
+    """Whether clipping may have shortened the one step: not where what came is shorter than the bound."""
+    group, view, phase = opened.group, opened.view, opened.phases[opened.phase]
+    if group.max_norm is None:
+        return False
+    if type(view.client.defense) is not Defense or any(group.owns(name) for name in view.private):
+        return True  # a defence may have shortened it, or what is private made up for the rest
+    length = norm({name: value for name, value in opened.change.items() if group.owns(name)})
+    return float(length) >= 0.999 * group.max_norm * phase.first_step(group)
+
+
+def _one_step(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
+    """The gradient itself: a step of size 1 without momentum, decay and clipping."""
+    opened, view = peeled.opened, peeled.view
+    phase = opened.phases[opened.phase]
+    gradient: Tensors = {n: g / phase.first_step(opened.group) for n, g in peeled.gradient.items()}
+    groups = phase.assign(dict.fromkeys(direct))
+    gradient.update({n: opened.change[n] * (1 / phase.first_step(groups[n])) for n in groups})
+    settings = {"lr": 1.0, "steps": 1, "batch_size": None, "momentum": 0.0, "weight_decay": 0.0}
+    return _trained(view.method, FedAvg if direct else FedPer, settings), gradient
+
+
+def _trained(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Method:
+    """A method of that kind on the network itself, with what a private method clips and adds to each of its steps."""
+    if not isinstance(method, Private) or method.plain_gradient(None):
+        return kind(**settings, train_mode=method.train_mode)
+    ours = {field.name for field in fields(Private)} - {"parametrisation", "epochs", "steps"}
+    kept = {**settings, **{name: getattr(method, name) for name in ours}}  # the noise, and what the sum is divided by
+    return DPFedAvg(**kept) if kind is FedAvg else Centaur(**{**kept, "head_epochs": 0})
+
+
+def _several_steps(peeled: Peeled) -> tuple[Method, Tensors]:
+    """The same local training on the extractor itself, with its classifier at rest.
+
+    With the activations at rest, W_k and b_k together move theta_k = W_k a + b_k by |a|^2 + 1 times what g_k moves
+    b_k: that is the step size of plain training, and its inverse square root scales the norm that gradients are
+    clipped at.
+    """
+    opened, view = peeled.opened, peeled.view
+    phase, group = opened.phases[opened.phase], opened.group
+    gain = float(peeled.hidden @ peeled.hidden) + (1.0 if peeled.update.bias else 0.0)
+    settings = {
+        "lr": group.lr * gain,
+        "head_lr": 0.0,
+        "momentum": phase.momentum,
+        "weight_decay": group.weight_decay / gain,
+        "max_norm": None if group.max_norm is None else group.max_norm / gain**0.5,
+        "epochs": phase.epochs,
+        "steps": phase.steps,
+        "batch_size": phase.batch_size,
+        "sampler": phase.sampler,
+    }
+    plain = _trained(view.method, FedPer, settings)
+    schedule = None if view.schedule is None else view.schedule[opened.phase : opened.phase + 1]
+    shares = decay_shares(plain.phases(view.task, view.round), schedule, peeled.gradient)
+    decayed = {n: w * shares.get(n, 0.0) for n, w in peeled.extractor.items()}
+    return plain, {n: moved * gain + decayed[n] for n, moved in peeled.gradient.items()}

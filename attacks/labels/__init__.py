@@ -1,0 +1,1 @@
+"""Labels of the images behind an update."""

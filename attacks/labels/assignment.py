@@ -1,0 +1,74 @@
+"""Whose label is whose: the classes of images once they are found."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from attacks.gradient_matching.engine.problem import Problem, fixed_labels
+from attacks.labels.recovery import TURNED, names, seems_turned
+from fl.tensors import dense
+from fl.types import ServerView, frozen
+
+FITS = 0.1
+"""Distance of two unit vectors over the classes up to which a label explains what an image left in the classifier."""
+
+
+def single(view: ServerView) -> tuple[Tensor | None, str]:
+    """The label (1,) of a view of one image, known or read off its update, and what is to be noted of it."""
+    odd = view.labels is None and seems_turned(view, Problem(view, None, "l2").observed)
+    return fixed_labels(view, "auto") if view.method.uses_labels and not odd else None, TURNED if odd else ""
+
+
+def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tensor | None:
+    """The label of each of the images (N,) int64 that one step was taken on, or None where the update does not tell.
+
+    The gradient of a linear classifier's weight is the mean of `(p_i - y_i) h_i^T`. The images give their features h_i
+    and predictions p_i, so that the gradient times the pseudo-inverse of all h_i has a column for each, a multiple of
+    p_i - y_i, which is negative at the image's own class alone (iDLG, Zhao et al. 2020, of one image). It is believed
+    where all columns point where the predictions say.
+
+    Args:
+        view: whose classifier may be shared or not.
+        gradient: of the step, up to one factor.
+        images: found in one order or another, in [0, 1] (N, C, H, W).
+    """
+    weight = names(view, view.update)[0]
+    if weight is None or weight not in gradient or not view.method.uses_labels:
+        return None
+    seen = _features(view, weight.rpartition(".")[0], images)
+    if seen is None or not all(bool(part.isfinite().all()) for part in seen):
+        return None
+    features, outputs = seen
+    columns = dense(gradient[weight]).to(features) @ torch.linalg.pinv(features)  # (K, N)
+    labels = columns.argmin(0)
+    wanted = torch.softmax(outputs, -1) - nn.functional.one_hot(labels, len(columns))
+    unit = nn.functional.normalize
+    far = (unit(columns.mT, dim=-1) - unit(wanted, dim=-1)).norm(dim=-1)
+    return labels.to(view.device) if bool((far <= FITS).all()) else None
+
+
+def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What the classifier is given for each image (N, d), and the logits (N, K); None if that can't be told.
+
+    In double precision on the CPU, as some devices have none.
+    """
+    model = copy.deepcopy(view.client.predictor).to("cpu", torch.float64)
+    known = {**frozen(model), **view.shared}
+    if any(name not in known for name, _ in model.named_parameters()):
+        return None
+    weights = {name: dense(known[name]).to(p) for name, p in model.named_parameters()}
+    buffers = {n: v.to("cpu", torch.float64 if v.is_floating_point() else v.dtype) for n, v in view.buffers.items()}
+    given: list[Tensor] = []
+    handle = model.get_submodule(layer).register_forward_hook(lambda _, args, __: given.append(args[0]))
+    with torch.no_grad():
+        outputs = functional_call(model, {**weights, **buffers}, (images.to("cpu", torch.float64),))
+    handle.remove()
+    if len(given) != 1 or given[0].ndim != 2 or len(given[0]) != len(images):
+        return None
+    return given[0], outputs

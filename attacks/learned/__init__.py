@@ -1,0 +1,1 @@
+"""Attacks that learn to invert from updates of their own making."""

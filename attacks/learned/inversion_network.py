@@ -1,0 +1,272 @@
+"""Networks that read images off updates: the client is imitated on public images, and its updates are the lessons."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.utils import _pytree as pytree
+
+from fl.client import func_derivative
+from fl.defense import overrides
+from fl.models.building_blocks.initialization import initialise
+from fl.predict import predict
+from fl.seeds import stream
+from fl.tensors import Tensors, dense
+from fl.types import Batch, Candidate, ServerView, frozen
+
+ROOM = 2**25
+"""Numbers of imitated updates that are held at once."""
+TRIAL = 512
+"""Imitated updates that tell how large the numbers are."""
+FAR = 10.0
+"""So many standard deviations from the mean an input counts as no further."""
+
+
+@dataclass(frozen=True)
+class Imitation:
+    """The client of a view, as far as the server knows it, on images drawn from public ones.
+
+    What the client keeps to itself is drawn anew for every update, unless the server knows where it started.
+
+    Attributes:
+        view: of known batch size and schedule; of its update nothing but names and shapes is used.
+        public: images of the client's shape, with labels of its task.
+    """
+
+    view: ServerView
+    public: Batch
+
+    @cached_property
+    def numbers(self) -> int:
+        """How many numbers one update has."""
+        return sum(value.numel() for value in self.view.update.values())
+
+    def images(self, count: int, draw: torch.Generator) -> Batch:
+        """`count` clients' images (count, B, C, H, W) and labels (count, B)."""
+        size = self.view.batch_size or 1
+        given = self.public.take(torch.randint(len(self.public), (count * size,), generator=draw))
+        if self.view.threat.knows_defense and overrides(self.view.defense, "transform_batch"):
+            parts = [given.take(torch.arange(i, i + size)) for i in range(0, len(given), size)]
+            parts = [self.view.defense.transform_batch(part, self.view.client.task, draw) for part in parts]
+            given = Batch(*(torch.cat(x) for x in zip(*((p.inputs, p.labels) for p in parts), strict=True)))
+        inputs = given.inputs.to(dtype=self.view.dtype, device=self.view.device)
+        labels = given.labels.to(self.view.device)
+        return Batch(inputs.unflatten(0, (count, size)), labels.unflatten(0, (count, size)))
+
+    def updates(self, images: Batch, draw: torch.Generator) -> dict[str, Tensor]:
+        """What these clients would send, by name, one row each."""
+        view, client = self.view, self.view.client
+
+        def one(inputs: Tensor, labels: Tensor, private: dict[str, Tensor]) -> dict[str, Tensor]:
+            candidate = Candidate(inputs, labels, dict(private))
+            sent = predict(view, candidate, derivative=func_derivative, client=client, defended=False)
+            return {name: dense(sent[name]) for name in view.update}
+
+        private = {name: self._private(name, len(images), draw) for name in view.private}
+        with torch.no_grad():
+            rows: dict[str, Tensor] = vmap(one)(images.inputs, images.labels, private)
+            return self._defended(rows, len(images), draw)
+
+    def _private(self, name: str, count: int, draw: torch.Generator) -> Tensor:
+        """Guesses (count, *shape) of a private tensor: as layers are initialised, 0 for memory, N(0, 1) for noise."""
+        shape, known = self.view.private[name], (self.view.private_init or {}).get(name)
+        if known is not None:
+            made = dense(known).expand(count, *shape)
+        elif name.startswith("memory/"):
+            made = torch.zeros(count, *shape)
+        else:
+            weight = len(shape) > 1 and not name.startswith("draws/")
+            made = torch.randn(count, *shape, generator=draw) * (shape[1:].numel() ** -0.5 if weight else 1.0)
+        return made.to(dtype=self.view.dtype, device=self.view.device)
+
+    def _defended(self, rows: dict[str, Tensor], count: int, draw: torch.Generator) -> dict[str, Tensor]:
+        """The rows as a known defence sends them, with its noise."""
+        defense = self.view.defense
+        if not (self.view.threat.knows_defense and overrides(defense, "transform_update")):
+            return rows
+        sent = [defense.transform_update({n: v[i] for n, v in rows.items()}, draw) for i in range(count)]
+        return {name: torch.stack([dense(update[name]) for update in sent]) for name in rows}
+
+
+@dataclass(frozen=True)
+class Hash:
+    """Updates as rows of `size` numbers, or fewer: every number, or sums of several with random signs.
+
+    Feature hashing (Weinberger et al., ICML 2009), but the numbers are dealt out evenly. Each update is brought to
+    length 1 first: what is lost is a single number, and no unit matters.
+
+    Attributes:
+        scales: factor on each tensor.
+        numbers: how many an update has.
+        size: longest row.
+        seed: of signs and order.
+    """
+
+    scales: Mapping[str, float]
+    numbers: int
+    size: int
+    seed: int
+
+    def __call__(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Rows (n, size) of updates given by name, (n, ...) each."""
+        flat = torch.cat([rows[name].reshape(len(rows[name]), -1) * scale for name, scale in self.scales.items()], 1)
+        flat = nn.functional.normalize(flat, dim=1)
+        if self.numbers <= self.size:
+            return flat
+        order, signs = self._dealt
+        mixed = flat[:, order.to(flat.device)] * signs.to(flat)
+        return nn.functional.pad(mixed, (0, -mixed.shape[1] % self.size)).unflatten(1, (-1, self.size)).sum(1)
+
+    @cached_property
+    def _dealt(self) -> tuple[Tensor, Tensor]:
+        draw = stream(self.seed, "hash")
+        order = torch.randperm(self.numbers, generator=draw)
+        return order, torch.randint(0, 2, (self.numbers,), generator=draw) * 2 - 1
+
+
+@dataclass(frozen=True)
+class Inverter:
+    """A trained network with what makes its input of an update.
+
+    Attributes:
+        hash: of an update.
+        mean: of each hashed number over updates (F,).
+        scale: inverse standard deviation (F,), 0 where a number is always the same.
+        network: (n, F) to pixels (n, B * C * H * W).
+        shape: (B, C, H, W).
+        history: the loss along the training, relative to its start.
+    """
+
+    hash: Hash
+    mean: Tensor
+    scale: Tensor
+    network: nn.Module
+    shape: tuple[int, int, int, int]
+    history: tuple[float, ...]
+
+    def __call__(self, update: Tensors) -> Tensor:
+        """The images (B, C, H, W) in [0, 1] of one update."""
+        rows = self.hash({name: dense(update[name])[None] for name in self.hash.scales})
+        with torch.no_grad():
+            images: Tensor = self.network(standardised(rows, self.mean, self.scale))
+        return images.view(self.shape).to(rows.dtype)
+
+
+def standardised(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Hashed updates (n, F) as the network takes them: whatever the update's unit, the same bits."""
+    return ((rows - mean) * scale).clamp(-FAR, FAR).float()
+
+
+def matched(found: Tensor, images: Tensor) -> Tensor:
+    """Mean squared error of `found` (n, B, P) from `images` (n, B, P), each client's in the order that fits best.
+
+    The sum of squares of both sides is the same in every order, so the best one has the largest inner products.
+    """
+    if images.shape[1] == 1:
+        return (found - images).square().mean()
+    alike = (found.detach() @ images.mT).cpu().numpy()
+    order = torch.stack([torch.from_numpy(linear_sum_assignment(each, maximize=True)[1]) for each in alike])
+    rows = torch.arange(len(images))[:, None]
+    return (found - images[rows, order]).square().mean()
+
+
+def train(
+    imitation: Imitation, *, iterations: int, batch: int, width: int, hashed: int, lr: float, seed: int
+) -> Inverter:
+    """A network that inverts the updates of an imitated client; no update is ever seen twice.
+
+    Args:
+        imitation: of the client.
+        iterations: of Adam; its step size falls to a tenth after three quarters of them.
+        batch: updates in each.
+        width: units of the two hidden layers.
+        hashed: numbers made of an update.
+        lr: step size.
+        seed: of hash, initialisation and lessons.
+    """
+    view = imitation.view
+    shape = (view.batch_size or 1, *view.task.input_shape)
+    draw = stream(seed, "trial")
+    trial = imitation.updates(imitation.images(min(TRIAL, max(2, ROOM // imitation.numbers)), draw), draw)
+    scales = {name: _inverse(rows.double().square().mean().sqrt()) for name, rows in trial.items()}
+    made = Hash(scales, imitation.numbers, hashed, seed)
+    lessons = _lessons(imitation, made, batch, seed)
+    rows = torch.cat([made(trial), *(lessons()[0] for _ in range(-(-TRIAL // batch)))]).double()
+    mean, spread = rows.mean(0), rows.std(0)
+    scale = torch.where(spread > 0, 1 / spread, 0.0)
+    mean, scale = mean.to(view.dtype), scale.to(view.dtype)
+    network = _network(rows.shape[1], width, torch.Size(shape).numel(), seed).to(view.device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3 * iterations // 4])
+    losses = []
+    for step in range(iterations):
+        rows, images = lessons()
+        optimizer.zero_grad()
+        loss = matched(network(standardised(rows, mean, scale)).view(images.shape), images)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % max(1, iterations // 20) == 0:
+            losses.append(float(loss.detach()))
+    history = tuple(value / losses[0] for value in losses)
+    return Inverter(made, mean, scale, network.requires_grad_(False), shape, history)
+
+
+def _lessons(imitation: Imitation, made: Hash, batch: int, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A function that imitates `batch` clients anew: hashed updates (batch, F), pixels (batch, B, P) in float32."""
+    draw = stream(seed, "lessons")
+    room = max(1, min(batch, ROOM // imitation.numbers))
+
+    def lesson() -> tuple[Tensor, Tensor]:
+        hashes, pixels = [], []
+        for start in range(0, batch, room):
+            images = imitation.images(min(room, batch - start), draw)
+            hashes.append(made(imitation.updates(images, draw)))
+            pixels.append(images.inputs.flatten(2).float())
+        return torch.cat(hashes), torch.cat(pixels)
+
+    return lesson
+
+
+def _network(inputs: int, width: int, outputs: int, seed: int) -> nn.Module:
+    with torch.device("meta"):
+        hidden = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        network = nn.Sequential(*hidden, nn.Linear(width, outputs), nn.Sigmoid())
+    network.to_empty(device="cpu")
+    initialise(network, stream(seed, "start"))
+    return network
+
+
+def _inverse(size: Tensor) -> float:
+    return 1 / float(size) if size > 0 else 0.0
+
+
+def fingerprint(view: ServerView) -> str:
+    """Equal for views whose clients are imitated alike, whatever they sent."""
+    settings = (view.method, view.defense, view.threat, view.schedule, view.batch_size, view.round)
+    shapes = ([(n, v.shape) for n, v in view.update.items()], list(view.private.items()), view.dtype, view.device)
+    task = (str(view.task.model), view.task.num_classes, view.task.input_shape)
+    held = (view.shared, view.buffers, view.received, view.private_init, view.draws, view.order)
+    network = (view.task.parameters, frozen(view.task.model), view.task.buffers)
+    return digest(repr((settings, shapes, task)), held, network)
+
+
+def digest(*values: object) -> str:
+    """Of trees of tensors and plain values."""
+    total = hashlib.sha256()
+    leaves, tree = pytree.tree_flatten(values)
+    total.update(str(tree).encode())
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            total.update(repr((leaf.shape, leaf.dtype)).encode())
+            total.update(leaf.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().data)
+        else:
+            total.update(repr(leaf).encode())
+    return total.hexdigest()

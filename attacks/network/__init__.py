@@ -1,0 +1,1 @@
+"""What a network computes, however its forward is written."""

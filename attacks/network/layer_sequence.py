@@ -1,0 +1,314 @@
+"""A recorded network as a sequence of pieces: weighted layers, and what stands between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from attacks.network.interlayer_maps import LinearMap, Reshape, Scaling
+from attacks.network.operation_recognition import branches, factors, made_of, merged, recognized, weighs
+from attacks.network.operation_trace import Graph, Node, Ref, Segment
+
+LONGEST = 12
+"""Parts of a forward between two layers that are tried to be read as one."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of a chain.
+
+    Attributes:
+        module: that does the same; None where there is none.
+        place: where it stands in the model, in words.
+        taken: what it was given by the probe (1, ...).
+        given: what it returned.
+        sources: names of the parameters and buffers that it uses.
+        refusal: why there is no such module.
+        name: of a weighted layer; empty for any other.
+        names: of its weight and bias in the update, where they are not `name.weight` and `name.bias`.
+        places: where each number of them stands in the parameter of that name, where they lie otherwise.
+        normalizes: whether it is a log-softmax at the end, which cross entropy does not see.
+    """
+
+    module: nn.Module | None
+    place: str
+    taken: Tensor
+    given: Tensor
+    sources: frozenset[str] = frozenset()
+    refusal: str = ""
+    name: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Tensor] = field(default_factory=dict)
+    normalizes: bool = False
+
+
+def pieces_of(graph: Graph) -> Iterator[Piece]:
+    """What the network does from the image to what it returns, piece by piece, each told when it is asked for."""
+    segments = graph.segments()
+    between: list[Segment] = []
+    skip = 0
+    for i, segment in enumerate(segments):
+        if i < skip:
+            continue
+        node = graph.nodes[segment.nodes[0]]
+        if len(segment.nodes) > 1 or not weighs(graph, node):
+            between.append(segment)
+            continue
+        below, between = _between(graph, between), []
+        piece = _weighted(graph, node, segment)
+        following = segments[i + 1] if i + 1 < len(segments) else None
+        biased = None if following is None else _with_bias(graph, piece, following)
+        skip = i + 1 + (biased is not None)
+        piece = _padded(below, biased or piece)
+        yield from below
+        yield piece
+    above = _between(graph, between)
+    if above and above[-1].refusal and _log_softmax(graph, segments[-1]):
+        above[-1] = replace(above[-1], module=nn.Identity(), refusal="", normalizes=True)
+    yield from above
+
+
+def _log_softmax(graph: Graph, segment: Segment) -> bool:
+    node = graph.nodes[segment.nodes[0]]
+    return len(segment.nodes) == 1 and node.operation == "log_softmax" and node.args[1] in {1, -1}
+
+
+def layer_of(graph: Graph, number: int) -> Piece:
+    """The weighted layer of one operation, wherever that stands."""
+    node = graph.nodes[number]
+    start = next(ref for ref in node.refs if graph.flows(ref))
+    return _weighted(graph, node, Segment((number,), start, Ref(number)))
+
+
+def _weighted(graph: Graph, node: Node, segment: Segment) -> Piece:
+    """A convolution or a linear layer, by its own module."""
+    taken, given = graph.value(segment.start), graph.value(segment.end)
+    piece = Piece(None, str(node), taken, given, node.sources)
+    made = _convolution(graph, node, piece) if node.operation == "convolution" else _linear(graph, node, piece)
+    return replace(piece, refusal=made) if isinstance(made, str) else made
+
+
+def _convolution(graph: Graph, node: Node, piece: Piece) -> Piece | str:
+    _, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
+    if piece.taken.ndim != 4 or transposed:
+        return f"{node}: only convolutions over two dimensions that are not transposed are handled"
+    if groups != 1:
+        return f"{node}: groups are not handled"
+    named = _parts(graph, node, weight, bias)
+    if isinstance(named, str):
+        return named
+    value = graph.value(weight)
+    layer = nn.Conv2d(
+        value.shape[1],
+        value.shape[0],
+        tuple(value.shape[2:]),  # type: ignore[arg-type]
+        stride=_pair(stride),
+        padding=_pair(padding),
+        dilation=_pair(dilation),
+        bias=bias is not None,
+        device="meta",
+    )
+    return _filled(piece, layer, graph, value, bias, named)
+
+
+def _pair(numbers: Sequence[int]) -> tuple[int, int]:
+    return numbers[0], numbers[-1]
+
+
+def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
+    """From a product of one row, or one column, with a matrix."""
+    first, second = factors(node)
+    flows_first = graph.flows(first)
+    flow, weight = (first, second) if flows_first else (second, first)
+    value, taken = graph.value(weight), graph.value(flow)
+    if len(piece.taken) != 1 or taken.numel() != (value.shape[-2] if flows_first else value.shape[-1]):
+        return f"{node} sees more than one input per image"
+    bias = node.args[0] if node.operation in {"addmm", "baddbmm"} else None
+    if bias is not None and (
+        node.args[3:] not in ([1, 1], [1.0, 1.0]) or (isinstance(bias, Ref) and graph.flows(bias))
+    ):
+        return f"{node} adds something else than a bias"
+    named = _parts(graph, node, weight, bias)
+    if isinstance(named, str):
+        return named
+    matrix = value.flatten(0, -2).T if flows_first else value.flatten(0, -2)
+    (name, places), rest = named[0], named[1]
+    places = _numbers(value) if places is None else places
+    places = places.flatten(0, -2).T if flows_first else places.flatten(0, -2)
+    sent = graph.tensors[name]
+    same = sent.shape == matrix.shape and torch.equal(places, _numbers(matrix))
+    layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
+    return _filled(piece, layer, graph, matrix, bias, ((name, None if same else places), rest))
+
+
+def _numbers(value: Tensor) -> Tensor:
+    return torch.arange(value.numel(), device=value.device).view(value.shape)
+
+
+Named = tuple[tuple[str, Tensor | None], tuple[str, Tensor | None] | None]
+
+
+def _parts(graph: Graph, node: Node, weight: Ref, bias: object) -> Named | str:
+    """The parameters that weight and bias are, or why they are none."""
+    found = graph.rearranged(weight)
+    if found is None:
+        names = ", ".join(sorted(made_of(graph, weight)))
+        return f"{node}: its weight is computed from {names}, whose gradient is another than its own"
+    if bias is None:
+        return found, None
+    if not isinstance(bias, Ref) or not made_of(graph, bias):
+        return found, None  # a constant
+    other = graph.rearranged(bias)
+    if other is None or graph.value(bias).numel() != graph.tensors[other[0]].numel():
+        return f"{node}: its bias is computed from {', '.join(sorted(made_of(graph, bias)))}"
+    return found, other
+
+
+def _filled(
+    piece: Piece, layer: nn.Conv2d | nn.Linear, graph: Graph, weight: Tensor, bias: object, named: Named
+) -> Piece:
+    """The layer with its numbers, and what they are called in the update."""
+    (name, places), other = named
+    layer.weight = _parameter(weight, graph.tensors[name])
+    if bias is not None:
+        value = graph.value(bias) if isinstance(bias, Ref) else bias
+        assert isinstance(value, Tensor)
+        layer.bias = _parameter(value.flatten(), graph.tensors[other[0]] if other is not None else None)
+    own = name.removesuffix(".weight") if name.endswith(".weight") else name
+    names = {"weight": name, "bias": other[0] if other is not None else ""}
+    where = {"weight": places} if places is not None else {}
+    if other is not None and (other[1] is not None or graph.tensors[other[0]].ndim != 1):
+        where["bias"] = torch.arange(len(weight), device=weight.device) if other[1] is None else other[1].flatten()
+    return replace(piece, module=layer, name=own, names=names, places=where)
+
+
+def _parameter(value: Tensor, sent: Tensor | None) -> nn.Parameter:
+    """A parameter of the numbers of `value`, which trains where the one that was sent does."""
+    if sent is not None and sent.shape == value.shape and isinstance(sent, nn.Parameter) and torch.equal(sent, value):
+        return sent
+    trains = sent is not None and sent.requires_grad
+    return nn.Parameter(value.detach().clone(), requires_grad=trains)
+
+
+def _with_bias(graph: Graph, piece: Piece, segment: Segment) -> Piece | None:
+    """The layer with a parameter that is added to what it returns, output by output, as its bias; else None."""
+    node = graph.nodes[segment.nodes[0]]
+    layer = piece.module
+    if len(segment.nodes) > 1 or node.operation != "add" or not isinstance(layer, nn.Conv2d | nn.Linear):
+        return None
+    if layer.bias is not None:
+        return None
+    one, other, factor = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else 1
+    added = other if isinstance(one, Ref) and graph.flows(one) else one
+    if factor != 1 or not made_of(graph, added):
+        return None
+    assert isinstance(added, Ref)
+    found, value = graph.rearranged(added), graph.value(added)
+    outputs = len(layer.weight)
+    channels = (1,) * (1 if isinstance(layer, nn.Linear) else 3)
+    fits = value.numel() == outputs and torch.equal(
+        value.expand(piece.given.shape), value.reshape(1, outputs, *channels[1:]).expand(piece.given.shape)
+    )
+    if found is None or not fits:
+        return None
+    return replace(
+        _filled_bias(piece, layer, graph, value, found),
+        given=graph.value(segment.end),
+        sources=piece.sources | node.sources,
+    )
+
+
+def _filled_bias(
+    piece: Piece, layer: nn.Conv2d | nn.Linear, graph: Graph, value: Tensor, found: tuple[str, Tensor | None]
+) -> Piece:
+    name, places = found
+    sent = graph.tensors[name]
+    layer.bias = _parameter(value.flatten(), sent)
+    where = dict(piece.places)
+    if places is not None or sent.ndim != 1:
+        where["bias"] = _numbers(layer.bias) if places is None else places.flatten()
+    return replace(piece, names={**piece.names, "bias": name}, places=where)
+
+
+def _padded(before: list[Piece], piece: Piece) -> Piece:
+    """A convolution with the zeros that were put around what it is given, as many on both sides."""
+    last = before[-1] if before else None
+    if not isinstance(piece.module, nn.Conv2d) or last is None or not isinstance(last.module, nn.ZeroPad2d):
+        return piece
+    left, right, top, bottom = last.module.padding
+    if left != right or top != bottom:
+        return piece
+    padding = piece.module.padding
+    assert not isinstance(padding, str)
+    piece.module.padding = (padding[0] + top, padding[1] + left)
+    before.pop()
+    return replace(piece, taken=last.taken)
+
+
+def _between(graph: Graph, segments: Sequence[Segment]) -> list[Piece]:
+    """What stands between two layers, in as few pieces that are no refusals as it takes, each as short as can be."""
+    closed = next((i for i, segment in enumerate(segments) if branches(graph, segment)), None)
+    if closed is not None:  # nothing that is merged with it could be undone
+        below, above = _between(graph, segments[:closed]), _between(graph, segments[closed + 1 :])
+        return [*below, _piece(graph, segments[closed]), *above]
+    if not segments:
+        return []
+    single = [_piece(graph, segment) for segment in segments]
+    if not any(map(_vague, single)) or not 1 < len(segments) <= LONGEST:
+        return _joined(single)
+    best: list[tuple[int, list[Piece]]] = [(0, [])]
+    for end in range(1, len(segments) + 1):
+        choices = []
+        for start in range(end):
+            piece = single[start] if end == start + 1 else _piece(graph, merged(segments[start:end]))
+            if not piece.refusal or end == start + 1:
+                cost = best[start][0] + LONGEST**2 * _vague(piece) + (end - start) ** 2
+                choices.append((cost, [*best[start][1], piece]))
+        best.append(min(choices, key=lambda choice: choice[0]))
+    return _joined(best[-1][1])
+
+
+def _vague(piece: Piece) -> int:
+    """How little is known of a piece: nothing, or that it is linear."""
+    return 2 * LONGEST if piece.refusal else int(isinstance(piece.module, LinearMap | nn.ZeroPad2d))
+
+
+def _piece(graph: Graph, segment: Segment) -> Piece:
+    found = recognized(graph, segment)
+    nodes = [graph.nodes[number] for number in segment.nodes]
+    place, sources = str(nodes[-1]), frozenset[str]().union(*(node.sources for node in nodes))
+    taken, given = graph.value(segment.start), graph.value(segment.end)
+    if isinstance(found, str):
+        return Piece(None, place, taken, given, sources, found)
+    found.place = place  # type: ignore[assignment]
+    return Piece(found, place, taken, given, sources)
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Without those that do nothing, and scalings one after the other as one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece.module, Reshape | nn.Flatten | nn.Identity) and piece.taken.shape == piece.given.shape:
+            continue
+        last = found[-1] if found else None
+        if last is not None and isinstance(last.module, Scaling) and isinstance(piece.module, Scaling):
+            found[-1] = replace(
+                piece,
+                module=_after(last.module, piece.module),
+                taken=last.taken,
+                sources=last.sources | piece.sources,
+            )
+        else:
+            found.append(piece)
+    return found
+
+
+def _after(first: Scaling, second: Scaling) -> Scaling:
+    run: Callable[[Tensor], Tensor] = lambda x: second.run(first.run(x))  # noqa: E731
+    both = Scaling(run, first.shape, whole=first.whole and second.whole)
+    both.dtype, both.device = first.dtype, first.device
+    both.place = second.place
+    return both

@@ -1,0 +1,323 @@
+"""What the operations between two tensors do, told by what they do and not by how they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.network.interlayer_maps import LinearMap, Monotone, Replayed, Reshape, Scaling
+from attacks.network.operation_trace import FAILURES, IMAGE, Graph, Node, Ref, Segment
+from fl.seeds import stream
+
+EVEN = 1e-13
+"""Rounding of a function, relative and absolute."""
+SEVERAL = 3
+"""Images that a map is tried on at once."""
+Map = Callable[[Tensor], Tensor]
+PRODUCTS = {"addmm", "mm", "bmm", "baddbmm"}
+BRANCHES = (
+    "what goes in is used more than once before all of it comes together again (a residual connection, branches, "
+    "attention)"
+)
+
+
+class Permuted(LinearMap):
+    """The same numbers in another order.
+
+    Attributes:
+        index: where each of the numbers that come out stands among those that come in, row by row.
+    """
+
+    def __init__(self, run: Map, shape: torch.Size, index: Tensor) -> None:
+        super().__init__(run, shape)
+        self.index = index
+
+    def back(self, scalings: Sequence[nn.Module]) -> Scaling:
+        """What `scalings` behind the new order do, in the old one."""
+        places = self.index.argsort()
+
+        def run(x: Tensor) -> Tensor:
+            y = self(x)
+            for scaling in scalings:
+                y = scaling(y)
+            return y.flatten(1)[:, places].view_as(x)
+
+        found = Scaling(run, self.shape, whole=True)
+        known = next(scaling for scaling in scalings if isinstance(scaling, Scaling))
+        found.dtype, found.device, found.place = known.dtype, known.device, known.place
+        return found
+
+
+def recognized(graph: Graph, segment: Segment) -> nn.Module | str:
+    """A module that does the same as a segment without parameters of its own to solve for, or why it is none."""
+    taken, given = graph.value(segment.start), graph.value(segment.end)
+    run: Map = lambda x: graph.replay(segment.nodes, segment.end, {segment.start: x})  # noqa: E731
+    named = str(graph.nodes[segment.nodes[-1]])
+    if not given.is_floating_point() or given.ndim < 1 or not bool(given.isfinite().all()):
+        return f"{named} returns something else than finite numbers"
+    if given.shape[:1] != (1,) or taken.shape[:1] != (1,):
+        return f"{named} mixes the dimension of the images with others: what follows sees more than one input per image"
+    if branches(graph, segment):
+        return _why(graph, segment, None, taken)
+    with torch.no_grad():
+        return _told(graph, segment, run)
+
+
+def _told(graph: Graph, segment: Segment, run: Map) -> nn.Module | str:
+    taken, given = graph.value(segment.start), graph.value(segment.end)
+    try:
+        if segment.start == Ref(IMAGE) and (found := _of_pixels(run, taken, given)):
+            return found
+        return _plain(graph, segment) or _recognized(run, taken, given) or _why(graph, segment, run, taken)
+    except FAILURES:  # an operation on numbers that no image makes
+        return _why(graph, segment, None, taken)
+
+
+def _plain(graph: Graph, segment: Segment) -> nn.Module | None:
+    """Pooling and padding by one operation that is a module, too."""
+    if len(segment.nodes) != 1:
+        return None
+    node = graph.nodes[segment.nodes[0]]
+    taken, given = graph.value(segment.start), graph.value(segment.end)
+    name, args = node.operation, node.args
+    if taken.ndim != 4:
+        return None
+    if name == "avg_pool2d":
+        _, kernel, stride, padding, ceil, counted, divisor = args
+        return nn.AvgPool2d(tuple(kernel), tuple(stride) or None, tuple(padding), ceil, counted, divisor)
+    if name == "max_pool2d_with_indices":
+        _, kernel, stride, padding, dilation, ceil = args
+        return nn.MaxPool2d(tuple(kernel), tuple(stride) or None, tuple(padding), tuple(dilation), ceil_mode=ceil)
+    if name == "adaptive_avg_pool2d":
+        return nn.AdaptiveAvgPool2d(tuple(args[1]))
+    if name == "constant_pad_nd" and args[2] == 0 and len(args[1]) <= 4 and min(args[1]) >= 0:
+        pads = [*args[1], *[0] * (4 - len(args[1]))]
+        return nn.ZeroPad2d((pads[0], pads[1], pads[2], pads[3]))
+    if name in {"mean", "amax", "adaptive_max_pool2d"}:
+        return _pooled_by(lambda x: _run(graph, segment, x), taken, given)
+    return None
+
+
+def _run(graph: Graph, segment: Segment, x: Tensor) -> Tensor:
+    return graph.replay(segment.nodes, segment.end, {segment.start: x})
+
+
+def _recognized(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
+    draw = partial(_noise, taken)
+    if taken.numel() == given.numel():
+        found = _reordered(run, taken, given, draw(1))
+        if found is not None:
+            return found
+        if taken.shape == given.shape and _number_by_number(run, draw):
+            return _elementwise(run, taken, draw)
+    return _pooled_by(run, taken, given) or _affine(run, taken, draw)
+
+
+def _of_pixels(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
+    """A function that is a scaling of pixels in [0, 1], whatever it is beyond: clamping, say."""
+    if taken.shape != given.shape or not _number_by_number(lambda x: run(x.sigmoid()), partial(_noise, taken)):
+        return None
+    offset, top = run(torch.zeros_like(taken)), run(torch.ones_like(taken))
+    slope = top - offset
+    grey = [torch.rand(taken.shape, generator=stream(key, "pixels"), dtype=torch.float64).to(taken) for key in range(4)]
+    straight = all(torch.allclose(run(x), offset + slope * x, rtol=1e-10, atol=1e-12) for x in grey)
+    if not straight or not bool(slope.all()):
+        return None
+    if not bool(offset.any()) and bool((slope == 1).all()):
+        return nn.Identity()
+    beyond = 7 * grey[0] - 3
+    if torch.allclose(run(beyond), offset + slope * beyond, rtol=1e-10, atol=1e-12):
+        return None  # by its own operations, to the bit
+    return _scaling(lambda x: offset + slope * x, taken)
+
+
+def _noise(like: Tensor, key: int, count: int = 1) -> Tensor:
+    draw = torch.randn(count, *like.shape[1:], generator=stream(key, "recognize"), dtype=torch.float64)
+    return draw.to(like)
+
+
+def _reordered(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn.Module | None:
+    """The same numbers, in the same order or another."""
+    numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
+    index = run(numbers.view_as(taken)).flatten().round().long()
+    if not bool((index.sort().values == numbers).all()) or not torch.equal(
+        run(noise).flatten(), noise.flatten()[index]
+    ):
+        return None
+    if not torch.equal(index, numbers.long()):
+        return Permuted(lambda x: x.flatten(1)[:, index].view(len(x), *given.shape[1:]), taken.shape[1:], index)
+    return nn.Flatten() if given.ndim == 2 else Reshape(given.shape[1:])
+
+
+def _number_by_number(run: Map, draw: Callable[[int], Tensor]) -> bool:
+    """Whether each number that comes out hangs on the one in its place alone."""
+    one, other = draw(2), draw(3)
+    chosen = draw(4) > 0
+    for base in (one, 3 * one):
+        mixed = torch.where(chosen, base, other)
+        one_way, other_way = (torch.where(chosen, run(x), 0.0) for x in (mixed, base))
+        if not torch.allclose(one_way, other_way, rtol=EVEN, atol=EVEN):  # the same function rounds as it is vectorized
+            return False
+    return True
+
+
+def _elementwise(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module | None:
+    """A scaling, or an activation that rises."""
+    base, zero = draw(5), torch.zeros_like(taken)
+    offset = run(zero)
+    slope = run(zero + 1) - offset
+    tried = (base, -2 * base, 5 * base.abs(), -5 * base.abs())
+    if all(torch.allclose(run(x), offset + slope * x, rtol=1e-9, atol=1e-9) for x in tried):
+        if not bool(slope.all()):
+            return None
+        return _scaling(run, taken)
+    return _activation(run, taken)
+
+
+def _scaling(run: Map, taken: Tensor) -> Scaling:
+    found = Scaling(run, taken.shape[1:], whole=_whole(run, taken))
+    found.dtype, found.device = taken.dtype, taken.device
+    return found
+
+
+def _whole(run: Map, taken: Tensor) -> bool:
+    several = _noise(taken, 6, SEVERAL)
+    try:
+        return torch.equal(run(several), torch.cat([run(one[None]) for one in several]))
+    except FAILURES:
+        return False
+
+
+def _activation(run: Map, taken: Tensor) -> nn.Module | None:
+    """One function of each number, the same for all of them, that never falls."""
+    grid = torch.cat([torch.linspace(-30, 30, 2401), torch.linspace(-2, 2, 1601)]).to(taken)
+    function = Monotone(run, taken.shape[1:])
+    with torch.no_grad():
+        values, shifted = function(grid), function(grid.roll(1)).roll(-1)
+    if not torch.allclose(values, shifted, rtol=EVEN, atol=EVEN):  # some numbers fare otherwise than others
+        return None
+    above, one = grid >= 0, torch.ones(1, dtype=taken.dtype, device=taken.device)
+    gentle = float(-function(-one))
+    if torch.equal(values[above], grid[above]) and torch.allclose(values[~above], gentle * grid[~above], rtol=1e-12):
+        if gentle == 0:
+            return nn.ReLU()
+        return nn.LeakyReLU(gentle) if gentle > 0 else None
+    for known in (nn.Sigmoid(), nn.Tanh()):
+        if torch.allclose(values, known(grid), rtol=1e-12, atol=1e-14):
+            return known
+    order = grid.argsort()
+    steps = values[order].diff()
+    return function if bool((steps >= -EVEN).all()) and bool((steps > EVEN).any()) else None
+
+
+def _pooled_by(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
+    """Pooling over windows side by side, or over the whole picture."""
+    if taken.ndim != 4 or given.ndim not in {2, 4} or given.shape[1] != taken.shape[1]:
+        return None
+    rows, columns = given.shape[2:] if given.ndim == 4 else (1, 1)
+    height, width = taken.shape[2:]
+    if height % rows or width % columns or (height, width) == (rows, columns):
+        return None
+    window, noise = (height // rows, width // columns), _noise(taken, 7)
+    result = run(noise).flatten()
+    pooled: nn.Module
+    if torch.allclose(result, functional.avg_pool2d(noise, window).flatten(), rtol=1e-10, atol=1e-12):
+        pooled = nn.AdaptiveAvgPool2d(1) if (rows, columns) == (1, 1) else nn.AvgPool2d(window)
+    elif torch.equal(result, functional.max_pool2d(noise, window).flatten()):
+        pooled = nn.MaxPool2d(window)
+    else:
+        return None
+    return nn.Sequential(pooled, nn.Flatten()) if given.ndim == 2 else pooled
+
+
+def _affine(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module | None:
+    """Any affine map, told by sums of probes."""
+    one, other, zero = draw(8), draw(9), torch.zeros_like(taken)
+    offset = run(zero)
+    parts = run(one) - offset, run(other) - offset
+    both = run(3 * one - 2 * other) - offset
+    if not torch.allclose(
+        both, 3 * parts[0] - 2 * parts[1], rtol=1e-8, atol=1e-9 * float(parts[0].abs().max() + 1e-300)
+    ):
+        return None
+    return LinearMap(run, taken.shape[1:])
+
+
+def _why(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) -> str:
+    """What keeps a segment from being undone, in words."""
+    nodes = [graph.nodes[number] for number in segment.nodes]
+    last, first = nodes[-1], nodes[0]
+    norm = next((node for node in nodes if _over_batch(node)), None)
+    if norm is not None:
+        return f"{norm}: batch statistics couple all values of a channel"
+    if branches(graph, segment):
+        return f"from {first} to {last} {BRANCHES}"
+    if "max_pool" in last.operation or last.operation == "amax":
+        return f"{last}: max pooling is not linear and hides which values it took"
+    if (
+        run is not None
+        and graph.value(segment.end).shape == taken.shape
+        and _number_by_number(run, partial(_noise, taken))
+    ):
+        if _turns(run, taken):
+            return f"{last} takes the same value at several inputs, so that neither they nor its slope follow from it"
+        return f"{last} treats numbers one by one, but not all alike or not so that it rises"
+    if len(nodes) > 1:
+        return f"from {first} to {last} {BRANCHES}"
+    return f"{last} is neither a linear map nor an activation that treats numbers one by one"
+
+
+def _turns(run: Map, taken: Tensor) -> bool:
+    """Whether a function of single numbers, alike for all of them, rises and falls."""
+    grid = torch.linspace(-30, 30, 4801).to(taken)
+    with torch.no_grad():
+        steps = Monotone(run, taken.shape[1:])(grid).diff()
+    return bool((steps > EVEN).any() and (steps < -EVEN).any())
+
+
+def _over_batch(node: Node) -> bool:
+    if "batch_norm" not in node.operation:
+        return False
+    given = {a.name: v for a, v in zip(node.op._schema.arguments, node.args, strict=True)}
+    return bool(given.get("training", given.get("train", "no_training" not in node.operation)))
+
+
+def branches(graph: Graph, segment: Segment) -> bool:
+    """Whether a layer with parameters stands between two tensors beside something else."""
+    return len(segment.nodes) > 1 and any(weighs(graph, graph.nodes[number]) for number in segment.nodes)
+
+
+def weighs(graph: Graph, node: Node) -> bool:
+    """Whether an operation is a convolution of, or a product with, something that is made of parameters."""
+    if node.operation == "convolution":
+        return bool(made_of(graph, node.args[1]))
+    if node.operation not in PRODUCTS:
+        return False
+    pair = factors(node)
+    return sum(graph.flows(ref) for ref in pair) == 1 and any(made_of(graph, ref) for ref in pair)
+
+
+def made_of(graph: Graph, ref: object) -> frozenset[str]:
+    """Parameters that something which does not flow is made of."""
+    if not isinstance(ref, Ref) or graph.flows(ref):
+        return frozenset()
+    return graph.origins(ref) & graph.parameters
+
+
+def factors(node: Node) -> list[Ref]:
+    """The two factors of a product, those that come from a source."""
+    pair = node.args[1:3] if node.operation in {"addmm", "baddbmm"} else node.args[:2]
+    return [arg for arg in pair if isinstance(arg, Ref)]
+
+
+def merged(segments: Sequence[Segment]) -> Segment:
+    """Several segments, one after the other, as one."""
+    nodes = tuple(number for segment in segments for number in segment.nodes)
+    return Segment(nodes, segments[0].start, segments[-1].end)
+
+
+__all__ = ["Permuted", "Replayed", "merged", "recognized"]

@@ -1,0 +1,206 @@
+"""Attacks on many updates, spread over processes of one thread each; the process that asks works along."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from attacks.base import Attack, Result, attacked
+from fl.runtime.main_guard import leave_if_unguarded
+from fl.runtime.packing import Packed, pack, unpack, unportable
+from fl.runtime.workers import START, Workers, alike
+from fl.types import ServerView
+
+log = logging.getLogger(__name__)
+POLL = 0.2
+"""Seconds between two looks at what other threads have done."""
+
+
+class Spread:
+    """Runs attacks in several processes, which start once there is work for longer than that takes.
+
+    What is computed together is the attack's to say (`Attack.portions`), so two processes or twenty give the same bits,
+    those of one at as many threads as a worker has (`fl.runtime.workers.threads`). Nothing is spread on a GPU.
+
+    Args:
+        workers: processes, this one among them.
+        patience: seconds of attacks in this process alone before the others are started.
+
+    Raises:
+        ValueError: fewer than one.
+    """
+
+    def __init__(self, workers: int = 1, patience: float = START) -> None:
+        if workers < 1:
+            raise ValueError(f"expected workers >= 1, got {workers}")
+        if workers > 1:
+            leave_if_unguarded()
+        self.workers, self.patience = workers, patience
+        self._starting = threading.Lock()
+        self._pool: Workers | None = None
+        self._ready: Future[None] | None = None
+
+    def run(
+        self,
+        attack: Attack,
+        views: Sequence[ServerView],
+        seeds: Sequence[int],
+        tick: Callable[[int], None] = lambda _count: None,
+        known: Mapping[int, Result] = MappingProxyType({}),
+        keep: Keep = lambda _numbers, _results: None,
+    ) -> list[Result]:
+        """What the attack makes of each view, in their order.
+
+        Args:
+            attack: any.
+            views: what the server saw.
+            seeds: one for each.
+            tick: told how many more views are done.
+            known: results by the view's number that are there already; portions of these alone are left out.
+            keep: given every portion's numbers and results once it is done, by one of several threads.
+
+        Raises:
+            RuntimeError: a worker process died.
+        """
+        portions = attack.portions(views)
+        done = [portion for portion in portions if all(i in known for i in portion)]
+        left = deque(portion for portion in portions if not all(i in known for i in portion))
+        job = _Job(attack, views, seeds, left, tick, keep)
+        job.results.update({i: known[i] for portion in done for i in portion})
+        job.tell()
+        on_cpu = all(view.device.type == "cpu" for view in views)
+        helpers = min(self.workers, len(job.open)) - 1 if on_cpu else 0
+        began = time.monotonic()
+        with ThreadPoolExecutor(max(helpers, 1)) as hands:
+            others = [hands.submit(self._help, job) for _ in range(helpers)]
+            try:
+                with alike() if self.workers > 1 and on_cpu else nullcontext():
+                    job.work(_here, told=True)
+                job.over.set()
+                job.await_(others)
+            except BaseException:  # a key pressed at this process among them
+                job.stop()
+                self.close()
+                raise
+        self.patience -= time.monotonic() - began
+        return [job.results[i] for i in range(len(views))]
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        with self._starting:
+            if self._pool is not None:
+                self._pool.close()
+            self._pool = self._ready = None
+
+    def _help(self, job: _Job) -> None:
+        """Have a worker take portions, once it is there, as long as there are any."""
+        if job.over.wait(max(self.patience, 0.0)) or not job.portable():
+            return
+        ready = self._started()
+        while not ready.done():
+            if job.over.wait(POLL):
+                return
+        job.work(self._elsewhere)
+
+    def _started(self) -> Future[None]:
+        """Done when a worker is there."""
+        with self._starting:
+            if self._pool is None or self._ready is None:
+                self._pool = Workers(self.workers - 1)
+                self._ready = self._pool.submit(_nothing)
+            return self._ready
+
+    def _elsewhere(self, attack: Attack, views: list[ServerView], seeds: list[int]) -> list[Result]:
+        """What a worker makes of the views."""
+        pool = self._pool
+        if pool is None:
+            raise RuntimeError("the workers were told to end")
+        found: list[Result] = unpack(pool.result(pool.submit(_unpacked, pack((attack, views, seeds)))))
+        return found
+
+
+Run = Callable[[Attack, list[ServerView], list[int]], list[Result]]
+Keep = Callable[[Sequence[int], Sequence[Result]], None]
+
+
+@dataclass
+class _Job:
+    """What is still to be attacked, and what has come of the rest; several threads work on it."""
+
+    attack: Attack
+    views: Sequence[ServerView]
+    seeds: Sequence[int]
+    open: deque[Sequence[int]]
+    tick: Callable[[int], None]
+    keep: Keep
+    over: threading.Event = field(default_factory=threading.Event)
+    results: dict[int, Result] = field(default_factory=dict)
+    counted: int = 0
+
+    def work(self, run: Run, *, told: bool = False) -> None:
+        """Take one portion after the other until none is left; where one fails, nobody takes another."""
+        while self.open:
+            try:
+                portion = self.open.popleft()
+            except IndexError:  # another thread was first
+                return
+            try:
+                found = run(self.attack, [self.views[i] for i in portion], [self.seeds[i] for i in portion])
+                self.keep(portion, found)
+            except BaseException:
+                self.stop()
+                raise
+            self.results.update(zip(portion, found, strict=True))
+            if told:
+                self.tell()
+
+    def portable(self) -> bool:
+        """Whether another process can be given what is attacked: classes made in a function, say, it can't import."""
+        reason = unportable((self.attack, [*self.views[:1]], [*self.seeds[:1]]))
+        if reason:
+            log.warning("attacks run in one process: the model can't be sent to another (%s)", reason)
+        return not reason
+
+    def stop(self) -> None:
+        """No other portion is taken."""
+        self.open.clear()
+        self.over.set()
+
+    def await_(self, others: Iterable[Future[None]]) -> None:
+        """Until the other threads have done their work."""
+        left = set(others)
+        while left:
+            done, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
+            for one in done:
+                one.result()
+            self.tell()
+
+    def tell(self) -> None:
+        """How many views were done since it was last told."""
+        done = len(self.results)
+        if done > self.counted:
+            self.tick(done - self.counted)
+        self.counted = done
+
+
+def _here(attack: Attack, views: list[ServerView], seeds: list[int]) -> list[Result]:
+    """What this process makes of the views."""
+    return attacked(attack, views, seeds)
+
+
+# ---- in a worker -----------------------------------------------------------------------------------------------------
+def _nothing() -> None:
+    """Be there."""
+
+
+def _unpacked(packed: Packed) -> Packed:
+    """What this process makes of an attack and what it is given."""
+    attack, views, seeds = unpack(packed)
+    return pack(attacked(attack, views, seeds))

@@ -1,0 +1,1 @@
+"""Attacks that turn a view into a simpler one and attack that."""

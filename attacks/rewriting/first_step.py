@@ -1,0 +1,234 @@
+"""Several local steps on the same images as the first of them: what the later ones added is simulated and taken off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewAttack, attacks
+from attacks.gradient_matching.engine.problem import fixed_labels, told_apart
+from attacks.rewriting.surrogate import APPROXIMATE, Surrogate, mean_gradient, movement, steps
+from attacks.update.training_phases import training
+from fl.aggregated_view import in_turn
+from fl.defense import Defense
+from fl.methods.fedavg import FedAvg
+from fl.predict import predict
+from fl.ranges import CountFrom0
+from fl.tensors import Tensors, combine, norm, scaled, total
+from fl.types import Candidate, ServerView
+
+EXPLAINED = 1e-5
+"""Share of the update left unexplained below which a reconstruction is taken to explain all of it."""
+FALLING = 0.7
+"""Share of what was left unexplained that a correction has to come below to count as progress."""
+FEW = 4
+"""Images up to which all arrangements are simulated: attacks return them in an order of their own."""
+PATIENCE = 2
+"""Corrections without progress after which the search ends."""
+
+
+@attacks.register("first-step")
+@dataclass(frozen=True, kw_only=True)
+class FirstStep(ViewAttack):
+    """Takes all local steps for the first, then corrects that by what the reconstruction says of the others.
+
+    The mean gradient along a round differs from the one at the network sent by what the network's moving adds. That
+    depends on the images; so they are reconstructed from the mean gradient, the round is simulated on them, and what
+    the simulated mean m differs from the simulated first gradient f by is taken off the observed mean:
+
+        g <- c * observed + (f - c * m),  c = <f, m> / <m, m>,
+
+    over and over (defect correction: Stetter, Numerische Mathematik 29, 1978). The error falls each time by
+    about the share by which gradients turn along the round, so attacks that ask for a single step, exact
+    ones too, reach what they reach there: `first-step+cascade`. The reconstruction that explains the update best is
+    returned; `verified` only if no more than 1e-5 of the update is left. Of up to four images whose place in the round
+    or whose label an attack leaves open all arrangements are simulated.
+
+    Threat model: an honest server that knows the local optimiser, the schedule, and the order of the batches unless
+    every step feeds all images; the classifier is shared, and labels are known or read off its update.
+
+    Attributes:
+        corrections: at most; each is another reconstruction.
+    """
+
+    plain: ClassVar[str] = "works out what several training steps added to the first one, for attacks that need one."
+
+    corrections: CountFrom0 = 12
+
+    def __post_init__(self) -> None:
+        if self.corrections < 0:
+            raise ValueError(f"expected corrections >= 0, got {self.corrections}")
+
+    def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        """The view of one step on all images along the mean gradient, not corrected yet."""
+        easier = Surrogate(along=0.0).rewrite(view)
+        if isinstance(easier, NotApplicable):
+            return easier
+        if steps(view) == 1:
+            return view
+        if easier.private:
+            return NotApplicable("the classifier is private: what it made of later steps can't be simulated")
+        if view.schedule is None:
+            return NotApplicable("the number of local steps is unknown: they can't be simulated")
+        fed = {size for phase in training(view)[1] or () for step in phase for size in step if size}
+        if view.order is None and fed != {view.batch_size}:
+            return NotApplicable("batches are smaller than all images and their order is unknown")
+        size = _size(view)
+        method = FedAvg(lr=size, steps=1, batch_size=None, train_mode=view.method.train_mode)
+        return replace(easier, method=method, update=scaled(easier.update, size), history=())
+
+    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+        """The result; of several steps not corrected no check of it can tell more than that the approximation fits."""
+        if steps(view) == 1:
+            return result
+        return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
+
+    def lead(self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        """Reconstruct and correct in turns, those still open in one stack."""
+        searches = [self._opened(view, seed) for view, seed in zip(views, seeds, strict=True)]
+        for _ in range(1 + self.corrections):
+            active = [search for search in searches if isinstance(search, _Search) and search.open]
+            if not active:
+                break
+            found = then.run([search.easier for search in active], [search.seed for search in active])
+            for search, result in zip(active, found, strict=True):
+                search.take(result)
+        return [search.result() if isinstance(search, _Search) else search for search in searches]
+
+    def _opened(self, view: ServerView, seed: int) -> _Search | NotApplicable:
+        single = self.single(view)
+        easier = self.rewrite(single) if isinstance(single, ServerView) else single
+        if isinstance(easier, NotApplicable):
+            return easier
+        assert isinstance(single, ServerView)
+        labels = None if steps(single) == 1 else fixed_labels(single, "auto")
+        if labels is None and steps(single) != 1:
+            return NotApplicable("the labels are unknown and not in the update: later steps can't be simulated")
+        return _Search(single, seed, easier, labels)
+
+
+@dataclass
+class _Search:
+    """One view under attack.
+
+    Attributes:
+        view: as it came in.
+        seed: of the attack on it.
+        easier: the view of one step, as far as it is corrected.
+        labels: of the images (N,); None where there is one step only.
+        best: the result that explains most of the update, or the first one.
+        left: share of the update that it leaves.
+        idle: corrections since there was progress.
+        over: whether there is nothing more to correct, or to correct it by.
+        history: what every reconstruction left.
+    """
+
+    view: ServerView
+    seed: int
+    easier: ServerView
+    labels: Tensor | None
+    best: Result | None = None
+    left: float = math.inf
+    idle: int = 0
+    over: bool = False
+    history: list[float] = field(default_factory=list)
+    sent: Tensors = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sent = self.easier.update
+
+    @property
+    def open(self) -> bool:
+        """Whether another reconstruction may help."""
+        return not self.over and self.idle <= PATIENCE and self.left > 0.1 * EXPLAINED
+
+    def take(self, result: Result) -> None:
+        """Compare a result with the update, and correct the view by it."""
+        self.best = self.best or result
+        if isinstance(result, NotApplicable) or result.inputs is None or self.labels is None:
+            self.over = True  # nothing to simulate by, or nothing to correct
+            return
+        if len(result.inputs) != len(self.labels):
+            self.over = True  # a round can't be simulated on some of its images
+            return
+        found = [(arranged, *self._simulated(arranged)) for arranged in self._arranged(result)]
+        arranged, mean, unit, left, guess = min(found, key=lambda one: (not one[2] > 0, one[3]))
+        self.history.append(left)
+        self.idle = 0 if left < FALLING * self.left else self.idle + 1
+        if left < self.left:
+            self.best, self.left = arranged, left
+        self.over = not unit > 0  # it would point back, or nowhere
+        if not self.over:
+            with torch.no_grad():
+                first = predict(self.easier, replace(guess, order=None), defended=False)
+            # at equal sizes: that gradients shrink along the round is no error of the image
+            like = float(total(first, mean) / norm(mean) ** 2)
+            corrected = combine(scaled(self.sent, like / unit), combine(first, mean, -like))
+            self.easier = replace(self.easier, update=corrected)
+
+    def _arranged(self, result: Reconstruction) -> list[Reconstruction]:
+        """The result with labels, its images in every arrangement that an attack may leave open, if they are few."""
+        assert result.inputs is not None
+        assert self.labels is not None
+        own = result.labels is not None and self.view.labels is None
+        labels = result.labels if own else self.labels
+        assert labels is not None
+        count = len(labels)
+        open_to = count <= FEW and (told_apart(self.view) or not own)
+        made = []
+        for turn in permutations(range(count)) if open_to else [tuple(range(count))]:
+            index = torch.tensor(turn, device=labels.device)
+            fixed = None if result.fixed is None else result.fixed[index]
+            mine = labels[index] if own else labels
+            made.append(replace(result, inputs=result.inputs[index], labels=mine, fixed=fixed))
+        return made
+
+    def _simulated(self, result: Reconstruction) -> tuple[Tensors, float, float, Candidate]:
+        """A result's mean gradient, the observed one's length over it, what it leaves, and the guess it stands for."""
+        assert result.inputs is not None
+        assert result.labels is not None
+        order = self.view.order or in_turn(self.view, len(result.labels))
+        guess = Candidate(result.inputs, result.labels, order=order)
+        with torch.no_grad():
+            mean = _mean(self.view, predict(self.view, guess, defended=False))
+        unit = float(total(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
+        return mean, unit, float(norm(combine(self.sent, mean, -unit)) / norm(self.sent)), guess
+
+    def result(self) -> Result:
+        """The best found, and whether it explains the update."""
+        assert self.best is not None
+        if isinstance(self.best, NotApplicable) or steps(self.view) == 1:
+            return self.best
+        used = {"labels": self.view.labels is not None, "order": told_apart(self.view)}
+        known = tuple(name for name, was in used.items() if was and self.history and name not in self.best.knowledge)
+        if not self.history:
+            return replace(self.best, knowledge=(*self.best.knowledge, APPROXIMATE), verified=None, fixed=None)
+        done = self.left < EXPLAINED
+        return replace(
+            self.best,
+            objective=self.left,
+            history=tuple(self.history),
+            knowledge=(*self.best.knowledge, *known, *(() if done else (APPROXIMATE,))),
+            verified=self.best.verified if done else False,
+            fixed=self.best.fixed if done else None,
+        )
+
+
+def _size(view: ServerView) -> float:
+    """How far the round's steps move a parameter together: one step of that size hides no rounding of the update."""
+    phases, schedule = training(view)
+    owners = {tuple(phase.assign({name: 0}).get(name) for phase in phases) for name in view.update}
+    return max(movement(phases, schedule, mine) for mine in owners)
+
+
+def _mean(view: ServerView, predicted: Tensors) -> Tensors:
+    """The mean gradient of a simulated round, times `_size`; nothing was done to its update."""
+    mean = mean_gradient(replace(view, update=predicted, defense=Defense()))
+    assert not isinstance(mean, NotApplicable)
+    return scaled(mean, _size(view))

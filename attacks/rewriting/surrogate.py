@@ -1,0 +1,182 @@
+"""Many local steps as one: a view in which the client took a single step from a network between start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
+from attacks.rewriting.headless import astray
+from attacks.update.earlier_rounds import with_past
+from attacks.update.training_phases import rescaled, rested, training
+from fl.local.optimizers import OptimState, optimise
+from fl.local.weight_decay import decay_shares, without_decay
+from fl.methods.fedavg import FedAvg
+from fl.methods.fedper import FedPer
+from fl.parametrization import Parametrisation
+from fl.ranges import Count, Share
+from fl.simulation.nonfinite_updates import finite
+from fl.tensors import Tensors, add, times
+from fl.types import Group, Phase, Schedule, ServerView
+
+APPROXIMATE = "one-step surrogate (approximate)"
+"""What a result on a rewritten view says under `knowledge`."""
+
+
+@attacks.register("surrogate")
+@dataclass(frozen=True, kw_only=True)
+class Surrogate(ViewAttack):
+    """Takes all local steps for one, on all images at once (surrogate model extension, Zhu et al., ICML 2023).
+
+    The update without its decay, divided by what a constant gradient of 1 would have moved (step sizes and momentum
+    summed up), is the mean of the gradients along the round. The rewritten view has it as the gradient of the mean loss
+    of all images at one network, `sent - along * (sent - returned)`. That costs a search one gradient instead of an
+    unrolled round, and asks for no order of the batches; without a schedule it knows the mean gradient up to a factor.
+
+    It is exact for one step only. Of several, that the loss flattens on the way and that batches see different networks
+    is lost. The paper searches for the network's place as well; here it is a setting: a quarter of the way was nearest
+    to the truth in most of the rounds measured, half of it where steps are short and the loss falls evenly.
+
+    Threat model: an honest server that knows the local optimiser, and the number of images or `images`.
+
+    Attributes:
+        along: the network's place on the line from the one sent (0) to the one returned (1).
+        images: how many there are taken to be; None takes the view's number.
+    """
+
+    plain: ClassVar[str] = "takes many small training steps for one big one, which other attacks can work on."
+
+    along: Share = 0.25
+    images: Count | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.along <= 1:
+            raise ValueError(f"expected along in [0, 1], got {self.along}")
+        if self.images is not None and self.images < 1:
+            raise ValueError(f"expected images >= 1 or None, got {self.images}")
+
+    def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
+        """The view of one step of size 1 on all images."""
+        images = self.images or view.batch_size
+        if images is None:
+            return NotApplicable("the number of images is unknown: give one by the setting images")
+        if images == 0:
+            return NotApplicable("no image was fed")
+        reason = obstacle(view)
+        if reason is not None:
+            return NotApplicable(reason)
+        gradient = mean_gradient(view)
+        if isinstance(gradient, NotApplicable):
+            return gradient
+        kind = FedPer if view.private else FedAvg
+        phases, _ = training(view)
+        known = view.labels is not None and len(view.labels) == images
+        clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
+        along = 0.0 if exact(view) else self.along
+        easier = replace(
+            view,
+            task=rested(view),
+            method=kind(lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode),
+            defense=view.defense.rescaled(),
+            shared={n: add(w, view.update[n], -along) if n in view.update else w for n, w in view.shared.items()},
+            update=gradient,
+            schedule=(((images,),),),
+            batch_size=images,
+            labels=view.labels if known else None,
+            order=None,
+            draws=None,
+            received={},
+            # else the classifier has moved on before the first step on what is shared
+            private_init=view.private_init if len(phases) == 1 else None,
+            scaled=view.scaled or view.schedule is None or clipped,
+            history=(),
+        )
+        mine = easier.client.task.parameters  # without what a method has put beside the network
+        shared, update = ({n: v for n, v in part.items() if n in mine} for part in (easier.shared, gradient))
+        return with_past(view, replace(easier, shared=shared, update=update), self.rewrite)
+
+    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+        """The result; of several steps no check of it can tell more than that the approximation fits."""
+        if exact(view):
+            return result
+        return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
+
+
+def advice(view: ServerView, link: str) -> str:
+    """`link` and the advice to take all steps for one; nothing for a group: several clients' are not one client's."""
+    return "" if view.parts else f"{link}take all steps for one by surrogate+ before the attack"
+
+
+def steps(view: ServerView) -> int | None:
+    """Local steps on at least one image, None if unknown."""
+    _, schedule = training(view)
+    return None if schedule is None else sum(map(any, (step for phase in schedule for step in phase)))
+
+
+def exact(view: ServerView) -> bool:
+    """Whether there is one step, and on all images: a method may look at more than it trains on."""
+    fed = [sum(step) for phase in training(view)[1] or () for step in phase if any(step)]
+    return len(fed) == 1 and view.batch_size in {None, *fed}
+
+
+def obstacle(view: ServerView) -> str | None:
+    """Why a view's local training can't be taken for one step of plain FedAvg or FedPer, or None."""
+    if not view.update:
+        return "nothing is shared"
+    if not finite(view.update):  # an earlier view, which is then left out
+        return "the update has numbers that are not finite"
+    if (reason := astray(view)) is not None:
+        return reason
+    if type(view.method.parametrisation) is not Parametrisation:
+        return "the network's weights are generated: peel it first"
+    if not view.method.plain_loss(view.client.task, view.round):
+        return f"{view.method.name} has a loss of its own that a plain view does not have"
+    if any(n in view.task.parameters and not n.startswith(view.task.head) for n in view.private):
+        return "more than the classifier is private"
+    return None
+
+
+def mean_gradient(view: ServerView) -> Tensors | NotApplicable:
+    """The mean of the gradients along the round, by name; up to a factor where clipping or the schedule hides it."""
+    phases, schedule = training(view)
+    if (reason := rescaled(phases)) is not None:
+        return NotApplicable(f"only SGD's update is a sum of gradients: {reason}")
+    sent = {n: v for n, v in view.update.items() if n in view.shared}
+    if schedule is None and (len(phases) > 1 or any(g.weight_decay for g in phases[0].groups)):
+        return NotApplicable("the local schedule is unknown, so phases and weight decay can't be told apart")
+    owners = {name: tuple(phase.assign({name: 0}).get(name) for phase in phases) for name in sent}
+    groups = {id(group) for mine in owners.values() for group in mine if group is not None}
+    if len(groups) > 1 and any(group.max_norm is not None for phase in phases for group in phase.groups):
+        return NotApplicable("several groups of parameters are clipped apart: their sizes can't be compared")
+    moves = {mine: movement(phases, schedule, mine) for mine in set(owners.values())}
+    shares = decay_shares(phases, schedule, sent)
+    passed = partial(view.defense.passed, observed=view.update) if view.threat.knows_defense else None
+    change = without_decay(sent, view.shared, shares, passed)
+    gradient = {n: times(change[n], 1 / moves[mine]) for n, mine in owners.items() if moves[mine]}
+    return gradient or NotApplicable("nothing that is shared is trained")
+
+
+def movement(phases: Sequence[Phase], schedule: Schedule | None, owners: Sequence[Group | None]) -> float:
+    """How far local SGD moves a parameter against a constant gradient of 1, its decay included.
+
+    SGD is linear, so this is the sum of the weights that the parameter's gradients have in the update. Steps without an
+    image (Poisson sampling) have none; without a schedule it is one step's, and the others multiply it for all alike.
+
+    Args:
+        phases: local training.
+        schedule: batch sizes, phase by phase and step by step; None if unknown.
+        owners: the parameter's group in each phase, None where it stands still.
+    """
+    params, zero = {"": torch.zeros((), dtype=torch.float64)}, torch.zeros((), dtype=torch.float64)
+    for p, (phase, owner) in enumerate(zip(phases, owners, strict=True)):
+        if owner is None:
+            continue
+        free, state = {"": replace(owner, max_norm=None)}, OptimState()
+        for step in ((1,),) if schedule is None else schedule[p]:
+            grads = {"": zero + float(any(step))}
+            params, state = optimise(phase, free, params, grads, state)  # type: ignore[arg-type, assignment]
+    return -float(params[""])

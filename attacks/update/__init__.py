@@ -1,0 +1,1 @@
+"""What an update says by itself: of which training, in what unit, how far rounding goes."""

@@ -1,0 +1,209 @@
+"""What an update says of the rule that made it, by signs and sizes alone: whether it looks like a step of SGD at all.
+
+The gradient of a layer has entries of all sizes, and its layers are as long as they come. Rules that treat numbers or
+tensors one by one leave marks of their own: one size for all entries (signs, the first step of Adam and its like), many
+entries at one bound (clipping by value), tensors of one length (clipping or normalising by tensor), lengths in
+proportion to the weights (LARS, LAMB), sums of zero in every row (centralised gradients), few levels (bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attacks.update.training_phases import rescaled, training
+from fl.defense import Defense, Unknown
+from fl.tensors import LowRank
+from fl.types import ServerView
+
+FEW = 8
+"""Entries that are not zero, below which sizes say nothing: a scale of one number is always of one size."""
+UNITS = 8.0
+"""Steps of the weights' grid that an entry must be away from zero: below, it is as large as rounding made it."""
+ALIKE, SAME = 5e-2, 1e-3
+"""How far sizes may differ that count as about one (decay, and gradients as small as an optimizer's epsilon, move them
+a little), and that count as one."""
+SMALL, MOST, LEAST = 0.1, 0.9, 0.1
+"""Share of the largest size below which entries do not count; shares of the others, and of all, that must be of it."""
+CLOSE, ROWS, TENSORS = 1e-4, 4, 3
+"""How near to each other rows' or tensors' sizes are that were cut to one, and how many of them are no chance."""
+LEVELS, ENOUGH = 24, 64
+"""Sizes that a tensor of so many entries has where it was sent in few bits."""
+EVEN = 0.05
+"""How far they may be from whole multiples of one step."""
+
+
+SIGNS = (
+    "only signs are sent, or as good as (the first step of Adam, say): they look like a rank-one gradient whatever its "
+    "factors are"
+)
+"""Why equations of gradients do not hold then."""
+
+
+def signs_only(view: ServerView) -> bool:
+    """Whether every tensor whose sizes say anything holds one size and its negative, zeros aside.
+
+    Each of them looks like a rank-one gradient then, whatever the factors are. Tensors of fewer than `FEW` numbers, or
+    of numbers that are no more than the rounding of a difference of weights, say nothing.
+    """
+    sizes = [tensor.sizes for tensor in _tensors(view)]
+    return bool(sizes) and all(bool((size >= (1 - SAME) * size.max()).all()) for size in sizes)
+
+
+def looks_like(view: ServerView) -> str:
+    """In words, what made the update, where that is no step of SGD, and what to state; empty where it may be one.
+
+    Where the view's own settings say as much (an adaptive optimizer, a defence), nothing is said.
+
+    Args:
+        view: of an update; whether its optimizer was stated does not matter.
+    """
+    if rescaled(training(view)[0]) is not None or type(view.client.defense) not in {Defense, Unknown} or view.parts:
+        return ""
+    tensors = _tensors(view)
+    if not tensors:
+        return ""
+    tests = (_signs, _clipped_by_value, _of_one_length, _by_layer, _centralised, _in_bits)
+    return next(filter(None, (test(tensors) for test in tests)), "")
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A tensor of an update whose sizes say something.
+
+    Attributes:
+        name: of the parameter.
+        start: its weights.
+        update: how it moved, in double precision.
+        sizes: of the entries that are above rounding and not zero (N,).
+        grain: how far an entry may be off for being a difference of two weights.
+    """
+
+    name: str
+    start: Tensor
+    update: Tensor
+    sizes: Tensor
+    grain: float
+
+    @property
+    def length(self) -> float:
+        """Its norm."""
+        return float(self.update.norm())
+
+
+def _tensors(view: ServerView) -> list[_Moved]:
+    """The dense tensors of an update with at least `FEW` entries that rounding did not make."""
+    found = []
+    for name, value in view.update.items():
+        start = view.shared.get(name)
+        if isinstance(value, LowRank) or not isinstance(start, Tensor) or not bool(value.isfinite().all()):
+            continue
+        spacing = _spacing(start) if view.rounded else torch.zeros_like(start)
+        heard = (value != 0) & (value.abs() > UNITS * spacing)
+        # the larger half has to be heard, or what is left of the rest is a choice of the grid's
+        if int(heard.sum()) >= max(FEW, int((value != 0).sum()) // 2):
+            grain = float(spacing.max())
+            found.append(_Moved(name, start.double(), value.double(), value[heard].abs().double(), grain))
+    return found
+
+
+def _spacing(start: Tensor) -> Tensor:
+    """The distance of each weight to the next number of its type."""
+    sizes = start.abs()
+    return sizes.nextafter(sizes.new_tensor(torch.inf)) - sizes
+
+
+def _signs(tensors: Sequence[_Moved]) -> str:
+    largest = [float(t.sizes.max()) for t in tensors]
+    # what is far below moved by decay alone, or by a gradient no larger than an optimizer's epsilon
+    heard = [t.sizes[t.sizes > SMALL * top] for t, top in zip(tensors, largest, strict=True)]
+    near = sum(int((size >= (1 - ALIKE) * top).sum()) for size, top in zip(heard, largest, strict=True))
+    if near < MOST * sum(map(len, heard)) or near < LEAST * sum(len(t.sizes) for t in tensors):
+        return ""
+    low, high = min(largest), max(largest)
+    if high > (1 + ALIKE) * low:
+        return (
+            "signs with a size of each tensor's own (scaled signs, LAMB): entries of a tensor are of one size; for "
+            "scaled signs state the defence signsgd"
+        )
+    return (
+        f"signs, or the first step of an adaptive optimizer (Adam, AdamW, RMSprop, Adagrad): nearly all entries are of "
+        f"one size, {high:.2g}; state that optimizer (method fedavg, optimizer: adam, lr: {high:.2g}) or the defence "
+        f"signsgd"
+    )
+
+
+def _clipped_by_value(tensors: Sequence[_Moved]) -> str:
+    rows = [_rows_at_bound(t) if t.update.ndim > 1 else 0 for t in tensors]
+    if max(rows) < ROWS:
+        return ""
+    where = tensors[rows.index(max(rows))].name
+    return (
+        f"clipping by value: {max(rows)} rows of {where} have entries of the same largest size; no method here clips "
+        "so, and no equation of gradients holds"
+    )
+
+
+def _rows_at_bound(tensor: _Moved) -> int:
+    """In how many rows of a matrix the largest size of all is reached.
+
+    A gradient may reach it at several pixels of one row, which see the same; rows are of sizes of their own.
+    """
+    sizes = tensor.update.abs().flatten(1).amax(1)
+    off = tensor.grain / float(sizes.max())
+    return int((sizes >= (1 - max(CLOSE, off)) * sizes.max()).sum()) if off <= SAME else 0
+
+
+def _of_one_length(tensors: Sequence[_Moved]) -> str:
+    lengths = sorted((t.length for t in tensors), reverse=True)
+    same = [length for length in lengths if length >= (1 - CLOSE) * lengths[0]]
+    if len(same) < TENSORS:
+        return ""
+    return (
+        f"clipping or normalising by tensor: {len(same)} of {len(lengths)} tensors have the same norm, {same[0]:.3g}; "
+        f"state the defence clip with scope: tensor and max_norm: {same[0]:.3g}"
+    )
+
+
+def _by_layer(tensors: Sequence[_Moved]) -> str:
+    if any(float((t.update - t.start).norm()) < 0.5 * t.length for t in tensors):
+        return ""  # weights, and no difference of them
+    ratios = [t.length / float(t.start.norm()) for t in tensors if bool(t.start.any())]
+    if len(ratios) < TENSORS or max(ratios) > (1 + SAME) * min(ratios):
+        return ""
+    return (
+        f"step sizes by layer (LARS, LAMB): every tensor moved by {ratios[0]:.2g} of its norm; no method here moves so"
+    )
+
+
+def _centralised(tensors: Sequence[_Moved]) -> str:
+    rows = [t for t in tensors if t.update.ndim > 1 and t.update[0].numel() > FEW]
+    sums = [t.update.flatten(1).sum(1).norm() / t.update.flatten(1).abs().sum(1).norm() for t in rows]
+    if not sums or max(map(float, sums)) > SAME:
+        return ""
+    return "centralised gradients: each row of the weights' updates sums to zero; no method here centralises them"
+
+
+def _in_bits(tensors: Sequence[_Moved]) -> str:
+    large = [t for t in tensors if len(t.sizes) >= ENOUGH]
+    levels = [_levels(t.sizes) for t in large]
+    if not large or 0 in levels:
+        return ""
+    return (
+        f"numbers sent in few bits: {large[0].name} has {levels[0]} sizes, a step apart, in {len(large[0].sizes)} "
+        "entries; state the defence (quantize, qsgd)"
+    )
+
+
+def _levels(sizes: Tensor) -> int:
+    """How many sizes there are, if they are few and multiples of a step; else 0."""
+    ordered = sizes.sort().values
+    apart = ordered.diff() > SAME * ordered[1:]
+    levels = torch.cat([ordered[:1], ordered[1:][apart]])
+    if len(levels) > LEVELS:
+        return 0
+    counts = levels / torch.cat([levels[:1], levels.diff()]).min()
+    return len(levels) if bool(((counts - counts.round()).abs() < EVEN).all()) else 0

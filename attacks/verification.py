@@ -1,0 +1,274 @@
+"""Whether the whole update bears a picture out: what a result has to pass before it counts as verified.
+
+An attack that solves one layer's equations takes for granted that the update is a multiple of a gradient. Rules that
+treat single numbers or single tensors (signs, Adam, clipping by tensor, step sizes by layer) leave one layer's update
+an outer product, so that its equations hold for a wrong picture. Other layers say otherwise: the picture, put through
+the network again with its label, sends an update back, and that must be the observed one in all tensors, up to one
+common factor. What can't be told apart so (a picture as dark as another rule would make it) is not borne out either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attacks.base import Reconstruction, Result
+from attacks.labels.assignment import whose
+from attacks.rewriting.headless import Headless, Signal
+from attacks.update.earlier_rounds import same_images
+from attacks.update.float_rounding import ROUNDED
+from attacks.update.rescaling import in_unit
+from attacks.update.training_phases import training
+from attacks.update.update_rule import looks_like
+from fl.defense import Defense
+from fl.local.weight_decay import decay_shares, without_decay
+from fl.parametrization import Parametrisation
+from fl.predict import predict
+from fl.seeds import stream
+from fl.tensors import LowRank, Tensors, dense
+from fl.types import Candidate, ServerView
+
+BLUR = 0.25 / 255
+"""Root mean square of what a picture that counts as right may be off by, in pixel units: a quarter of a level."""
+DRAWS = 2
+"""Blurred pictures that tell how far that puts a prediction off."""
+OFTEN = 3.0
+"""How many times the expected error is no surprise."""
+COMPUTED, FINEST = 64.0, 1e-9
+"""What a gradient may be off by for the order its sums were taken in, in units of its type's spacing after 1, and at
+least what is asked of no attack."""
+DARKER = 0.02
+"""A change of brightness that must show, or the picture is not borne out: 40 dB for one of full brightness."""
+ROUGH = 0.1
+"""What a picture of which only some pixels are fixed may leave of any tensor."""
+SENT = "sent/"
+CLASSES = 100
+"""Labels that are tried where none was found, at most."""
+
+
+def checked(view: ServerView, result: Result) -> Result:
+    """The result, `verified` only where the update bears it out, or where its rule is stated and nothing contradicts.
+
+    Args:
+        view: that was attacked.
+        result: of an attack on it.
+    """
+    unstated = not view.threat.knows_optimizer
+    if not isinstance(result, Reconstruction) or not (result.verified or (unstated and result.fixed is not None)):
+        return result
+    answer = borne_out(view, result)
+    if answer is False and (earlier := same_images(view)):  # the picture may be that of one of these
+        answer = _best([borne_out(past, result) for past in earlier])
+    if answer or (answer is None and not unstated and as_large(view, result) is not False):
+        return result
+    words = f"{CONTRADICTED} ({looks_like(view) or GUESSES})" if answer is False else UNTOLD if unstated else SIZE
+    note = "; ".join(filter(None, (result.note, words)))
+    return replace(result, verified=False if answer is False else None, fixed=None, note=note)
+
+
+CONTRADICTED = (
+    "not confirmed: the picture explains what it was read from, but one step of SGD on it does not make the rest of "
+    "the update"
+)
+GUESSES = "another optimizer, clipping by tensor, step sizes by layer, other weights before, or a turned sign?"
+"""What may be the reason where sizes alone do not tell."""
+UNTOLD = (
+    "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
+    "state it (method, --method) to rely on that"
+)
+SIZE = (
+    "not confirmed: one step as stated makes an update of another size from it, and nothing else in the update tells "
+    "how bright it is; check the step size and the optimizer"
+)
+
+
+def checkable(view: ServerView) -> bool:
+    """Whether one step on a picture can be taken in this view: all that it depends on but the images is known."""
+    steps = [step for steps in training(view)[1] or () for step in steps]
+    whole = len(steps) == 1 and sum(steps[0]) == view.batch_size
+    return (
+        (whole or (view.batch_size == 1 and bool(steps)))
+        and type(view.method.parametrisation) is Parametrisation
+        and type(view.client.defense) is Defense
+        and not view.parts
+        and not view.client.draws
+        and not any(isinstance(value, LowRank) for value in view.update.values())
+    )
+
+
+def borne_out(view: ServerView, result: Reconstruction) -> bool | None:
+    """Whether the update is one step on the result's images, and on no darker or brighter ones; None if nothing tells.
+
+    Where the classifier is private, the layers below the last one that is shared are asked.
+    """
+    images = result.inputs
+    if images is None or len(images) != view.batch_size or not checkable(view):
+        return None
+    whole = result.verified is True
+    if view.private:
+        below = Headless().rewrite(view)
+        if not isinstance(below, ServerView) or below.private or not isinstance(below.method, Signal):
+            return None
+        errors = rounded(view)
+        signal = errors.get(f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
+        check = _Check(below, {name: errors.get(name, 0.0) + signal for name in below.update}, whole)
+        return check.passes(images, torch.zeros(1, dtype=torch.int64))
+    check = _Check(view, rounded(view), whole)
+    return _best([check.passes(images, labels) for labels in _labels(view, result)])
+
+
+def as_large(view: ServerView, result: Reconstruction) -> bool | None:
+    """Whether the update is as large as the stated step makes it of the result's images; None if that is not known.
+
+    It is asked where no direction tells how bright images are (one layer and two classes, say).
+    """
+    images = result.inputs
+    if images is None or len(images) != view.batch_size or view.private or not checkable(view):
+        return None
+    check = _Check(view, rounded(view), result.verified is True)
+    return _best([check.as_large(images, labels) for labels in _labels(view, result)])
+
+
+def _best(answers: Sequence[bool | None]) -> bool | None:
+    """What the one of several guesses that fits best comes to; None of none."""
+    if True in answers:
+        return True
+    return None if None in answers or not answers else False
+
+
+def _labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
+    """Labels that the images may have (N,), the likeliest first."""
+    several = result.inputs is not None and len(result.inputs) > 1
+    # the server knows the labels of several images in no order: those found stand in the order of the images
+    known = [result.labels, whose(view, view.update, result.inputs), view.labels] if several else [view.labels]  # type: ignore[arg-type]
+    known = known if several or view.labels is not None else [result.labels]
+    found = [labels for labels in known if labels is not None]
+    if not view.method.uses_labels:
+        found = found[:1] or [torch.zeros(view.batch_size or 1, dtype=torch.int64)]
+    if found:
+        yield from found
+    elif view.batch_size == 1:
+        yield from torch.arange(min(view.task.num_classes, CLASSES))[:, None]
+
+
+def plain(view: ServerView, update: Tensors) -> dict[str, Tensor]:
+    """The tensors of an update that are shared, without decay, dense and in double precision."""
+    names = [name for name in view.update if name in view.shared]
+    shares = decay_shares(*training(view), names)
+    change = without_decay({name: update[name] for name in names}, view.shared, shares)
+    return {name: dense(value).detach().double() for name, value in change.items()}
+
+
+def rounded(view: ServerView) -> dict[str, float]:
+    """How far each tensor of an update without decay is off for being rounded, relative to its norm."""
+    moved = plain(view, view.update)
+    step = ROUNDED * torch.finfo(view.dtype).eps
+    even, unit = in_unit({**moved, **{SENT + name: dense(view.update[name]).double() for name in moved}})
+    found = {}
+    for name in moved:
+        size, whole = float(dense(even[name]).norm()), float(dense(even[SENT + name]).norm())
+        start = float(dense(view.shared[name]).double().norm()) / unit if view.rounded else 0.0
+        found[name] = step * (whole + start) / size if size else 0.0
+    return found
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The comparison of an update with what one step on images makes.
+
+    Attributes:
+        view: in which nothing is private.
+        errors: how far tensors of the update are off for having been rounded, relative to their norm.
+        whole: whether all pixels count as right, rather than those fixed alone.
+    """
+
+    view: ServerView
+    errors: Mapping[str, float]
+    whole: bool
+
+    @cached_property
+    def observed(self) -> dict[str, Tensor]:
+        """The update without decay, in double precision and in a unit of its own."""
+        return {name: dense(value) / self._unit for name, value in plain(self.view, self.view.update).items()}
+
+    @cached_property
+    def _unit(self) -> float:
+        return in_unit({**plain(self.view, self.view.update)})[1]
+
+    @cached_property
+    def rounding(self) -> dict[str, float]:
+        """How long a tensor's error may be for being the difference of two models, and for having been computed."""
+        eps = torch.finfo(self.view.dtype).eps
+        sizes = {name: float(value.norm()) for name, value in self.observed.items()}
+        nothing = eps * 1e-3 * math.hypot(*sizes.values())
+        computed = max(COMPUTED * eps, FINEST)
+        return {n: max((OFTEN * self.errors[n] + computed) * size, nothing) for n, size in sizes.items()}
+
+    def passes(self, images: Tensor, labels: Tensor) -> bool | None:
+        """Whether these images make the update, and it tells how bright they are; None where it does not tell."""
+        made = self._made(images, labels)
+        factor = self._factor(made, self.rounding)
+        if not 0 < factor < math.inf:
+            return False
+        allowed = self._allowed(images, labels, made, factor)
+        factor = self._factor(made, allowed)
+        if any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items()):
+            return False
+        if not self.whole:
+            return True
+        return True if all(self._shows(other, labels, allowed) for other in self._darker(images)) else None
+
+    def as_large(self, images: Tensor, labels: Tensor) -> bool:
+        """Whether these images make the update at the step size that the view has."""
+        made, factor = self._made(images, labels), 1 / self._unit
+        allowed = self._allowed(images, labels, made, factor)
+        return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
+
+    def _allowed(self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float) -> dict[str, float]:
+        """How far each tensor of a prediction for images that count as right may be from the observed one."""
+        if not self.whole:
+            return {n: self.rounding[n] + ROUGH * float(self.observed[n].norm()) for n in made}
+        squares = dict.fromkeys(made, 0.0)
+        for number in range(DRAWS):
+            noise = torch.randn(images.shape, generator=stream(number, "borne out"), dtype=torch.float64)
+            blurred = images + BLUR * noise.to(images)
+            for name, value in self._made(blurred, labels).items():
+                squares[name] += float((factor * (value - made[name])).square().sum()) / DRAWS
+        return {n: self.rounding[n] + OFTEN * math.sqrt(squares[n]) for n in made}
+
+    def _shows(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
+        """Whether some tensor tells, by its direction alone, that the update is not of these images."""
+        for name, value in self._made(images, labels).items():
+            observed = self.observed[name]
+            size = float(value.square().sum())
+            left = observed - value * (float((value * observed).sum()) / size) if size else observed
+            if float(left.norm()) > allowed[name]:
+                return True
+        return False
+
+    def _darker(self, images: Tensor) -> Iterator[Tensor]:
+        """The images darker and brighter: what another step size for a layer's bias makes of them."""
+        mean, _ = self.view.task.normalisation(images)
+        for middle in [torch.zeros_like(mean), *([mean] if bool(mean.any()) else [])]:
+            for change in (-DARKER, DARKER):
+                yield middle + (images - middle) * (1 + change)
+
+    def _made(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """What one step on images makes, without decay, in double precision."""
+        with torch.no_grad():
+            guess = Candidate(images.to(self.view.device, self.view.dtype), labels.to(self.view.device))
+            return plain(self.view, predict(self.view, guess))
+
+    def _factor(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
+        """The one factor that brings what was made nearest to what was observed, each tensor by its precision."""
+        top = bottom = 0.0
+        for name, value in made.items():
+            weight = 1 / max(allowed[name], 1e-300) ** 2
+            top += weight * float((value * self.observed[name]).sum())
+            bottom += weight * float(value.square().sum())
+        return top / bottom if bottom > 0 else math.nan

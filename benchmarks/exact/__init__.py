@@ -1,0 +1,1 @@
+"""How far exact attacks reach."""

@@ -1,0 +1,1 @@
+"""HyperFL: what its updates give away."""

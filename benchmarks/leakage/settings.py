@@ -1,0 +1,191 @@
+"""Which settings of a search are best, network by network.
+
+Run it by `python -m benchmarks.leakage.settings` (needs HYPERLEAK_DATA).
+
+Every setting of a small grid (`benchmarks.leakage.sweeps`) on the same images, networks and starts: the one with the
+highest mean PSNR, what the attack has by default when the page is written, and its preset `published` where it has one,
+in as many iterations each. Images for choosing are not those that the chosen setting is measured on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import attacks
+from attacks.base import Attack, Chain
+from benchmarks.common import RESULTS, publish, table
+from benchmarks.leakage.leakage import rows, timed
+from benchmarks.leakage.sweeps import CLIENTS, IMAGES, SWEEPS, TESTED, Sweep, number
+from eval.metrics.statistics import Interval, mean_interval, paired_difference
+
+FIRST = 300
+"""The first of the test images used."""
+HEAD = ["attack", "network", "images of", "steps", "setting", "choosing", "on others", "above the default", "CPU s"]
+DEFAULT, PUBLISHED = "the default", "published"
+"""What a setting is called that an attack has by itself, and in the preset of that name."""
+Point = dict[str, Any]
+"""One setting measured: `setting`, `psnr` of every image, `seconds` an image (None where that was not kept)."""
+Found = dict[str, Any]
+"""What a sweep has so far: points `choosing` and on `others`; of a trained network its `accuracy`."""
+
+
+def own(sweep: Sweep, preset: str | None = None) -> dict[str, Any]:
+    """What the attack has by default, or in a preset, of what the sweep varies."""
+    settings = {"name": sweep.attack} if preset is None else {"name": sweep.attack, "preset": preset}
+    built: Attack = attacks.build(settings)
+    built = built.then if isinstance(built, Chain) else built  # whose settings those of a chain are
+    return {key: getattr(built, key) for key in sweep.grid}
+
+
+def named(sweep: Sweep) -> dict[str, dict[str, Any]]:
+    """The default and the settings it is set beside, by what the page calls them."""
+    there = sweep.published and PUBLISHED in attacks.attacks.get(sweep.attack.rpartition("+")[2]).presets
+    return {DEFAULT: own(sweep), **({PUBLISHED: own(sweep, PUBLISHED)} if there else {})}
+
+
+def chosen(sweep: Sweep, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The best of those measured, the default and those that the page has beside; each once."""
+    best = max(points, key=lambda point: sum(point["psnr"]))
+    return once([best["setting"], *named(sweep).values(), *map(dict, sweep.beside)])
+
+
+def once(settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each of them once, in order."""
+    return list({words(setting): setting for setting in settings}.values())
+
+
+def added(sweep: Sweep, settings: Sequence[Mapping[str, Any]], before: Sequence[Point], first: int) -> list[Point]:
+    """`before` and what it lacks of the settings, measured on the images from number `first` on."""
+    known = [point["setting"] for point in before]
+    lacking = [dict(setting) for setting in settings if setting not in known]
+    victims = sweep.victims(first) if lacking else []
+    found = list(before)
+    for setting in lacking:
+        attack = attacks.build({"name": sweep.attack, **sweep.fixed, **setting, "iterations": sweep.iterations})
+        results, seconds = timed(attack, victims, 0)
+        psnr = [row["psnr"] for row in rows(results, victims, 0)]
+        found.append({"setting": setting, "psnr": psnr, "seconds": seconds / len(victims)})
+    return found
+
+
+def compared(sweep: Sweep, before: Found) -> Found:
+    """With the whole grid on the images for choosing."""
+    settings = once([*sweep.points(), *named(sweep).values()])
+    found = {**before, "choosing": added(sweep, settings, before.get("choosing", []), FIRST)}
+    if sweep.rounds and "accuracy" not in found:
+        found["accuracy"] = sweep.accuracy()
+    return found
+
+
+def confirmed(sweep: Sweep, before: Found) -> Found:
+    """With the best and what has a name on the other images."""
+    settings = chosen(sweep, before["choosing"])
+    return {**before, "others": added(sweep, settings, before.get("others", []), FIRST + sweep.images)}
+
+
+def lines(sweep: Sweep, found: Found) -> list[list[str]]:
+    """Of the table, best first."""
+    base = data(of(found["others"], own(sweep)))
+    settings = chosen(sweep, found["choosing"])
+    settings.sort(key=lambda one: -sum(of(found["choosing"], one)["psnr"]))
+    made = []
+    for setting in settings:
+        point, again = of(found["choosing"], setting), data(of(found["others"], setting))
+        names = [name for name, one in named(sweep).items() if one == setting]
+        what = (sweep.attack, f"{sweep.called}, {sweep.method.name}{sweep.where}", sweep.dataset)
+        called = words(setting) + "".join(f", `{name}`" for name in names if name != DEFAULT)
+        means = written(mean_interval(data(point))), written(mean_interval(again))
+        gain = DEFAULT if DEFAULT in names else written(paired_difference(again, base))
+        seconds = "" if point["seconds"] is None else f"{point['seconds']:.1f}"
+        made.append([*what, str(sweep.iterations), called, *means, gain, seconds])
+    return made
+
+
+def of(points: Sequence[Point], setting: Mapping[str, Any]) -> Point:
+    """The point of that setting."""
+    return next(point for point in points if point["setting"] == setting)
+
+
+def data(point: Point) -> list[dict[str, Any]]:
+    """Rows as statistics take them."""
+    return [{"image": i, "seed": 0, "psnr": value} for i, value in enumerate(point["psnr"])]
+
+
+def words(setting: Mapping[str, Any]) -> str:
+    """A setting as the page has it."""
+    return ", ".join(f"{key} {number(value)}" for key, value in setting.items())
+
+
+def written(interval: Interval) -> str:
+    """A figure with its interval."""
+    if interval.low is None or interval.high is None:
+        return f"{interval.value:.1f}"
+    return f"{interval.value:.1f} [{interval.low:.1f}, {interval.high:.1f}]"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", action="store_true", help="measure all anew, not only what the results lack")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    before = kept()
+    found: dict[str, Found] = {sweep.name: before.get(sweep.name, {}) for sweep in SWEEPS}
+    for sweep in SWEEPS:  # the new takes the place of the old when it is whole: a stop loses nothing
+        chosen = compared(sweep, {} if given.again else found[sweep.name])
+        found[sweep.name] = confirmed(sweep, chosen)
+        report(found)
+
+
+def kept() -> dict[str, Found]:
+    """What was measured before, by the sweep's name."""
+    before = RESULTS / "settings.json"
+    return json.loads(before.read_text())["sweeps"] if before.exists() else {}
+
+
+def report(found: Mapping[str, Found]) -> None:
+    """Write what there is so far."""
+    done = [sweep for sweep in SWEEPS if whole(sweep, found[sweep.name])]
+    text = [
+        "# The best settings of small grids, PSNR in dB, batch 1, one step",
+        "",
+        f"Test images from number {FIRST} on for choosing and as many others after them; means with 95 % intervals "
+        "over images, and the paired difference on the others. Whatever isn't named has its default, but for the "
+        "number of iterations, which is that of the list. Labels are read off or searched for, as each attack has it. "
+        "The default is that of the day on which the page was written; `published` is the preset of that name, in what "
+        f"the grid varies. Networks are untrained, or trained by FedAvg among {CLIENTS} clients of {IMAGES} training "
+        f"images each (accuracy on {TESTED} test images). Defences are known to the attacker. HyperFL: scaled "
+        "heads, step size 0.01, normalized inputs, classifier at rest ([published_hyperfl.md](published_hyperfl.md) "
+        "has its whole algorithm). Every combination of",
+        "",
+        *(f"- {sweep.name}{reached(found[sweep.name])}" for sweep in done),
+        "",
+        *table(HEAD, [line for sweep in done for line in lines(sweep, found[sweep.name])]),
+        "",
+        *([] if len(done) == len(SWEEPS) else ["**Incomplete: not all sweeps were run.**", ""]),
+        "CPU seconds are those of an image, where they were kept. Sweeps are run one by one: the line at the "
+        "end names the machine of the last.",
+    ]
+    publish("settings", {"sweeps": {name: one for name, one in found.items() if one}}, text)
+
+
+def whole(sweep: Sweep, found: Found) -> bool:
+    """Whether all that the page has of a sweep is there."""
+    if "others" not in found:
+        return False
+    known = [point["setting"] for point in found["others"]]
+    return all(setting in known for setting in chosen(sweep, found["choosing"]))
+
+
+def reached(found: Found) -> str:
+    """The accuracy of a trained network."""
+    return f"; accuracy {100 * found['accuracy']:.0f} %" if "accuracy" in found else ""
+
+
+if __name__ == "__main__":
+    main()

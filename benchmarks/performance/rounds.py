@@ -1,0 +1,238 @@
+"""Seconds of one local round per client, method by method.
+
+Run it by `python -m benchmarks.performance.rounds [--official DIR] [--clock]`.
+
+DIR is the folder `cnn` of the HyperFL authors' code (https://github.com/Pengxin-Guo/HyperFL, no licence: get your own
+copy, and take `.cuda()` out of models/cnn.py to run it on a CPU). CPU seconds, everything in turns in one process with
+one thread (`processes` apart, whose workers count), so that the ratios hold on a busy machine too. `--clock` also takes
+seconds of the clock with all cores, each in its own way (our worker processes, the authors' threads), which needs an
+idle machine; what is not measured is kept as it was.
+
+HyperFL comes before further methods, and a round of everybody does not count. The authors' code asks for fresh memory
+at every step, and how long that takes depends on what the process did before (3.4 to 5.3 CPU seconds for the same round
+on one machine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fl.models
+from benchmarks.common import RESULTS, machine, publish
+from benchmarks.performance.noise_data import BATCH, federation, images
+from benchmarks.performance.rounds_page import AUTHORS, FACTORED, FEDAVG, Row, page
+from fl.engines import EngineName
+from fl.method import Method, methods
+
+IMAGES, EPOCHS, REPEATS, WORKERS = 600, 5, 3, 2
+OFFICIAL = {"hyperfl-colour": "CifarCNN_Hyper", "hyperfl-grey": "CNN_FMNIST_Hyper"}
+FEW = 2
+"""Clients that show what one costs where engines train them one by one."""
+SCALED = {"name": "hyperfl", "parametrisation": {"name": "hypernetwork", "init": "scaled"}}
+ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    FEDAVG: {"name": "fedavg"},
+    "DP-FedAvg, loop": {"name": "dp-fedavg", "mode": "as-published", "lr": 0.02},
+    "FedPer, loop": {"name": "fedper"},
+    "FedRep, loop": {"name": "fedrep", "head_epochs": 1},
+    "pFedHN, loop": {"name": "pfedhn", "steps": None},
+    "HyperFL with scaled heads, loop": SCALED,
+}
+"""Methods by what they are called here, without what all have in common."""
+NONE: dict[str, Any] = {"on": {}, "clients": 0, "rows": []}
+"""A part that was never measured."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train.
+
+    Attributes:
+        run: one round, of so many `clients`.
+        close: afterwards.
+    """
+
+    run: Callable[[], None]
+    clients: int
+    close: Callable[[], None] = lambda: None
+
+
+def method(settings: dict[str, Any]) -> Method:
+    """A method by its settings, with as many epochs in batches of one size as all others."""
+    common: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS}
+    if settings["name"] in ("fedavg", "fedper", "fedrep"):
+        common["lr"] = 0.02
+    return methods.build({**common, **settings})
+
+
+def ours(network: str, trained: Method, engine: EngineName, clients: int, workers: int = 1) -> Contender:
+    """Rounds of a federation of ours, aggregation included."""
+    task = fl.models.build(network, num_classes=10, seed=0)
+    run = federation(task, trained, clients=clients, each=IMAGES, engine=engine, workers=workers)
+
+    def once() -> None:
+        run.step(evaluate=False)
+
+    here = len(multiprocessing.active_children())
+    while len(multiprocessing.active_children()) < here + workers - 1:
+        once()  # processes start once there has been work for as long as that takes
+    return Contender(once, clients, run.close)
+
+
+def hyperfl(network: str, clients: int, folder: Path | None) -> dict[str, Contender]:
+    """HyperFL, FedAvg and the authors' code, if it is there."""
+    rule = method({"name": "hyperfl"})
+    found = {
+        FEDAVG: ours(network, method({"name": "fedavg"}), "loop", FEW),
+        "HyperFL, loop": ours(network, rule, "loop", FEW),
+        FACTORED: ours(network, rule, "factored", clients),
+    }
+    return found | ({AUTHORS: official(folder, network, 1)} if folder else {})
+
+
+def further(network: str, clients: int) -> dict[str, Contender]:
+    """Further methods and engines, beside FedAvg and HyperFL."""
+    fedavg, rule, scaled = (method(s) for s in ({"name": "fedavg"}, {"name": "hyperfl"}, SCALED))
+    found = {name: ours(network, method(settings), "loop", FEW) for name, settings in ONE_BY_ONE.items()}
+    found |= {
+        FACTORED: ours(network, rule, "factored", clients),
+        "HyperFL with scaled heads, factored": ours(network, scaled, "factored", clients),
+        "FedAvg, vmap": ours(network, fedavg, "vmap", clients),
+    }
+    if Path("/proc/self/stat").exists():  # what workers have spent is read there
+        found |= {
+            f"FedAvg, loop in {WORKERS} processes": ours(network, fedavg, "loop", clients, WORKERS),
+            f"HyperFL, factored in {WORKERS} processes": ours(network, rule, "factored", clients, WORKERS),
+        }
+    return found
+
+
+def official(folder: Path, network: str, clients: int) -> Contender:
+    """The authors' local training, without their aggregation."""
+    for absent in ("tools", "cvxpy"):  # imported there, not needed for this
+        sys.modules.setdefault(absent, types.ModuleType(absent))
+    sys.path.insert(0, str(folder))
+    networks, rule = importlib.import_module("models.cnn"), importlib.import_module("methods.hyperfl")
+    args: Any = types.SimpleNamespace(
+        num_classes=10, device="cpu", lr=0.02, lr_g=0.1, momentum=0.5, embed_dim=64, hidden_dim=128
+    )
+    updates, task = [], fl.models.build(network, num_classes=10, seed=0)
+    for i in range(clients):
+        own = images(task, IMAGES, i)
+        sets = [torch.utils.data.TensorDataset(b.inputs, b.labels) for b in (own, own.take(torch.arange(1)))]
+        loaders = [torch.utils.data.DataLoader(s, BATCH, shuffle=True) for s in sets]
+        updates.append(rule.LocalUpdate_HyperFL(i, args, *loaders, getattr(networks, OFFICIAL[network])(args)))
+
+    def run() -> None:
+        for update in updates:
+            update.local_training(EPOCHS)
+
+    return Contender(run, clients)
+
+
+def measure(found: dict[str, Contender], clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Seconds per client of `REPEATS` rounds of each, in turns, after one that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for contender in found.values():
+        contender.run()
+    for _ in range(REPEATS):
+        for name, contender in found.items():
+            began = clock()
+            contender.run()
+            seconds[name].append((clock() - began) / contender.clients)
+    for contender in found.values():
+        contender.close()
+    return seconds
+
+
+def everywhere() -> float:
+    """CPU seconds of this process and of those that it has started and that are there."""
+    return time.process_time() + sum(_spent(child.pid) for child in multiprocessing.active_children())
+
+
+def _spent(process: int | None) -> float:
+    """CPU seconds of another process, as Linux counts them (proc(5))."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Torch with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def rows(network: str, seconds: dict[str, list[float]]) -> list[Row]:
+    """What was found."""
+    return [{"network": network, "what": name, "seconds_per_client": found} for name, found in seconds.items()]
+
+
+def all_cores(network: str, clients: int, folder: Path | None) -> list[Row]:
+    """Seconds of the clock."""
+    cores = os.cpu_count() or 1
+    found = measure(
+        {FACTORED: ours(network, method({"name": "hyperfl"}), "factored", clients, cores)}, time.perf_counter
+    )
+    if folder:
+        with threads(cores):
+            found |= measure({AUTHORS: official(folder, network, 1)}, time.perf_counter)
+    return rows(network, found)
+
+
+def clocked(networks: Sequence[str], clients: int, folder: Path | None, before: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the clock of every network; of before, where nothing is to be measured."""
+    if networks:
+        measured = [row for network in networks for row in all_cores(network, clients, folder)]
+        return {"on": machine(), "clients": clients, "rows": measured, "kept": False}
+    return {**before.get("clock", NONE), "kept": True}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--official", type=Path, help="folder `cnn` of the authors' code")
+    parser.add_argument("--clients", type=int, default=20, help="in federations whose clients are trained together")
+    parser.add_argument("--clock", action="store_true", help="take seconds of the clock, too")
+    parser.add_argument(
+        "--only", choices=("hyperfl", "further"), help="measure this part, and keep the other as it was"
+    )
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    path = RESULTS / "rounds.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    parts: dict[str, Callable[[str], dict[str, Contender]]] = {
+        "hyperfl": lambda network: hyperfl(network, chosen.clients, chosen.official),
+        "further": lambda network: further(network, chosen.clients),
+    }
+    found: dict[str, Any] = {"images": IMAGES, "batch": BATCH, "epochs": EPOCHS, "repeats": REPEATS, "few": FEW}
+    for part, make in parts.items():
+        if chosen.only in (None, part):
+            measured = [row for name in OFFICIAL for row in rows(name, measure(make(name), everywhere))]
+            found[part] = {"on": machine(), "clients": chosen.clients, "rows": measured}
+        else:
+            found[part] = before.get(part, NONE)
+    found["clock"] = clocked([*OFFICIAL] if chosen.clock else [], chosen.clients, chosen.official, before)
+    loops = json.loads((RESULTS / "scaling.json").read_text()).get("d", {}).get("loops", [])
+    publish("rounds", found, page(found, {loop["name"]: loop["share"] for loop in loops}))
+
+
+if __name__ == "__main__":
+    main()

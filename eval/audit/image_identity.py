@@ -1,0 +1,67 @@
+"""Which of the images that a user gave a captured update was made of, where it is not the first ones in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice, permutations
+
+import torch
+
+from eval.audit.update import prediction_error
+from fl.simulation.client_round import Truth
+from fl.types import Batch, ServerView, Trace
+
+TRIES = 32
+"""So many of each kind are tried: an answer is worth seconds, not minutes."""
+
+
+def first(given: Batch, size: int) -> Truth:
+    """The first images as what a client fed."""
+    return _truth(given, torch.arange(size))
+
+
+def fits(
+    view: ServerView, given: Batch, view_of: Callable[[int], ServerView], *, tolerance: float, scaled: bool
+) -> str:
+    """In words, which of the images given explain the update; empty where none were found that do.
+
+    Args:
+        view: of the update.
+        given: all images, at least as many as the view's.
+        view_of: the same update as one of another number of images.
+        tolerance: relative error up to which images explain it.
+        scaled: whether the step size is unknown.
+    """
+
+    def explain(view: ServerView, index: torch.Tensor) -> bool:
+        error = prediction_error(view, _truth(given, index), scaled=scaled)
+        return error is not None and error <= tolerance
+
+    size = view.batch_size or 1
+    for words, index in (*_others(len(given), size), *_orders(view, size)):
+        if explain(view, index):
+            return f"it is what the model makes of {words}, counted from 0: give these first, in this order"
+    if size < len(given) <= TRIES and explain(view_of(len(given)), torch.arange(len(given))):
+        return f"it is what the model makes of all {len(given)} images given: give --batch-size {len(given)}"
+    return ""
+
+
+def _others(count: int, size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """So many images in a row, from the second on."""
+    for start in range(1, min(count - size, TRIES) + 1):
+        name = f"images[{start}]" if size == 1 else f"images[{start}:{start + size}]"
+        yield f"{name} of those given", torch.arange(start, start + size)
+
+
+def _orders(view: ServerView, size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The first images in another order, where local steps feed parts of them."""
+    if all(fed == size for steps in view.schedule or () for step in steps for fed in step):
+        return
+    for order in islice(permutations(range(size)), 1, TRIES):
+        yield f"images{list(order)} of those given", torch.tensor(order)
+
+
+def _truth(given: Batch, index: torch.Tensor) -> Truth:
+    chosen = given.take(index)
+    trace = Trace(indices=index, inputs=chosen.inputs, labels=chosen.labels, order=(), draws=())
+    return Truth(trace=trace, private={})

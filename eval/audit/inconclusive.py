@@ -1,0 +1,218 @@
+"""What an audit leaves open: an attack that could not be tried, a search that gave up, too few images to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attacks.base import NotApplicable, Result
+from attacks.verification import CONTRADICTED, SIZE, UNTOLD
+from eval.metrics import self_verification
+from eval.metrics.score import Row
+from eval.report.summary import FEWEST
+from eval.report.words import join
+
+Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind"]
+"""What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right
+and was not; it can't tell; its search gave up; the rest of the update contradicts what it found, or leaves open whether
+it was plain SGD; a limit of its own stopped it; a fact about the update did; it is after no images."""
+COVERED = {"rconv": "cascade", "rgap": "cascade", "analytic": "cascade", "april": "cascade"}
+"""Attacks whose limits do not count where another, which takes every network that they do, has an answer."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one attack came to on one update.
+
+    Attributes:
+        attack: its label.
+        update: which, as audits number them.
+        kind: see `Kind`.
+        words: why, of a refusal or of a search that gave up.
+    """
+
+    attack: str
+    update: Hashable
+    kind: Kind
+    words: str = ""
+
+    @property
+    def number(self) -> Any:
+        """The update in plain data: its number, or how a run names it."""
+        return list(self.update) if isinstance(self.update, tuple) else self.update
+
+
+@dataclass(frozen=True)
+class Open:
+    """One thing that keeps an audit from being decided, in words.
+
+    Attributes:
+        what: is open.
+        why: it is.
+        remedy: what would decide it.
+    """
+
+    what: str
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}. To decide it: {self.remedy}"
+
+    def plain(self) -> dict[str, str]:
+        """As plain data."""
+        return {"what": self.what, "why": self.why, "remedy": self.remedy}
+
+
+def outcome(attack: str, update: Hashable, result: Result, size: int | None) -> Outcome:
+    """What a result comes to.
+
+    Args:
+        attack: its label.
+        update: that was attacked.
+        result: of the attack.
+        size: how many images the update is of; None if the server does not know.
+    """
+    if isinstance(result, NotApplicable):
+        return Outcome(attack, update, "limit" if result.limit else "fact", result.reason)
+    if result.given_up:
+        return Outcome(attack, update, "gave up", result.given_up)
+    if self_verification.settled(result, size):
+        return Outcome(attack, update, "settled")
+    if words := _contradicted(result.note):
+        return Outcome(attack, update, "contradicted", words)
+    return Outcome(attack, update, _kind(result.verified, pictured=result.inputs is not None))
+
+
+def of_rows(attack: str, rows: Sequence[Row]) -> list[Outcome]:
+    """The same of the rows of a run, update by update."""
+    updates: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        updates.setdefault((row.get("seed"), row.get("round"), row.get("update")), []).append(row)
+    return [_of_update(attack, update, own) for update, own in updates.items()]
+
+
+def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
+    first = rows[0]
+    if "not_applicable" in first:
+        return Outcome(attack, update, "limit" if first.get("limit") else "fact", str(first["not_applicable"]))
+    if first.get("given_up"):
+        return Outcome(attack, update, "gave up", str(first["given_up"]))
+    if self_verification.rows_settled(rows):
+        return Outcome(attack, update, "settled")
+    if words := _contradicted(str(first.get("note", ""))):
+        return Outcome(attack, update, "contradicted", words)
+    return Outcome(attack, update, _kind(first.get("verified"), pictured=bool(first.get("candidates"))))
+
+
+def _contradicted(note: str) -> str:
+    """What an attack notes where the rest of the update does not bear its picture out, or nothing."""
+    begun = (CONTRADICTED, *(words.partition(";")[0] for words in (UNTOLD, SIZE)))
+    return next((part for part in note.split("; ") if part.startswith(begun)), "")
+
+
+def _kind(verified: bool | None, *, pictured: bool) -> Kind:
+    if not pictured:
+        return "blind"
+    return "searched" if verified is None else "ran"
+
+
+def opened(outcomes: Sequence[Outcome]) -> list[Open]:
+    """What is left open of the images by what attacks came to; nothing of updates that one of them settled.
+
+    Args:
+        outcomes: of all attacks on all updates.
+    """
+    updates: dict[Hashable, list[Outcome]] = {}
+    for one in outcomes:
+        updates.setdefault(one.update, []).append(one)
+    stopped: dict[str, list[Outcome]] = {}
+    for own in updates.values():
+        if any(one.kind == "settled" for one in own):
+            continue
+        for one in (*_limits(own), *(one for one in own if one.kind in {"gave up", "contradicted"})):
+            stopped.setdefault(one.kind, []).append(one)
+        if all(one.kind == "fact" for one in own):
+            stopped.setdefault("fact", []).append(own[-1])
+    total = len(updates)
+    return [_told(kind, found, total) for kind, found in stopped.items()]
+
+
+def answered(outcomes: Sequence[Outcome]) -> bool:
+    """Whether of every update an attack has an answer that does not hang on chance."""
+    updates = {one.update for one in outcomes}
+    return updates == {one.update for one in outcomes if one.kind in {"settled", "ran"}}
+
+
+def _limits(own: Sequence[Outcome]) -> list[Outcome]:
+    """The refusals of one update that leave open what is in it, as no attack that can tell has got through."""
+    ran = {one.attack for one in own if one.kind == "ran"}
+    told = {one.attack.rpartition("+")[2] for one in own if one.kind in {"fact", "ran"}}
+    return [
+        one
+        for one in own
+        # what ran decides for others but for the one that undoes more networks than it does
+        if one.kind == "limit"
+        and all(COVERED.get(name) == one.attack for name in ran)
+        and COVERED.get(one.attack) not in told
+    ]
+
+
+def _told(kind: Kind | str, found: Sequence[Outcome], total: int) -> Open:
+    """Outcomes of one kind in words."""
+    names = list(dict.fromkeys(one.attack for one in found))
+    number = len({one.update for one in found})
+    some = "" if number == total else f" of {number} of {total} updates"
+    reasons: dict[str, list[str]] = {}
+    for one in found:
+        reasons.setdefault(one.words, []).append(one.attack)
+    why = "; ".join(f"{join(list(dict.fromkeys(own)))}: {words}" for words, own in reasons.items())
+    if len(reasons) == 1:
+        why = next(iter(reasons))
+    if kind == "limit":
+        return Open(
+            f"{join(names)} could not be tried{some}",
+            f"{why} (a limit of {'this attack' if len(names) == 1 else 'these attacks'}, not of what the update tells)",
+            "write the network, with the same weights, of layers that these attacks undo, or raise the setting that is "
+            "named",
+        )
+    if kind == "contradicted":
+        remedy = "state how the client trained: --method '{name: fedavg, optimizer: adam, lr: 0.001}', say"
+        return Open(f"what {join(names)} found is not borne out{some}", why, remedy)
+    if kind == "gave up":
+        return Open(
+            f"the search of {join(names)} failed{some}",
+            why,
+            "more iterations or restarts (--attack '{name: ig, iterations: 10000, restarts: 4}'), or other settings",
+        )
+    return Open(f"no attack says anything{some}", why, "an attack that applies, or settings by which one does")
+
+
+def too_few(attack: str, images: int) -> Open:
+    """That so few images were attacked that content can't be told from chance."""
+    return Open(
+        f"{attack} came closer to an image than every guess",
+        f"{images} image(s) are too few to tell content from chance",
+        f"attack {FEWEST} images or more",
+    )
+
+
+def unjudged(attacks: Sequence[str]) -> Open:
+    """That nobody can say what pictures show, as the true images are not known."""
+    return Open(
+        f"what {join([*attacks])} brought is not judged",
+        "without the true images nobody can say whether it shows them",
+        "give the true images (--images)",
+    )
+
+
+def without(figure: str, limit: float) -> Open:
+    """That a limit can't be compared with anything."""
+    why = f"so nothing can be said about the limit {limit:g}"
+    return Open(f"no {figure.upper()} could be taken", why, "an attack that recovers images, or the true images")
+
+
+def contradicted(words: str) -> Open:
+    """That settings and update contradict each other."""
+    return Open("settings and update contradict each other", words, "settings that fit the update, or the right file")

@@ -1,0 +1,103 @@
+"""Whether images fit a user's model, said before anything is attacked and in the words of the command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from eval.run.runner import FAULTS
+from fl.method import Method
+from fl.runtime.module_copies import copied
+from fl.simulation.capture_checks import check_logits
+
+SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
+"""Heights and widths that are tried on a model that takes no images of those given."""
+Shape = tuple[int, int, int]
+
+
+def classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = "") -> int:
+    """How many classes the model tells apart.
+
+    Args:
+        model: of the user's.
+        shape: (C, H, W) of the images.
+        what: they are called in errors.
+        source: where they come from, if others may be given instead.
+
+    Raises:
+        ValueError: the model does not run on such images (says on which it does), or returns no logits (B, K).
+    """
+    probe = copied(model).eval()
+    try:
+        logits = _run(probe, shape)
+    except FAULTS as error:
+        got = _size(shape) + (f" of {source}" if source else "")
+        taken = sorted(_taken(probe))
+        said = _says(taken, shape, ready=bool(source)) if taken else f"it says: {error}"
+        raise ValueError(f"expected {what} that fit the model, got {got}; {said}") from error
+    check_logits(logits)
+    assert isinstance(logits, Tensor)
+    return int(logits.shape[1])
+
+
+def _says(taken: Sequence[Shape], shape: Shape, *, ready: bool) -> str:
+    """What the model takes, of that whatever is most like `shape`, and how to give it that."""
+    channels, size, _ = min(taken, key=lambda one: (one[1] != shape[1], one[1] != 32, one))
+    others = f" (and {len(taken) - 1} more sizes that were tried)" if len(taken) > 1 else ""
+    fits = f"it runs on {_size((channels, size, size))}{others}"
+    if not ready:
+        return fits
+    name = {1: "faces", 3: "photos"}.get(channels)
+    known = f"--images '{{name: {name}, size: {size}}}', or " if name else ""
+    return f"{fits}: give {known}an .npz file of such images (see --help)"
+
+
+def _taken(probe: nn.Module) -> set[Shape]:
+    """Shapes of square images that the model runs on, among likely ones."""
+    layers = [layer for layer in probe.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    found = set()
+    for channels in (layers[0].in_channels,) if layers and isinstance(layers[0], nn.Conv2d) else (1, 3):
+        flat = {math.isqrt(layer.in_features // channels) for layer in layers[:1] if isinstance(layer, nn.Linear)}
+        for side in {*SIZES, *flat} - {0}:
+            try:
+                _run(probe, (channels, side, side))
+            except FAULTS:
+                continue
+            found.add((channels, side, side))
+    return found
+
+
+def _run(probe: nn.Module, shape: Shape) -> object:
+    """What the model returns for a grey image; the global random numbers stay as they were."""
+    like = next(iter(probe.parameters()))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return probe(torch.full((1, *shape), 0.5).to(like))
+
+
+def _size(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+@contextmanager
+def said_for_the_command(model: nn.Module, method: Method | None) -> Iterator[None]:
+    """Add to errors about training mode, and about what the server sent, what helps on the command line."""
+    try:
+        yield
+    except ValueError as error:
+        if remedy := _remedy(str(error), model, method):
+            raise ValueError(f"{error}. On the command line: {remedy}") from error
+        raise
+
+
+def _remedy(words: str, model: nn.Module, method: Method | None) -> str:
+    if "what the server sent as `shared`" in words:
+        return "no option takes it; call fl.simulation.capture.from_update(..., shared=...) in a script"
+    if "train mode" not in words or not (model.training if method is None else method.train_mode):
+        return ""
+    if method is not None:
+        return f"--method '{{name: {method.name}, ..., train_mode: false}}'"
+    return "--method '{name: fedavg, train_mode: false}', or let your function return model.eval()"

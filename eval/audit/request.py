@@ -1,0 +1,377 @@
+"""What an audit was asked for, in the words of the command line, and how it is carried out."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import attacks
+from attacks.base import Attack
+from defenses import defenses
+from eval.audit import attack_selection, captured_update, findings
+from eval.audit import user_model as subjects
+from eval.audit.findings import Audit, Finding
+from eval.audit.user_model import Subject
+from eval.experiment import serialization
+from eval.io import yaml12
+from eval.run import results, runner
+from eval.run.federation_data import device_of
+from eval.run.plan import Plan
+from eval.run.run_directory import RunDir
+from fl.method import methods
+from fl.privacy.private_method import Private
+from fl.types import Batch
+
+COUNT = 4
+"""Images taken of a data set or a file where no number is given, or as many of these as batches divide."""
+UNTOLD = "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
+OPTIONS = {
+    r"observe\.images: expected at most the (\d+) training images of client \d+": (
+        r"expected --count of at most \1, the training images of the watched client"
+    ),
+    r"observe\.images: expected a multiple of batch_size": "expected --count as a multiple of --batch-size",
+    r"observe\.images": "--count",
+    r"observe\.batch_size": "--batch-size",
+    r"federation\.rounds": "--rounds",
+    r"task\.dataset": "--dataset",
+    r"task\.model": "--model",
+    r"^seeds(\.0)?": "--seed",
+}
+"""How errors about a config are put for the command, whose options stand for these keys."""
+_METHODS = "goes with --method alone; give --images"
+_MODELS = "goes with your own model; a method takes its images from --dataset"
+IDLE: dict[str, dict[str, str]] = {
+    "method": dict.fromkeys(("update", "images", "input_shape", "mean", "std"), _MODELS),
+    "model": {
+        **dict.fromkeys(("dataset", "rounds"), _METHODS),
+        "input_shape": "goes with --update alone: a model's images have a shape",
+    },
+    "update": {
+        **dict.fromkeys(("dataset", "rounds"), _METHODS),
+        "count": "does not go with --update: it is made of --batch-size images",
+    },
+}
+"""Options that do nothing, and why, by what is audited: a method, a model of the user's own, or a captured update."""
+ONE = "does nothing for one update, which one process attacks; leave it out"
+"""Why several processes are refused then."""
+NETWORKS = {(1, 28, 28): "hyperfl-grey", (3, 32, 32): "hyperfl-colour"}
+"""Networks taken for images of a shape where none is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """An audit as the command line asks for it; see `hyperleak audit --help`.
+
+    Attributes:
+        target: `module:function` that returns a model, or (model, images, labels).
+        method: name or settings (in YAML).
+        dataset: likewise.
+        model: likewise, or `module:function`.
+        update: file of a captured update.
+        images: file or data set of the true images.
+        attack: names or settings; none tries `eval.audit.attack_selection.defaults`, each where it can still add
+            something.
+        defense: likewise; a list is a chain of them.
+        count: how many images; None takes `COUNT`, or as many as there are, or all that the function gives.
+        batch_size: images in one update.
+        rounds: of training before.
+        input_shape: `C,H,W`.
+        mean: `a,b,c`.
+        std: likewise.
+        seed: of all randomness.
+        device: `auto`, `cpu` or `cuda`.
+    """
+
+    target: str | None = None
+    method: str | None = None
+    dataset: str | None = None
+    model: str | None = None
+    update: Path | None = None
+    images: str | None = None
+    attack: tuple[str, ...] = ()
+    defense: str = "none"
+    count: int | None = None
+    batch_size: int = 1
+    rounds: int = 0
+    input_shape: str | None = None
+    mean: str = ""
+    std: str = ""
+    seed: int = 0
+    device: str = "auto"
+
+    @property
+    def name(self) -> str:
+        """What is audited."""
+        if self.update is not None:
+            return f"{self.update.name} of {self.model or self.target}"
+        method, size = yaml12.named(self.method or "fedavg").get("name"), f"{self.batch_size} image(s) per update"
+        if (clients := defenses.build(_defense(self.defense)).group) > 1:
+            size = f"{self.batch_size} image(s) per client, mean over groups of {clients}"
+        if self.target:
+            return f"{self.target} under {method}, {size}"
+        return f"{method} on {yaml12.named(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What makes it this audit, in plain data: everything asked for but where it is computed."""
+        words = asdict(self)
+        del words["device"]
+        return {**words, "update": None if self.update is None else str(self.update)}
+
+    @property
+    def attacks(self) -> dict[str, Attack]:
+        """The attacks to try, by label: the name, with a number where one comes again."""
+        method = methods.build(yaml12.named(self.method or "fedavg"))
+        found: dict[str, Attack] = {}
+        for text in self.attack or attack_selection.defaults(method, self.batch_size):
+            attack = attacks.build(yaml12.named(text))
+            name = label = attacks.label(attack)
+            number = 1
+            while label in found:
+                number += 1
+                label = f"{name}-{number}"
+            found[label] = attack
+        return found
+
+    def plan(self) -> Plan:
+        """The run that audits a method of the registry.
+
+        Raises:
+            ValueError: settings that don't fit each other; says which.
+            FileNotFoundError: the data set is not there; says how to get it.
+        """
+        if self.method is None or self.dataset is None:
+            raise ValueError("expected MODULE:FUNCTION, --update with --model, or --method with --dataset")
+        self._refuse_idle("method")
+        given = yaml12.named(self.method)
+        method = methods.build(given)
+        settings = methods.spec(method)
+        # one step on all images of an update, unless the method is given with a length of its own
+        observed = {"steps": 1, "head_epochs": 0, "batch_size": None}
+        if isinstance(method, Private):
+            del observed["batch_size"]  # noise is calibrated on it; of few images a step takes all anyway
+        observed = {} if {"steps", "epochs"} & set(given) else {k: v for k, v in observed.items() if k not in given}
+        data: dict[str, Any] = {
+            "title": f"Audit of {self.name}",
+            "task": {"dataset": yaml12.named(self.dataset), "model": self._network()},
+            "federation": {"partition": {"name": "iid", "clients": 4}, "rounds": self.rounds},
+            "method": given,
+            "defense": _defense(self.defense),
+            "attack": [{**serialization.attack_spec(attack), "as": label} for label, attack in self.attacks.items()],
+            "observe": {
+                "images": self._count,
+                "batch_size": self.batch_size,
+                "method": {key: value for key, value in observed.items() if key in settings},
+            },
+            "seeds": [self.seed],
+        }
+        try:
+            return runner.prepare(serialization.build(data), device=self.device)
+        except ValueError as error:
+            raise ValueError(_in_options(str(error))) from error
+
+    def subjects(self) -> tuple[list[Subject], tuple[str, ...]]:
+        """The updates of a model of the user's own, and what to know of them.
+
+        Raises:
+            ValueError: no model, or model, images and update do not fit each other; says which.
+            FileNotFoundError: a file is not there.
+        """
+        if self.target and self.model:
+            raise ValueError(f"expected one model, got {self.target} and --model {self.model}")
+        self._refuse_idle("model" if self.update is None else "update")
+        where = device_of(self.device)
+        target = self.target or self.model
+        if target is None:
+            raise ValueError("expected --model MODULE:FUNCTION, the model that the update belongs to")
+        built = subjects.call(target)
+        model = built.model.to(where)
+        data = built.data if self.images is None else self._images()
+        rule: dict[str, Any] = {
+            "method": methods.build(yaml12.named(self.method)) if self.method else None,
+            "defense": defenses.build(_defense(self.defense)),
+            "mean": _numbers(self.mean, "mean"),
+            "std": _numbers(self.std, "std"),
+        }
+        if data is not None:
+            data = Batch(subjects.fitting(model, data.inputs.to(where)), data.labels.to(where))
+        source = self.images or target
+        if self.update is None:
+            if data is None:
+                raise ValueError(f"{target} returns a model alone: expected --images FILE.npz or a data set's name")
+            given = len(data)
+            data = data if self.images is not None else subjects.first(data, self.count or given, target)
+            note = (f"the first {len(data)} of {given} images that {target} gives",) if len(data) < given else ()
+            return subjects.of_batches(model, data, self.batch_size, **rule, source=source, seed=self.seed), note
+        if data is not None:
+            subjects.first(data, self.batch_size, source, "--batch-size")
+        update = captured_update.fitted(captured_update.load(self.update), model)
+        rule |= {"input_shape": _shape(self.input_shape, data), "batch_size": self.batch_size, "given": data}
+        rule["source"] = "" if self.input_shape or data is None else source
+        subject = captured_update.of_update(model, update, **rule)
+        return [subject], (*update.notes, *_about(subject, source))
+
+    def _refuse_idle(self, source: str) -> None:
+        """Refuse options that do nothing in an audit of `source`."""
+        for key, why in IDLE[source].items():
+            if getattr(self, key):
+                raise ValueError(f"--{key.replace('_', '-')} {why}")
+
+    @property
+    def _count(self) -> int:
+        """How many images are taken of a data set or a file: as asked for, else whole batches of about `COUNT`."""
+        return self.count or max(self.batch_size, COUNT - COUNT % self.batch_size)
+
+    def _images(self) -> Batch:
+        assert self.images is not None
+        data = subjects.whole(self.images)
+        if self.update is not None:
+            return data
+        count = self._count
+        if self.count is None and len(data) < count:
+            count = max(self.batch_size, len(data) - len(data) % self.batch_size)
+        return subjects.first(data, count, self.images, "--batch-size" if self.count is None else "--count")
+
+    def _network(self) -> dict[str, Any]:
+        assert self.dataset is not None
+        shape = subjects.data_set(self.dataset).load().input_shape
+        if self.model is None and shape not in NETWORKS:
+            sizes = "x".join(map(str, shape))
+            raise ValueError(
+                f"expected --model for images of {sizes}: '{{name: lenet-zhu, input_shape: {list(shape)}}}'"
+            )
+        return yaml12.named(self.model or NETWORKS[shape])
+
+
+def _about(subject: Subject, source: str) -> list[str]:
+    """What to know of a captured update's true images."""
+    if subject.truth is None:
+        return []
+    used = len(subject.truth.inputs)
+    fewer = f"scored against the first {used} of {subject.given} images in {source} (--batch-size {used})"
+    return [fewer] * (used < subject.given) + [UNTOLD] * (subject.error is None)
+
+
+def _in_options(words: str) -> str:
+    """An error about a config in the words of the command line."""
+    for key, option in OPTIONS.items():
+        words = re.sub(key, option, words)
+    return words
+
+
+def check_folder(folder: RunDir, plan: Plan) -> None:
+    """Whether an audit may be written to a folder: a new one, or one of the same audit, which then goes on.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    folder.check()
+    before = folder.about_run()
+    if (before or (folder.path / results.CONFIG).exists()) and before.get("title") != plan.experiment.title:
+        name = before.get("title") or before.get("name") or "no title"
+        raise ValueError(f"{folder.path} holds another run ({name}), not this audit; choose another --out")
+
+
+def carry_out(
+    plan: Plan,
+    folder: RunDir,
+    options: runner.Options,
+    told: runner.Progress,
+    *,
+    kept: bool,
+    thrifty: bool = False,
+) -> Audit:
+    """The audit of a method: run its plan and read what came out; a part that fails is among the findings.
+
+    Args:
+        plan: of the audit.
+        folder: to run it in.
+        options: how; with the name of the audit.
+        told: how far it is.
+        kept: whether the folder stays, so that table, report and tracebacks are of use.
+        thrifty: whether attacks are left out that could add nothing to those before them; the run is then without them.
+    """
+    thrift = attack_selection.Thrift(folder)
+    if thrifty:
+        options = replace(options, needed=thrift)
+    watches = [watch for one in plan.trainings for watch in one.watches]
+    with folder.locked(), folder.logged():
+        failures = runner.run(plan, folder, options, told)
+        without, plan = thrift.without(plan), thrift.rest(plan)
+        rows = results.assemble(plan, folder)
+        if kept and rows:
+            results.publish(rows, failures, plan, folder)
+        defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
+        audit = findings.of_rows(options.name, rows, threat=plan.experiment.threat, defended=defended)
+    names = {watch.cell.id: watch.attack.label for watch in watches}
+    failed = [
+        Finding.of_failure(
+            names.get(failure.id, failure.name), failure.reason, folder.path / failure.traceback if kept else None
+        )
+        for failure in failures
+    ]
+    left_out = [Finding.of_spared(label, reason) for label, reason in without.items()]
+    order = [watch.attack.label for watch in watches]
+    found = [*audit.findings, *failed, *left_out]
+    found.sort(key=lambda one: order.index(one.attack) if one.attack in order else -1)  # a training that failed: first
+    return replace(audit, findings=found)
+
+
+def limits(**given: float | None) -> dict[str, float]:
+    """The limits that are set, by figure.
+
+    Raises:
+        ValueError: a limit that nothing could exceed, or everything: not a number, infinite, or not an SSIM.
+    """
+    for name, limit in given.items():
+        if limit is not None and not math.isfinite(limit):
+            raise ValueError(f"expected --max-{name} as a finite number, got {limit}")
+        if name == "ssim" and limit is not None and not -1 <= limit <= 1:
+            raise ValueError(f"expected --max-ssim in [-1, 1], got {limit:g}")
+    return {name: limit for name, limit in given.items() if limit is not None}
+
+
+def make_folder(path: Path | None) -> None:
+    """Make the folder for pictures, so that no attack runs for nothing.
+
+    Raises:
+        ValueError: it is a file, or can't be made or written.
+    """
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"expected --out as a folder to write to, got {path}: {error.strerror}") from error
+
+
+def _defense(text: str) -> dict[str, Any]:
+    """Settings of a defence, given by name or as YAML, where a list of several is their chain."""
+    value = yaml12.parse(text)
+    return {"name": "chain", "parts": value} if isinstance(value, list) else yaml12.named(text)
+
+
+def _numbers(text: str, what: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(",")) if text else ()
+    except ValueError as error:
+        raise ValueError(f"expected --{what} as numbers such as 0.5,0.5,0.5, got {text!r}") from error
+
+
+def _shape(text: str | None, given: Batch | None) -> tuple[int, int, int]:
+    if text is None:
+        if given is None:
+            raise ValueError("expected --input-shape C,H,W of the images behind the update, or the images themselves")
+        channels, height, width = given.inputs.shape[1:]
+        return channels, height, width
+    try:
+        channels, height, width = (int(word) for word in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"expected --input-shape as C,H,W such as 3,32,32, got {text!r}") from error
+    return channels, height, width

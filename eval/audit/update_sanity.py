@@ -1,0 +1,93 @@
+"""What a captured update says of itself without its images: whether its sign and its number of images can be right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attacks.labels.recovery import classifier
+from attacks.update.update_rule import looks_like
+from fl.predict import predict
+from fl.tensors import dense
+from fl.types import Candidate, ServerView
+
+SUM = 0.05
+"""Share of its size that the bias's update may sum to: what half precision makes of zero stays below."""
+ALONG = 0.9
+"""Cosine between an update and the weights above which it is no change of them."""
+LEAST = 1e-4
+"""Entries smaller than this share of the largest have no sign: rounding may have given it."""
+
+
+def doubt(view: ServerView) -> str:
+    """Why the update can't be what a client sends under the view's settings; empty where it may be, or nothing tells.
+
+    Where signs and sizes show another rule than SGD (`attacks.update.update_rule`), that is it. Else labels are asked:
+    The gradient of cross entropy in the classifier's bias is the mean of softmax - one-hot over the images (Zhao et
+    al. 2020, Eq. 3). It sums to zero, and only the images' own classes are negative in it; so do sums of it over
+    steps of SGD. Whether that holds for this model and method is asked of their own prediction of grey images.
+
+    Args:
+        view: of a captured update.
+    """
+    if rule := looks_like(view):
+        return f"the update does not look like a step of SGD on a gradient, but like {rule}"
+    size, bias = view.batch_size, classifier(view, view.update)[1]
+    if size is None or bias is None or view.private or view.parts or view.defense.name != "none":
+        return ""
+    sent = classifier(view, view.shared)[1]
+    rounding = 4 * torch.finfo(view.dtype).eps * (float(sent.abs().max()) if sent is not None and view.rounded else 0.0)
+    grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
+    with torch.no_grad():
+        usual = classifier(
+            view, predict(view, Candidate(grey, torch.zeros(size, dtype=torch.int64, device=view.device)))
+        )
+    if usual[1] is None or _odd(usual[1], size, rounding):
+        return ""
+    return _odd(bias, size, rounding)
+
+
+def weights(view: ServerView) -> str:
+    """Why the update seems to be weights and no difference of them; empty where it does not.
+
+    What one round changes is neither as long as the weights nor along them; decay is along them, and far shorter.
+
+    Args:
+        view: of a captured update.
+    """
+    names = [name for name, value in view.update.items() if name in view.shared and dense(value).ndim > 1]
+    pairs = [
+        (dense(view.update[name]).double().flatten(), dense(view.shared[name]).double().flatten()) for name in names
+    ]
+    if not pairs:
+        return ""
+    moved, sent = (torch.cat(part) for part in zip(*pairs, strict=True))
+    size, whole = float(moved.norm()), float(sent.norm())
+    along = float(moved @ sent) / (size * whole) if size and whole else 0.0
+    if not (abs(along) > ALONG and 0.5 < size / whole < 2):
+        return ""
+    return (
+        f"the update seems to be weights and not their change: it is {size / whole:.2g} times as long as the model's "
+        f"weights, and along them (cosine {along:.2f}); give weights before - after"
+    )
+
+
+def _odd(bias: Tensor, images: int, rounding: float) -> str:
+    """What is wrong with the bias's update (K,) of so many images, whose entries are known to within `rounding`."""
+    total, whole = float(bias.sum().abs()), float(bias.abs().sum())
+    if total > SUM * whole + rounding * len(bias):
+        return (
+            "the update is not that of a softmax cross entropy in this model: that of the classifier's bias sums to "
+            f"{total / whole:.2g} of its size and not to zero; check that it is weights before - after, and --method"
+        )
+    least = LEAST * float(bias.abs().max()) + rounding
+    negative, positive = int((bias < -least).sum()), int((bias > least).sum())
+    if negative <= images:
+        return ""
+    seen = f"that of the classifier's bias is negative for {negative} classes, where {images} image(s) leave {images}"
+    if positive <= images:
+        return (
+            f"the sign of the update is turned: {seen} at most; give weights before - after, not after - before. "
+            "Labels recovered from it as it is are wrong"
+        )
+    return f"the update is not of {images} image(s): {seen} at most; check --batch-size and --method"

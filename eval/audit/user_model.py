@@ -1,0 +1,241 @@
+"""What is audited when it is not one of our own methods: a user's model with images (for updates see `captured`)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from defenses import Defense
+from eval.audit.input_shape import classes, said_for_the_command
+from eval.audit.update import prediction_error
+from eval.experiment.plugins import line_in
+from eval.io import yaml12
+from eval.io.errors import IMPORTING
+from eval.report.load import DAMAGED
+from fl.data import Source, datasets
+from fl.data.sources.stored import KEYS, read
+from fl.method import Method
+from fl.registry import UnknownNameError, close
+from fl.simulation.capture import from_batch
+from fl.simulation.capture_checks import TABLE
+from fl.simulation.client_round import Truth
+from fl.types import Batch, ServerView
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a user's function returned.
+
+    Attributes:
+        model: theirs.
+        data: images and labels, if it gave any.
+    """
+
+    model: nn.Module
+    data: Batch | None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One update under attack.
+
+    Attributes:
+        view: what the server has.
+        truth: what the client fed, if known.
+        error: relative error of what the view predicts of the truth; None if it can't be told.
+        tolerance: from which on such an error says that view, truth and update do not belong together.
+        given: how many images the truth is the first of.
+        doubt: what else says that the update is not of this model and these settings, in words.
+    """
+
+    view: ServerView
+    truth: Truth | None
+    error: float | None = None
+    tolerance: float = 1e-4
+    given: int = 0
+    doubt: str = ""
+
+    @property
+    def mismatched(self) -> bool:
+        """Whether the update is not what the model makes of the truth (NaN: it is not)."""
+        return self.error is not None and not self.error <= self.tolerance
+
+
+def call(target: str) -> Built:
+    """The result of a user's function `module:function`, or their model `module:model` itself.
+
+    Looked for in the current folder first.
+
+    Raises:
+        ValueError: no such module or function (says what is close), one that raises (says what and where), or that
+            returns something else than a model or (model, images, labels), a model without weights, no images, or not
+            one label per image.
+    """
+    name, colon, function = target.partition(":")
+    if not colon or not name or not function:
+        raise ValueError(f"expected module:function such as my_model:build, got {target!r}")
+    module = _module(name)
+    found = getattr(module, function, None)
+    if not callable(found):
+        likely = close(function, [word for word in vars(module) if callable(getattr(module, word))])
+        hint = f"; did you mean {likely!r}?" if likely else ""
+        raise ValueError(f"expected a function {function!r} in {name}, found none{hint}")
+    made = found if isinstance(found, nn.Module) else _called(found, name, target)
+    if isinstance(made, nn.Module):
+        return Built(_weighted(made, target), None)
+    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
+        model, inputs, labels = made
+        if isinstance(inputs, Tensor) and isinstance(labels, Tensor):
+            _check_batch(target, inputs, labels)
+            return Built(_weighted(model, target), Batch(inputs, labels))
+    raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
+
+
+def _module(name: str) -> ModuleType:
+    """A module of the user's, whose errors are said in a line."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0] and error.name != name:
+            raise ValueError(f"{name} needs {error.name}, which is not installed") from error
+        raise ValueError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
+    except IMPORTING as error:
+        raise ValueError(_raised(error, name, name)) from error
+
+
+def _called(function: Callable[[], object], name: str, target: str) -> object:
+    """What a function of the user's returns; its errors are said in a line."""
+    try:
+        return function()
+    except IMPORTING as error:
+        raise ValueError(_raised(error, name, target)) from error
+
+
+def _raised(error: Exception, name: str, what: str) -> str:
+    """In words, what the user's module `name` raised, and in which line of it."""
+    number = line_in(error, name)
+    where = f" (line {number})" if number else "; it is called without arguments" * isinstance(error, TypeError)
+    return f"{what} raised {type(error).__name__}: {error}{where}"
+
+
+def _weighted(model: nn.Module, target: str) -> nn.Module:
+    """The model, if it has weights, and they have values."""
+    weights = [*model.parameters()]
+    if not weights:
+        raise ValueError(f"expected {target} to return a model with parameters, got one without")
+    if any(value.is_meta for value in (*weights, *model.buffers())):
+        raise ValueError(
+            f"expected {target} to return a model with weights, got one on the meta device, without values"
+        )
+    return model
+
+
+def _check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
+    if inputs.ndim != 4 or not len(inputs):
+        hint = TABLE if inputs.ndim == 2 and len(inputs) else ""
+        shape = tuple(inputs.shape)
+        raise ValueError(f"expected {target} to give at least one image, as (N, C, H, W), got {shape}{hint}")
+    if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
+        got = f"{labels.dtype} {tuple(labels.shape)}"
+        raise ValueError(f"expected {target} to give one label per image, int64 ({len(inputs)},), got {got}")
+
+
+def whole(source: str) -> Batch:
+    """All images of a data set or an `.npz` file.
+
+    Raises:
+        UnknownNameError: there is no such data set.
+        FileNotFoundError: there is no such file or folder.
+        ValueError: a damaged file, one without images or labels, or a setting that is missing or does not fit.
+    """
+    if not source.endswith(".npz"):
+        return data_set(source).load().train
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; expected arrays `images` and `labels` in it (see --help)")
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            keys = [*file.files]
+    except (AttributeError, TypeError, *DAMAGED):
+        keys = [*KEYS]  # what is wrong with the file is said by what reads it
+    if absent := [key for key in KEYS if key not in keys]:
+        found = ", ".join(map(repr, keys)) or "no arrays"
+        raise ValueError(f"expected arrays {' and '.join(KEYS)} in {path}, got no {' or '.join(absent)} but {found}")
+    return read(path)[0]
+
+
+def fitting(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Images in the floating type of the model's first floating-point parameter; what is no image stays as it is."""
+    kind = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), inputs.dtype)
+    return inputs.to(kind) if inputs.is_floating_point() else inputs
+
+
+def data_set(text: str) -> Source:
+    """A data set by its name or as settings: `faces`, `{name: folder, path: pictures}`.
+
+    Raises:
+        UnknownNameError: there is no such data set or setting.
+        ValueError: a setting that is missing or does not fit.
+    """
+    settings = yaml12.named(text)
+    try:
+        return datasets.build(settings)
+    except UnknownNameError:
+        raise
+    except ValueError as error:
+        if len(settings) > 1:
+            raise
+        raise ValueError(f"{error}; give it as settings: '{{name: {text}, ...}}'") from error
+
+
+def first(data: Batch, count: int, source: str, option: str = "--count") -> Batch:
+    """The first images of `data`.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if len(data) < count:
+        raise ValueError(f"expected at least {count} images in {source}, got {len(data)}; give a smaller {option}")
+    return Batch(data.inputs[:count], data.labels[:count])
+
+
+def of_batches(
+    model: nn.Module,
+    data: Batch,
+    batch_size: int,
+    *,
+    source: str,
+    method: Method | None,
+    defense: Defense,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    seed: int = 0,
+) -> list[Subject]:
+    """One update for every batch of `data`, which `source` gave.
+
+    Raises:
+        ValueError: model and images do not fit each other, or the last batch would be smaller.
+    """
+    if len(data) % batch_size:
+        raise ValueError(f"expected a number of images that {batch_size} (--batch-size) divides, got {len(data)}")
+    channels, height, width = data.inputs.shape[1:]
+    classes(model, (channels, height, width), source=source)
+    found = []
+    for number, start in enumerate(range(0, len(data), batch_size)):
+        part = slice(start, start + batch_size)
+        own: dict[str, Any] = {"method": method, "defense": defense, "mean": mean, "std": std, "seed": seed + number}
+        with said_for_the_command(model, method):
+            view, truth = from_batch(model, data.inputs[part], data.labels[part], **own)
+        found.append(Subject(view, truth, prediction_error(view, truth)))
+    return found

@@ -1,0 +1,172 @@
+"""Whether image content leaked, in one sentence: by the bar of reports, for audits and single updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from attacks.base import Reconstruction
+from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from eval.metrics.score import Row
+from eval.metrics.self_verification import confirmed
+from eval.report.summary import CLEAR, FEWEST, IMAGE, RECOGNISED, RECOVERED, Group, secrets, shown
+from eval.report.words import join
+
+MARGIN = 1.0
+"""How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
+MEASURED = {"residual", "rank", "condition"}
+"""Prefixes of what exact attacks hand out to say how their equations were solved: nothing of the client's."""
+
+
+def verdict(rows: Sequence[Row], tests: int = 1) -> str:
+    """What leaked, in a sentence: images beside the best guess without the update, and private tensors.
+
+    Args:
+        rows: of one attack.
+        tests: so many attacks are judged by the images that they name.
+    """
+    images = content(rows, tests)
+    said = [images] if images else []
+    private = secrets(rows)
+    if not images and not private:
+        said.append(bare(rows))
+    labels = [_label(row) for row in rows]
+    if any(
+        label is not None for label in labels
+    ):  # an image for which none came back counts as one whose label did not
+        doubt = f" (doubtful: {DOUBTFUL})" if any(row.get("labels_doubtful") for row in rows) else ""
+        said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered{doubt}")
+    for what, secret in private.items():
+        word = "leaked: " if secret.hits else ""
+        closest = "" if secret.best is None else f", at best {secret.best:.0e}"
+        said.append(
+            f"private {what} {word}recovered for {secret.hits} of {len(secret.errors)} update(s) "
+            f"(relative error below {RECOVERED:g}{closest})"
+        )
+    return "; ".join(said)
+
+
+def _label(row: Row) -> float | None:
+    """Whether an image's label was recovered, or the share of its batch's that were; None if none came back."""
+    found = [row[column] for column in ("label_correct", "label_overlap") if row.get(column) is not None]
+    return float(found[0]) if found else None
+
+
+def bare(rows: Sequence[Row]) -> str:
+    """What an attack came to that recovered neither images nor private tensors."""
+    unscored = dict.fromkeys(name for row in rows for name in row.get("unscored", ()))
+    names = [name for name in unscored if name.partition("/")[0] not in MEASURED]
+    if not names:
+        return "the attack recovered no images, nor any private tensor"
+    meant = " (the input of a layer behind the first)" if names[0].partition("/")[0] == "features" else ""
+    return f"the attack recovered no images, only {join(names)}{meant}, of which there is no true value to compare with"
+
+
+def content(rows: Sequence[Row], tests: int = 1) -> str:
+    """What became of the images of one attack, beside the best guess without the update; empty where none is judged.
+
+    Content leaked where a report says so (`eval.report.findings`): an image came back recognisable and far above every
+    guess of itself, the mean over enough images lies above the best guess, or more images are named than by chance.
+
+    Args:
+        rows: one per image (see `eval.metrics.score`).
+        tests: so many attacks are judged by their names.
+    """
+    group = _group(rows)
+    judged = group.pictured
+    if not judged:
+        return ""
+    gains = [row["psnr"] - floor(row) for row in judged]
+    furthest, row = max(zip(gains, judged, strict=True), key=lambda pair: pair[0])
+    told, seen = _told(group, tests), bool(group.leaked) or shown(group.gain)
+    return (
+        f"{_word(group, gains, seen, bool(told))}: {''.join(f'{words}; ' for words in told)}"
+        f"{sum(gain >= MARGIN for gain in gains)} of {len(gains)} image(s) at least {MARGIN:g} dB above the best guess "
+        f"without the update, the furthest at {row['psnr']:.1f} dB against {row['psnr'] - furthest:.1f} dB, on average "
+        f"{fmean(gains):+.1f} dB"
+    )
+
+
+def leaked(rows: Sequence[Row], tests: int = 1) -> bool:
+    """Whether content or identity of images leaked, as `content` says it."""
+    group = _group(rows)
+    return bool(group.pictured) and bool(_told(group, tests))
+
+
+def few(rows: Sequence[Row], tests: int = 1) -> int:
+    """How many images there are where they are too few to tell content from chance, as `content` says it; else 0."""
+    group = _group(rows)
+    if not group.pictured or _told(group, tests):
+        return 0
+    return group.images if _too_few(group, [row["psnr"] - floor(row) for row in group.pictured]) else 0
+
+
+def line(row: Row, number: int) -> str:
+    """One image with a picture, in a line: how close it came, and what the attack says of that itself."""
+    label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
+    exact = ", exact to 8 bits" if row.get("exact8") else ""
+    own = confirmed(row.get("verified"), row.get("fixed"))
+    words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}{exact}"
+    return f"{words}, {own}" if own else words
+
+
+def floor(row: Row, figure: str = "psnr") -> float:
+    """What the best guess of an image scores that knows nothing of the update."""
+    keys = [key for key in row if key.startswith("floor_") and key.endswith(f"_{figure}")]
+    return max((row[key] for key in keys if row[key] is not None), default=-math.inf)
+
+
+def _group(rows: Sequence[Row]) -> Group:
+    return Group("", "", "", 0, tuple({IMAGE: row.get("image"), **row} for row in rows))
+
+
+def _too_few(group: Group, gains: Sequence[float]) -> bool:
+    return group.images < FEWEST and max(gains) >= MARGIN
+
+
+def _told(group: Group, tests: int) -> list[str]:
+    """What shows that content leaked."""
+    told = []
+    if group.leaked:
+        told.append(
+            f"{len(group.leaked)} of {len(group.pictured)} image(s) came back at {RECOGNISED:g} dB or more and at "
+            f"least {CLEAR:g} dB above every guess"
+        )
+    gain, named = group.gain, group.named
+    if gain is not None and shown(gain):
+        told.append(f"{gain.value:+.1f} [{gain.low:.1f}, {gain.high:.1f}] dB on average")
+    if named is not None and named.beyond(tests) > 0:
+        chance = f"by chance {100 * named.chance:.0f} %"
+        told.append(f"{named.hits} of {named.images} image(s) named among others of their class ({chance})")
+    return told
+
+
+def _word(group: Group, gains: Sequence[float], seen: bool, leaked: bool) -> str:
+    if leaked:
+        return "image content leaked" if seen else "identity of images leaked, not their content"
+    if _too_few(group, gains):
+        return "too few images to tell content from chance"
+    return "not told apart from a guess" if abs(fmean(gains)) < MARGIN else "no image content shown to leak"
+
+
+def agreed(checked: Iterable[bool | None]) -> bool | None:
+    """Whether all are true; None where one is not known, or there is none."""
+    found = list(checked)
+    return None if not found or None in found else all(found)
+
+
+def unscored(answers: Sequence[Reconstruction]) -> str:
+    """What an attack says of its own results where the truth is not known."""
+    pictures = any(result.inputs is not None for result in answers)
+    words = {
+        True: "the attack confirms that what it recovered is right",
+        False: "the attack found nothing that explains the update",
+        None: "the attack can't tell how close it came",
+    }[agreed(result.verified for result in answers)]
+    known = [float(result.fixed.double().mean()) for result in answers if result.fixed is not None]
+    if known and "confirms" not in words:
+        words = confirmed(False, min(known))
+    if not pictures:
+        return f"{bare([{'unscored': sorted(result.private)} for result in answers])}; {words}"
+    return f"{words}; give the true images (--images) to have the pictures scored"

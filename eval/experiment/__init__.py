@@ -1,0 +1,1 @@
+"""Experiments as they are described: files, overrides, sweeps."""

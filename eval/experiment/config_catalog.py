@@ -1,0 +1,108 @@
+"""The configs that come with a checkout, by name: found, listed, described."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.io import yaml12
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+NEAREST = 3
+"""How many names are offered in place of one that is not there."""
+ENOUGH = 0.6
+"""How alike two names must be for that: twice the characters that they share, over those that they have."""
+
+
+class UnknownConfigError(FileNotFoundError):
+    """A name that no config has.
+
+    Attributes:
+        near: names that may be meant.
+    """
+
+    def __init__(self, name: str, near: Sequence[str], count: int) -> None:
+        self.near = tuple(near)
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        there = f"`hyperleak list configs` shows all {count}" if count else "this installation has none to name"
+        super().__init__(f"no config {name!r}; {hint}{there}")
+
+
+def names() -> list[str]:
+    """All of them, as paths below `configs` without ending."""
+    return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
+
+
+def find(name: str) -> Path:
+    """The config file at a path, or of that name in the checkout's `configs`, whose first folders may be left out.
+
+    Raises:
+        UnknownConfigError: there is none; says what is close.
+        FileNotFoundError: several end so, or a folder is called so.
+    """
+    for path in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    known = names()
+    ending = [other for other in known if other.endswith(f"/{name.removesuffix('.yaml')}")]
+    if len(ending) == 1:
+        return CONFIGS / f"{ending[0]}.yaml"
+    if ending:
+        raise FileNotFoundError(f"{len(ending)} configs are called {name!r}: {', '.join(ending)}")
+    if any(named(other, f"{name}/") for other in known):
+        raise FileNotFoundError(f"{name!r} is a folder of configs; `hyperleak list configs {name}` shows them")
+    raise UnknownConfigError(name, _near(name, known), len(known))
+
+
+def name_of(path: Path) -> str:
+    """What a config is called: its name in the checkout, else its file's."""
+    below = path.is_relative_to(CONFIGS)
+    return path.relative_to(CONFIGS).with_suffix("").as_posix() if below else path.name
+
+
+def named(name: str, beginning: str) -> bool:
+    """Whether a name, or what is left of it below one of its folders, begins so."""
+    return f"/{beginning}" in f"/{name}"
+
+
+def title(name: str) -> str:
+    """What a config calls itself, read from its own line: reading the whole of a hundred files takes seconds."""
+    lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    return next((line.removeprefix("title:").strip().strip("\"'") for line in lines if line.startswith("title:")), "")
+
+
+def comment(path: Path) -> str:
+    """What the head of a config says, in a paragraph.
+
+    Raises:
+        ValueError: it is no text, or too long; says which file.
+    """
+    try:
+        text = yaml12.read(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    found = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        found.append(line.removeprefix("#").strip())
+    return " ".join(found)
+
+
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    """Names like it, with their first folders or without."""
+    whole = name.removesuffix(".yaml")
+    alike = {other: max(_alike(whole, end) for end in _endings(other)) for other in known}
+    best = sorted(known, key=lambda other: -alike[other])[:NEAREST]
+    return [other for other in best if alike[other] > ENOUGH]
+
+
+def _endings(name: str) -> list[str]:
+    """The name, and what is left of it below each of its folders."""
+    parts = name.split("/")
+    return ["/".join(parts[i:]) for i in range(len(parts))]
+
+
+def _alike(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()

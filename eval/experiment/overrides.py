@@ -1,0 +1,116 @@
+"""A config's settings changed one after the other, as a command line gives them, before its grid is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+from eval.experiment import sweep as grid
+from eval.experiment.selection import with_figures
+from eval.experiment.serialization import mapping, places, plain
+from eval.experiment.spec import Experiment, Published
+from eval.io import yaml12
+from fl.registry import UnknownNameError
+
+
+@dataclass(frozen=True)
+class State:
+    """What a config says, in the parts that changes go to.
+
+    Attributes:
+        experiment: without grid and published figures.
+        sweep: the grid.
+        published: figures, some of which may be of entries that are there no more.
+    """
+
+    experiment: Experiment
+    sweep: Mapping[str, Any]
+    published: tuple[Published, ...]
+
+    def after(self, text: str) -> State:
+        """With one override: `key=value`; a single value for a swept key becomes all that is swept.
+
+        Raises:
+            UnknownNameError: nothing has such a setting; says what is close.
+            ValueError: it does not fit.
+        """
+        keys, value = grid.parsed(text)
+        if keys[0] == "imports":
+            raise ValueError(f"{text}: modules are given by --import")
+        if keys[0] == "sweep":
+            return replace(self, sweep=self._swept(keys[1:], _value(value, text), text))
+        if keys[0] == "published":
+            whole, _ = with_figures(self.experiment, self.published, swept=False)
+            return replace(self, published=grid.override(whole, text).published)
+        key, covered = ".".join(keys), self._covered(keys)
+        if covered:  # it goes before what a sweep of some of these settings says
+            left = {name: values for name, values in self.sweep.items() if name not in covered}
+            return replace(self, sweep=left).after(text)
+        if (several := grid.several(self.experiment, text)) is not None:
+            return replace(self, sweep={**self.sweep, **several})
+        changed = grid.override(self.experiment, text)
+        if key in self.sweep and isinstance(single := _value(value, text), grid.Scalar):
+            return replace(self, sweep={**self.sweep, key: [single]})  # the labels stay, and what is published of them
+        return replace(self, experiment=changed, sweep={k: v for k, v in self.sweep.items() if k != key})
+
+    def _covered(self, keys: Sequence[str]) -> set[str]:
+        """The sweeps, under other keys, of settings that `keys` names as well.
+
+        Raises:
+            ValueError: of a sweep it names some, not all.
+        """
+        data, found = plain(self.experiment), set[str]()
+        for name in self.sweep:
+            own = name.split(".")
+            if own == list(keys) or own[-1] != keys[-1] or own[0] != keys[0]:
+                continue
+            mine, theirs = (places(data, part) for part in (keys, own))
+            shared = [place for place in theirs if any(place is other for other in mine)]
+            if shared and len(shared) < len(theirs):
+                raise ValueError(f"{'.'.join(keys)}: the sweep {name!r} has values for this and for more; set {name}")
+            if shared:
+                found.add(name)
+        return found
+
+    def _swept(self, keys: Sequence[str], value: Any, text: str) -> dict[str, Any]:
+        if not keys:
+            return dict(mapping(value, text))
+        key = ".".join(keys)
+        if value in (None, []) and key not in self.sweep:
+            raise UnknownNameError("sweep", key, sorted(self.sweep))
+        rest = {name: values for name, values in self.sweep.items() if name != key}
+        return rest if value in (None, []) else {**rest, key: value}
+
+
+def apply(state: State, overrides: Sequence[str]) -> State:
+    """The state after the overrides, in their order; one that does not fit yet waits for the others.
+
+    When its turn comes, those given after it are applied once more: they go before it.
+
+    Raises:
+        ValueError: one does not fit even then.
+    """
+    waiting, fit = list(range(len(overrides))), set[int]()
+    while waiting:
+        refused: dict[int, ValueError] = {}
+        for i in waiting:
+            try:
+                again = [overrides[j] for j in (i, *sorted(k for k in fit if k > i))]
+                state = reduce(State.after, again, state)
+            except ValueError as error:
+                refused[i] = error
+            else:
+                fit.add(i)
+        if len(refused) == len(waiting):
+            raise next(iter(refused.values()))
+        waiting = list(refused)
+    return state
+
+
+def _value(text: str, where: str) -> Any:
+    try:
+        return yaml12.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error

@@ -1,0 +1,121 @@
+"""Modules of the user's own, imported before names are looked up, so that what they register goes by its name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attacks
+from defenses import defenses
+from eval.commands.terminal import below
+from eval.io.errors import IMPORTING
+from fl.data import datasets
+from fl.data.augment import augmentations
+from fl.data.partitions.base import partitions
+from fl.method import methods
+from fl.models import models
+from fl.registry import Registry
+
+REGISTRIES: tuple[Registry[Any], ...] = (
+    methods,
+    attacks.attacks,
+    defenses,
+    datasets,
+    models,
+    partitions,
+    augmentations,
+)
+_sources: dict[str, bytes] = {}
+
+
+def bring(words: Sequence[str], folder: Path = Path(), given: Sequence[str] = ()) -> tuple[str, ...]:
+    """Import modules; returns what a config is to say, without anything that a path tells of the machine.
+
+    A file is imported by its stem, with its folder on `sys.path`, so that worker processes find it as well.
+
+    Args:
+        words: of a config: files (`mine.py`), looked for in `folder`, then in the current one, or modules (`my.own`).
+        folder: of the config.
+        given: on the command line, likewise; a file takes the place of those of the same name in `words`.
+
+    Raises:
+        FileNotFoundError: no such file or module.
+        ValueError: it can't be imported; says in which line. Among the reasons is a name that is registered already.
+    """
+    left = ungiven(words, given)
+    for registry in REGISTRIES if left or given else ():
+        registry.names()  # ours come first: a name of theirs that is taken is their fault
+    kept = [*(_bring(word, (folder, Path())) for word in left), *(_bring(word, (Path(),)) for word in given)]
+    return tuple(dict.fromkeys(kept))
+
+
+def ungiven(words: Sequence[str], given: Sequence[str]) -> list[str]:
+    """What of the modules in a config is not given on the command line, too."""
+    names = {Path(word).name for word in given}
+    return [word for word in words if Path(word).name not in names]
+
+
+def sources() -> Mapping[str, bytes]:
+    """The files of the imported modules as they were then, by the module's name."""
+    return _sources
+
+
+def _bring(word: str, folders: Sequence[Path]) -> str:
+    if not word.endswith(".py") and os.sep not in word:
+        _search(Path())
+        _import(word, word)
+        return word
+    path = next((path for folder in folders if (path := folder / word).is_file()), None)
+    if path is None:
+        places = " or ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
+        raise FileNotFoundError(f"no file {word} to import in {places}; give it by --import")
+    _search(path.parent)
+    if "." in path.stem:
+        raise ValueError(f"{word}: a module's name holds no dot; rename the file")
+    found = importlib.util.find_spec(path.stem)
+    origin = found.origin if found is not None else None
+    if origin is None or not Path(origin).is_file() or not path.samefile(origin):
+        raise ValueError(f"{word}: there is another module {path.stem!r} ({origin}); rename the file")
+    _import(path.stem, word)
+    return below(str(path))
+
+
+def _search(folder: Path) -> None:
+    """Look for modules in a folder, after all other places: its files hide nobody else's."""
+    if (place := os.path.abspath(folder)) not in sys.path:
+        sys.path.append(place)
+    importlib.invalidate_caches()
+
+
+def _import(name: str, word: str) -> None:
+    with _explained(name, word):
+        module = importlib.import_module(name)
+    if module.__file__ is not None:
+        _sources.setdefault(name, Path(module.__file__).read_bytes())
+
+
+@contextmanager
+def _explained(name: str, word: str) -> Iterator[None]:
+    """Say in a line what a module raised, and where in it."""
+    try:
+        yield
+    except IMPORTING as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise FileNotFoundError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
+        number = line_in(error, name)
+        where = f", line {number}" if number else ""  # a SyntaxError has its own words for that
+        raise ValueError(f"{word}{where}: {type(error).__name__}: {error}") from error
+
+
+def line_in(error: BaseException, name: str) -> int | None:
+    """The last line of the module that took part in an error."""
+    stem = f"{name.rpartition('.')[2]}.py"
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if Path(frame.filename).name == stem), None)

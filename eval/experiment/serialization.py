@@ -1,0 +1,297 @@
+"""Experiments as plain data: read strictly, written in full, some settings replaced."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import attacks
+from attacks.base import Attack, Chain
+from defenses import defenses
+from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe, Published, Score, TaskSpec
+from eval.io.sanitize import cut
+from fl.method import methods
+from fl.registry import Registry, UnknownNameError
+from fl.settings import ListError, SettingError, fitted, hints, shown
+from fl.types import ThreatModel
+
+T = TypeVar("T")
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+_.=@-]{0,199}")
+"""What a method, a defence or an attack may be called in results: files are named by it."""
+LABEL_WORDS = "at most 200 letters, digits, '+', '-', '_', '.', '=' and '@'"
+
+SECTIONS: dict[str, Any] = {
+    "task": TaskSpec,
+    "federation": FederationSpec,
+    "threat": ThreatModel,
+    "observe": Observe,
+    "score": Score,
+}
+LISTS: dict[str, Registry[Any]] = {"method": methods, "defense": defenses, "attack": attacks.attacks}
+CHANGES = {"method": ("task", "federation"), "attack": ("observe",)}
+"""Sections that single entries of a list may have settings of their own in (`with`)."""
+
+
+def build(data: Any) -> Experiment:
+    """The experiment that plain data describes.
+
+    Raises:
+        ValueError: not an experiment; says which key is wrong and what would be right.
+    """
+    try:
+        return _built(data)
+    except ListError as error:
+        raise ValueError(f"{error}{_grid_hint(error)}") from error
+
+
+def _built(data: Any) -> Experiment:
+    values = dict(mapping(data, "the config"))
+    check_keys([*(f.name for f in dataclasses.fields(Experiment)), "sweep"], values, "the config")  # taken out before
+    if absent := [key for key in ("task", "method") if key not in values]:
+        raise ValueError(f"expected a value for {', '.join(absent)}, got none")
+    built: dict[str, Any] = {
+        key: _checked(Experiment, key, values[key], key) for key in ("title", "imports", "seeds") if key in values
+    }
+    for key, kind in SECTIONS.items():
+        if key in values:
+            built[key] = _section(kind, values[key], key)
+    for key, registry in LISTS.items():
+        if key in values:
+            built[key] = _entries(values[key], key, registry)
+    if "published" in values:
+        given = values["published"] if isinstance(values["published"], list) else [values["published"]]
+        built["published"] = tuple(_section(Published, item, "published") for item in given)
+    experiment = Experiment(**built)
+    for key in CHANGES:
+        for entry in getattr(experiment, key):
+            changed(experiment, entry.changes, f"{key} {entry.label!r}, with")
+    return experiment
+
+
+def _grid_hint(error: ListError) -> str:
+    """How the list would make a grid, where the setting can be given several values one by one."""
+    spread = {*LISTS, *(section for sections in CHANGES.values() for section in sections)}
+    unnamed = any("." in key or key in {"first", "then"} for key in error.keys)  # odd labels, parts of a chain
+    if error.keys[0] not in spread or unnamed:
+        return ""
+    key, values = ".".join(error.keys), json.dumps(error.values)
+    return f"; for a grid write `sweep: {{{key}: {values}}}` in the file, or `--set {key}={values.replace(', ', ',')}`"
+
+
+def plain(experiment: Experiment) -> dict[str, Any]:
+    """The experiment in plain data with every default written out; `build(plain(x)) == x`."""
+    result: dict[str, Any] = {"title": experiment.title}
+    if experiment.imports:
+        result["imports"] = list(experiment.imports)
+    for key, registry in {**SECTIONS, **LISTS}.items():
+        value = getattr(experiment, key)
+        result[key] = [_entry_spec(e, registry) for e in value] if key in LISTS else section_spec(value)
+    published = [section_spec(figures) for figures in experiment.published]
+    return {**result, "seeds": list(experiment.seeds), **({"published": published} if published else {})}
+
+
+def changed(experiment: Experiment, changes: Mapping[str, Any], where: str) -> Experiment:
+    """The experiment with other values in its sections, by dotted key: `{"federation.rounds": 10}`.
+
+    Raises:
+        UnknownNameError: there is no such setting; says what is close.
+        ValueError: a value that does not fit.
+    """
+    for key, value in changes.items():
+        keys = key.split(".")
+        data = {name: section_spec(getattr(experiment, name)) for name in SECTIONS}
+        try:
+            for place in places(data, keys):
+                place[keys[-1]] = copy.deepcopy(value)
+            built = _section(SECTIONS[keys[0]], data[keys[0]], keys[0])
+            experiment = dataclasses.replace(experiment, **{keys[0]: built})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    return experiment
+
+
+def places(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The mappings in `data` that hold the last of `keys`, reached through the others.
+
+    Raises:
+        UnknownNameError: there are none; says which key is close.
+        ValueError: what should hold the next key is a single value, or empty.
+    """
+    free = list(keys[:2]) == ["observe", "method"] and len(keys) == 3
+    found: list[dict[str, Any]] = [data]
+    for depth, key in enumerate(keys):
+        known = sorted({name for place in found for name in place})
+        holders = [place for place in found if key in place]
+        last = depth == len(keys) - 1
+        if not holders and not (last and free):
+            raise UnknownNameError("key", ".".join(keys[: depth + 1]), [".".join([*keys[:depth], k]) for k in known])
+        if last:
+            return found if free else holders
+        found = [item for place in holders for item in _inside(place[key], keys[depth + 1])]
+        if not found:
+            whole, value = ".".join(keys[: depth + 1]), holders[0][key]
+            raise ValueError(f"{whole} is {shown(value)}, with no {keys[depth + 1]!r} in it; set {whole} as a whole")
+    return found
+
+
+def attack_spec(attack: Attack) -> dict[str, Any]:
+    """Settings of an attack; of a chain whose first part has its defaults in the short form, `name: peel+ig`."""
+    if isinstance(attack, Chain):
+        short = {**attack_spec(attack.then), "name": attacks.label(attack)}
+        if attacks.build(short) == attack:
+            return short
+    return attacks.attacks.spec(attack)
+
+
+def section_spec(section: Any) -> dict[str, Any]:
+    """Settings of a section, every default written out."""
+    kind: type = type(section)
+
+    def value(key: str, item: Any) -> Any:
+        if (registry := _registry(kind, key)) is not None:
+            return registry.spec(item)
+        return list(item) if isinstance(item, tuple) else copy.deepcopy(item)
+
+    return {f.name: value(f.name, getattr(section, f.name)) for f in dataclasses.fields(section)}
+
+
+def mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """`value`, which must be settings.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected settings (key: value), got {cut(repr(value), 200)}")
+    return value
+
+
+def check_keys(known: Sequence[str], values: Mapping[str, Any], where: str) -> None:
+    """Whether all keys of `values` are known.
+
+    Raises:
+        UnknownNameError: one is not; says what is close.
+    """
+    for key in values:
+        if key not in known:
+            raise UnknownNameError(f"key of {where}", key, known)
+
+
+def _section(kind: type[T], values: Any, where: str) -> T:
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    check_keys([f.name for f in fields], mapping(values, where), where)
+    required = [f.name for f in fields if f.default is dataclasses.MISSING is f.default_factory]
+    if absent := [key for key in required if key not in values]:
+        raise ValueError(f"{where}: expected a value for {', '.join(absent)}, got none")
+    return kind(**{key: _checked(kind, key, value, f"{where}.{key}") for key, value in values.items()})
+
+
+def _registry(kind: type, key: str) -> Registry[Any] | None:
+    return getattr(hints(kind)[key], "registry", None)
+
+
+def _checked(kind: type, key: str, value: Any, where: str) -> Any:
+    """`value` as the field `key` of `kind` has it; a single value will do for a list."""
+    hint = hints(kind)[key]
+    while typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is tuple and not isinstance(value, list | tuple):
+        value = [value]
+    keys = where.split(".")
+    registry = _registry(kind, key)
+    try:
+        if registry is not None and not dataclasses.is_dataclass(value):
+            return registry.build(_with_names(value))
+        return fitted(kind, key, value)
+    except SettingError as error:
+        raise error.under(*keys, instead=1) from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _entries(value: Any, key: str, registry: Registry[Any]) -> tuple[Entry[Any], ...]:
+    entries = tuple(_entry(item, key, registry) for item in (value if isinstance(value, list) else [value]))
+    if not entries and key != "attack":  # accuracy and cost can be had without
+        raise ValueError(f"{key}: expected at least one, got none")
+    labels = [entry.label for entry in entries]
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(f"{key}: {', '.join(twice)} is there twice; give one of them another label with `as`")
+    return entries
+
+
+def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
+    settings = {"name": value} if isinstance(value, str) else dict(mapping(value, key))
+    own: dict[str, Any] = {"as": None}
+    own |= {"against": []} if key == "attack" else {}
+    own |= {"with": {}} if key in CHANGES else {}
+    given = {name: settings.pop(name, default) for name, default in own.items()}
+    try:
+        _check_settings(_with_names(settings), list(own), registry)
+        item = attacks.build(settings) if registry is attacks.attacks else registry.build(settings)
+    except SettingError as error:
+        label = str(given["as"] or settings["name"])
+        raise error.under(key, label, instead=1) from error
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    label = _name(item) if given["as"] is None else str(given["as"])
+    if not LABEL.fullmatch(label):
+        raise ValueError(f"{key}: expected `as` of {LABEL_WORDS}, got {cut(repr(label), 200)}")
+    against = _checked(Entry, "against", given.get("against", []), f"{key}.against")
+    changes = dict(mapping(given.get("with", {}), f"{key}.with"))
+    for name in changes:
+        if "." not in name:
+            raise ValueError(f"{key}.with: expected keys such as {CHANGES[key][-1]}.rounds, got {shown(name)}")
+        if (section := name.partition(".")[0]) not in CHANGES[key]:
+            raise UnknownNameError(f"section in {key}.with", section, CHANGES[key])
+    return Entry(label=label, item=item, against=against, changes=changes)
+
+
+def _check_settings(settings: Mapping[str, Any], own: Sequence[str], registry: Registry[Any]) -> None:
+    """Whether all keys are known, so that what is said of others names those that every entry has, too."""
+    entry = registry.get(str(settings.get("name", "")).rpartition("+")[2]) if "name" in settings else None
+    known = [f.name for f in dataclasses.fields(entry)] if isinstance(entry, type) else []
+    known += ["preset"] if getattr(entry, "presets", None) else []
+    for key in settings:
+        if key not in {"name", *known}:
+            what = f"setting of {registry.kind} {settings['name']!r}" if entry else f"key of a {registry.kind}"
+            raise UnknownNameError(what, key, ["name", *known, *own])
+
+
+def _with_names(value: Any) -> Any:
+    """`value`, in which everything called `name` is text."""
+    if isinstance(value, Mapping):
+        if not isinstance(value.get("name", ""), str):
+            raise ValueError(f"expected a name, got {shown(value['name'])}")
+        for inner in value.values():
+            _with_names(inner)
+    return value
+
+
+def _name(item: Any) -> str:
+    return attacks.label(item) if isinstance(item, Attack) else str(item.name)
+
+
+def _entry_spec(entry: Entry[Any], registry: Registry[Any]) -> dict[str, Any]:
+    spec = attack_spec(entry.item) if isinstance(entry.item, Attack) else registry.spec(entry.item)
+    if entry.label != _name(entry.item):
+        spec["as"] = entry.label
+    if entry.against:
+        spec["against"] = list(entry.against)
+    return {**spec, "with": copy.deepcopy(entry.changes)} if entry.changes else spec
+
+
+def _inside(value: Any, key: str) -> list[dict[str, Any]]:
+    """The settings one level down; of a list of entries, those labelled `key` or made of it, by `key`."""
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list):
+        return []
+    entries = [entry for entry in value if isinstance(entry, dict)]
+    labels = [str(entry.get("as", entry.get("name"))) for entry in entries]
+    own = [{key: e} for e, label in zip(entries, labels, strict=True) if key in {label, label.partition("@")[0]}]
+    return own or entries

@@ -1,0 +1,326 @@
+"""An experiment in plain dataclasses: what is trained, who watches, which attacks are run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+
+from attacks.base import Attack
+from defenses import Defense
+from fl.data import Source
+from fl.data.augment import Augmentation
+from fl.data.partitions.base import Iid, Partitioner
+from fl.method import Method, methods
+from fl.models import Network
+from fl.ranges import Count, CountFrom0, Length, PositiveShare, Range, Seed, Share
+from fl.registry import UnknownNameError
+from fl.settings import SettingError, declared, shown
+from fl.simulation.protocol import Measure
+from fl.types import ThreatModel
+
+T = TypeVar("T")
+Accuracy = Literal[
+    "accuracy", "accuracy_local", "accuracy_tuned", "accuracy_unseen", "accuracy_unseen_tuned", "accuracy_global"
+]
+ACCURACIES: tuple[Accuracy, ...] = get_args(Accuracy)
+"""Columns of `rounds.jsonl` that hold shares of images classified right, each a mean over clients."""
+NEEDED: Mapping[Accuracy, tuple[str, ...]] = {
+    "accuracy_tuned": ("fine_tune",),
+    "accuracy_unseen": ("outsiders",),
+    "accuracy_unseen_tuned": ("outsiders", "fine_tune"),
+    "accuracy_global": ("whole_test",),
+}
+"""Settings of a federation without which an accuracy is not taken."""
+
+
+@declared("task")
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """What is learnt.
+
+    Attributes:
+        dataset: the images.
+        model: the network.
+    """
+
+    dataset: Source
+    model: Network
+
+
+@declared("federation")
+@dataclass(frozen=True, kw_only=True)
+class FederationSpec:
+    """Who learns it, and for how long.
+
+    Attributes:
+        partition: which client holds which image; the same for every seed.
+        rounds: of training before the last observation; 0 leaves the network as it starts.
+        rate: share of clients that take part in a round, in (0, 1].
+        everyone_last: whether all clients take part in the last round, whatever the rate.
+        engine: how clients are trained: "loop" one after the other, "factored" a hypernetwork's without its matrices,
+            "vmap" stacked for a GPU (up to rounding the same numbers), "auto" the fastest that applies.
+        augment: how images are changed before they are fed in training.
+        evaluate_every: accuracy is measured every so many rounds; before the first and after the last it always is.
+        outsiders: the last so many clients never take part; they are scored apart, on all their images.
+        fine_tune: epochs for which clients adapt what they receive before they are scored once more; 0 leaves it out.
+        whole_test: whether every participant's model is also scored on the data set's whole test part.
+        measures: what is taken beside accuracies wherever these are (docs/metrics.md): "loss" on training images,
+            "movement" of weights in a round, their "similarity" and "divergence" between clients, "embeddings",
+            "confidence" of answers, what a "server" says of its own step, client by client (hfedf's alignment).
+    """
+
+    partition: Partitioner = field(default_factory=Iid)
+    rounds: CountFrom0 = 1
+    rate: PositiveShare = 1.0
+    everyone_last: bool = True
+    engine: Literal["auto", "loop", "factored", "vmap"] = "auto"
+    augment: Augmentation = field(default_factory=Augmentation)
+    evaluate_every: Count = 1
+    outsiders: CountFrom0 = 0
+    fine_tune: CountFrom0 = 0
+    whole_test: bool = False
+    measures: tuple[Measure, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.measures)) < len(self.measures):
+            raise ValueError(f"federation.measures: expected each once, got {list(self.measures)}")
+
+
+@declared("observe")
+@dataclass(frozen=True, kw_only=True)
+class Observe:
+    """Which updates the attacker gets: one for each batch of a watched client's images.
+
+    The observed updates are what the client would send; they don't enter training.
+
+    Attributes:
+        clients: numbers of the watched clients.
+        rounds: after how many rounds of training they are watched; `()` is after the last, or before the last update
+            that a method of bounded participation sends.
+        part: whose images an update is computed from: those that the client trains on ("train"), or its test images,
+            which no client has trained on ("test"): what it would send of a picture that is new to the network.
+        images: how many of them of each client; None is all.
+        batch_size: how many of these an update is computed from; None is all of them at once.
+        classes: only images of these classes, by name or label; `()` is any.
+        seed: of the choice of images.
+        method: settings of the methods that differ in the observed round; each goes to every method that has it.
+        augment: whether the images are changed as in training before they are fed.
+    """
+
+    clients: Annotated[tuple[CountFrom0, ...], Length(1)] = (0,)
+    rounds: tuple[CountFrom0, ...] = ()
+    part: Literal["train", "test"] = "train"
+    images: Count | None = 8
+    batch_size: Count | None = 1
+    classes: tuple[int | str, ...] = ()
+    seed: Seed = 0
+    method: dict[str, Any] = field(default_factory=dict)
+    augment: bool = False
+
+    def __post_init__(self) -> None:
+        if self.images and self.batch_size and self.images % self.batch_size:
+            raise ValueError(f"observe.images: expected a multiple of batch_size {self.batch_size}, got {self.images}")
+        for key in ("clients", "rounds"):
+            value = getattr(self, key)
+            if len(set(value)) < len(value):
+                raise ValueError(f"observe.{key}: expected different numbers from 0, got {shown(list(value))}")
+
+
+@declared("score")
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Figures beyond those that are always taken.
+
+    Attributes:
+        lpips: "auto" takes LPIPS if a backbone is at hand; "off", or the backbone's name.
+        download: whether its weights may be downloaded.
+        levels: accuracies in [0, 1] of which the report says in how many rounds, and with how many numbers sent, they
+            were reached; `()` takes those that published figures have.
+        level_of: the accuracy that is meant.
+    """
+
+    lpips: Literal["auto", "off", "alex", "squeeze", "vgg"] = "auto"
+    download: bool = False
+    levels: tuple[Share, ...] = ()
+    level_of: Accuracy = "accuracy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Generic[T]):
+    """A method, a defence or an attack under the label it has in results.
+
+    Attributes:
+        label: its name, or what the config calls it by `as`.
+        item: the object.
+        against: labels of the methods an attack is run on; `()` is all.
+        changes: settings of other sections that differ for this entry, by dotted key: `{"federation.rounds": 10}`.
+    """
+
+    label: str
+    item: T
+    against: tuple[str, ...] = ()
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+@declared("published")
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """Figures of a paper that a report sets beside those of this run.
+
+    Attributes:
+        method: label of the method they are of.
+        attack: label of the attack; None for an accuracy.
+        source: where they stand: paper and table.
+        psnr: in dB.
+        ssim: by whatever convention the source has.
+        lpips: likewise.
+        accuracy: in [0, 1], of the aggregated model after the last round.
+        accuracy_local: likewise, of the clients' models right after their training in the last round.
+        accuracy_tuned: of models that clients fine-tuned (`federation.fine_tune`).
+        accuracy_unseen: on all images of clients that never took part (`federation.outsiders`).
+        accuracy_unseen_tuned: on the test images of those, after fine-tuning.
+        accuracy_global: on the data set's whole test part (`federation.whole_test`).
+        best: whether these accuracies are each of its own best round, picked by itself, instead of the last.
+        cpr: how many numbers a client that takes part sends and receives in a round, together.
+        until: in how many rounds an accuracy (`score.level_of`) was reached, by level in [0, 1]; None is never.
+        sent_share: how many numbers a client sends and receives until the best round of `score.level_of`, as a share
+            of those of the method `beside`, from 0.
+        beside: label of that method.
+        seconds: per round.
+        note: why ours may differ, in words.
+    """
+
+    method: str
+    source: str
+    attack: str | None = None
+    psnr: float | None = None
+    ssim: float | None = None
+    lpips: float | None = None
+    accuracy: Share | None = None
+    accuracy_local: Share | None = None
+    accuracy_tuned: Share | None = None
+    accuracy_unseen: Share | None = None
+    accuracy_unseen_tuned: Share | None = None
+    accuracy_global: Share | None = None
+    best: bool = False
+    cpr: Annotated[float, Range(0)] | None = None
+    until: dict[Share, CountFrom0 | None] = field(default_factory=dict)
+    sent_share: Annotated[float, Range(0)] | None = None
+    beside: str = ""
+    seconds: Annotated[float, Range(0)] | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.best and all(getattr(self, key) is None for key in ACCURACIES):
+            raise ValueError("published.best: expected an accuracy beside it, got none")
+        if (self.sent_share is None) != (not self.beside):
+            raise ValueError("published: expected both sent_share and beside, or neither; got one of them")
+
+
+@declared("")
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything a run depends on; the attributes are the sections of the YAML file.
+
+    `imports` names the modules that register what others name (`eval.experiment.plugins`); an experiment itself imports
+    nothing.
+    """
+
+    task: TaskSpec
+    method: tuple[Entry[Method], ...]
+    attack: tuple[Entry[Attack], ...] = ()
+    title: str = ""
+    federation: FederationSpec = field(default_factory=FederationSpec)
+    defense: tuple[Entry[Defense], ...] = (Entry(label="none", item=Defense()),)
+    threat: ThreatModel = field(default_factory=ThreatModel)
+    observe: Observe = field(default_factory=Observe)
+    seeds: tuple[Seed, ...] = (0,)
+    score: Score = field(default_factory=Score)
+    published: tuple[Published, ...] = ()
+    imports: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        labels = [entry.label for entry in self.method]
+        for attack in self.attack:
+            for label in attack.against:
+                if label not in labels:
+                    note = f"; `against` is a setting of {attack.label!r} in the config: change the attacks first"
+                    raise UnknownNameError(f"method in `against` of attack {attack.label!r}:", label, labels, note)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: expected one or more different numbers, got {list(self.seeds)}")
+        last = self.federation.rounds
+        if late := [number for number in self.observe.rounds if number > last]:
+            raise ValueError(f"observe.rounds: expected at most {last} (federation.rounds), got {late}")
+        level_of = self.score.level_of
+        if lacking := [f"federation.{key}" for key in NEEDED.get(level_of, ()) if not getattr(self.federation, key)]:
+            raise ValueError(f"score.level_of: {level_of} is only taken with {' and '.join(lacking)}: set that first")
+        self.observed_methods()
+        check_published(self, swept=False)
+
+    @property
+    def rounds(self) -> tuple[int, ...]:
+        """After how many rounds clients are watched, ascending."""
+        return tuple(sorted(self.observe.rounds)) or (self.federation.rounds,)
+
+    def observed_methods(self) -> dict[str, Method]:
+        """Every method as it is in the observed round, by label.
+
+        Raises:
+            UnknownNameError: a key of `observe.method` that no method has.
+            ValueError: a value that does not fit, or that another setting overrules.
+        """
+        own = {entry.label: methods.spec(entry.item) for entry in self.method}
+        known = {key for spec in own.values() for key in spec} - {"name"}
+        for key in self.observe.method:
+            if key not in known:
+                raise UnknownNameError("key of observe.method", key, sorted(known))
+        built = {}
+        for label, spec in own.items():
+            changes = {key: value for key, value in self.observe.method.items() if key in spec}
+            try:
+                built[label] = methods.build({**spec, **changes})
+            except SettingError as error:
+                raise error.under("observe", "method", instead=1) from error
+            for key, value in changes.items():
+                check_taken(value, methods.spec(built[label])[key], f"observe.method.{key} ({label})")
+        return built
+
+
+def check_published(experiment: Experiment, *, swept: bool = True) -> None:
+    """Whether published figures are of entries that there are, by label or by what a sweep made several entries of.
+
+    Args:
+        experiment: whose figures.
+        swept: whether the labels are those after the sweep; before it, what follows "@" can't be known yet.
+
+    Raises:
+        UnknownNameError: one is not; says what is close.
+    """
+    for figures in experiment.published:
+        if (found := lacking(experiment, figures, swept=swept)) is not None:
+            place, label, known = found
+            raise UnknownNameError(f"{place} in published", label, known)
+
+
+def lacking(experiment: Experiment, figures: Published, *, swept: bool = True) -> tuple[str, str, list[str]] | None:
+    """Which key of published figures names what is not there, its label and those that are; None where all is well."""
+    places = (("method", experiment.method), ("beside", experiment.method), ("attack", experiment.attack))
+    for place, entries in places:
+        known = sorted({name for e in entries for name in (e.label, e.label.partition("@")[0])})
+        label = getattr(figures, place)
+        if label is None or (place == "beside" and not label):
+            continue
+        if (label if swept else label.partition("@")[0]) not in known:
+            return place, label, known
+    return None
+
+
+def check_taken(given: Any, new: Any, where: str) -> None:
+    """Refuse a number that another setting overrules (`epochs` beside `steps`, say).
+
+    Raises:
+        ValueError: `given` was asked for and `new` came out.
+    """
+    if (given is None or isinstance(given, int | float)) and not isinstance(new, list) and new != given:
+        raise ValueError(f"{where}: no effect, as another setting overrules it (steps go before epochs)")

@@ -1,0 +1,174 @@
+"""Settings changed by dotted keys: one value (`--set attack.tv=1e-2`), or several that make a grid.
+
+A list for a setting that takes one value spreads the entries that have it: `attack.ig.tv=[1e-4, 1e-2]` makes of `ig`
+the entries `ig@tv=0.0001` and `ig@tv=0.01`. Settings of `task` and `federation` spread the methods, as in
+`fedavg@rounds=10`, settings of `observe` the attacks; the others are one for a whole table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from eval.experiment.serialization import CHANGES, LISTS, build, changed, places, plain
+from eval.experiment.spec import Entry, Experiment, check_published, check_taken
+from eval.io import yaml12
+
+MOST = 2000
+"""Entries that a grid may come to: each is checked as a whole, and trained or run."""
+Scalar = str | int | float | bool | None
+
+
+def override(experiment: Experiment, text: str) -> Experiment:
+    """The experiment with one setting changed: `override(x, "attack.iterations=500")`.
+
+    Under `method`, `defense` and `attack` a setting goes to every entry that has it; a label in between picks one
+    entry: `attack.peel+ig.iterations=500`. Values are read as YAML: `seeds=[0, 1]`, `defense=prune`.
+
+    Raises:
+        UnknownNameError: nothing has such a setting; says what is close.
+        ValueError: not `key=value`, a value that does not fit, or one that another setting overrules.
+    """
+    keys, value = parsed(text)
+    try:
+        return _set(experiment, keys, yaml12.parse(value))
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
+
+
+def several(experiment: Experiment, text: str) -> dict[str, Any] | None:
+    """Key and values of an override that gives several values to a setting that takes one; None of any other.
+
+    Raises:
+        ValueError: as `override`.
+    """
+    keys, value = parsed(text)
+    try:
+        given = yaml12.parse(value)
+        if not isinstance(given, list) or len(keys) == 1 or not given:
+            return None
+        data = plain(experiment)
+        if any(isinstance(place.get(keys[-1]), list | dict) for place in places(data, keys)):
+            return None
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
+    try:
+        _set(experiment, keys, given)
+    except ValueError:  # it takes one value, then
+        return {".".join(keys): given}
+    return None
+
+
+def spread(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
+    """The experiment with an entry for every value of every key, in the order of the keys.
+
+    Raises:
+        UnknownNameError: there is no such setting, or no label that published figures are of; says what is close.
+        ValueError: values that can't be told apart in a label, or a setting that is one for the whole table.
+    """
+    for key, values in sweep.items():
+        many = len(values) if isinstance(values, list) else 1
+        if many * sum(len(getattr(experiment, kind)) for kind in LISTS) > MOST:
+            raise ValueError(f"sweep, {key}: expected a grid of at most {MOST} methods, defenses and attacks, got more")
+        try:
+            experiment = _spread(experiment, str(key), values)
+        except ValueError as error:
+            raise ValueError(f"sweep, {key}: {error}") from error
+    check_published(experiment)
+    return experiment
+
+
+def part(experiment: Experiment, method: Entry[Any], attack: Entry[Any] | None) -> Experiment:
+    """The experiment as one method and one attack have it: with the settings that are theirs alone.
+
+    Raises:
+        ValueError: these do not fit each other.
+    """
+    changes = {**method.changes, **(attack.changes if attack else {})}
+    return changed(experiment, changes, f"{method.label} under {attack.label}" if attack else method.label)
+
+
+def parsed(text: str) -> tuple[list[str], str]:
+    """The keys and the value, still text, of `key=value`.
+
+    Raises:
+        ValueError: it is no such thing.
+    """
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ValueError(f"expected key=value such as seeds=[0, 1] or attack.iterations=500, got {text!r}")
+    return keys, value
+
+
+def _set(experiment: Experiment, keys: Sequence[str], value: Any) -> Experiment:
+    data = {"published": [], **plain(experiment)}
+    for place in places(data, keys):
+        if len(keys) == 2 and any(place.get(keys[1]) is entry for entry in _listed(data, keys[0])):
+            raise ValueError(
+                f"{keys[1]!r} is an entry, not a setting: --without {keys[1]} leaves it out, "
+                f"{'.'.join(keys)}.KEY=VALUE changes a setting of it"
+            )
+        place[keys[-1]] = copy.deepcopy(value)
+    after = build(data)
+    if len(keys) > 1 and list(keys[:2]) != ["observe", "method"]:  # the experiment itself checks the latter
+        for place in places(plain(after), keys):
+            check_taken(value, place[keys[-1]], keys[-1])
+    return after
+
+
+def _listed(data: Mapping[str, Any], key: str) -> list[Any]:
+    return data[key] if key in LISTS else []
+
+
+def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
+    keys = key.split(".")
+    if not isinstance(values, list) or not values or not all(isinstance(value, Scalar) for value in values):
+        raise ValueError(f"expected a list of single values, got {values!r}")
+    places(plain(experiment), keys)  # says what is close where there is no such setting
+    words = [_word(value) for value in values]
+    if len(set(words)) < len(words):
+        raise ValueError(f"expected different values, got {values}")
+    owner = next((kind for kind, sections in CHANGES.items() if keys[0] in sections), None)
+    if len(keys) == 1 or (keys[0] not in LISTS and owner is None):
+        allowed = "method, defense, attack, task, federation or observe"
+        raise ValueError(
+            f"expected a single setting of {allowed}: this one is the same for a whole table; run the experiment once "
+            "for each value and set the results side by side with `hyperleak compare`"
+        )
+    versions = [_set(experiment, keys, value) for value in values]  # each must do on its own
+    if owner is None:
+        kind, choices = keys[0], [getattr(version, keys[0]) for version in versions]
+    else:
+        kind = owner
+        given = [{key: value} for value in values]
+        choices = [tuple(replace(e, changes={**e.changes, **new}) for e in getattr(experiment, kind)) for new in given]
+    made: dict[str, list[Entry[Any]]] = {}
+    for entry, *found in zip(getattr(experiment, kind), *choices, strict=True):
+        if all(other == entry for other in found):  # it has no such setting
+            made[entry.label] = [entry]
+        else:
+            named = zip(found, words, strict=True)
+            made[entry.label] = [replace(new, label=f"{entry.label}@{keys[-1]}={word}") for new, word in named]
+    entries = tuple(entry for new in made.values() for entry in new)
+    if kind != "method":
+        changes: dict[str, Any] = {kind: entries}
+        return build(plain(replace(experiment, **changes)))
+    return build(plain(replace(experiment, method=entries, attack=_renamed(experiment.attack, made))))
+
+
+def _renamed(attacks: Sequence[Entry[Any]], made: Mapping[str, Sequence[Entry[Any]]]) -> tuple[Entry[Any], ...]:
+    """Attacks on a method are attacks on all that was made of it."""
+    return tuple(
+        replace(attack, against=tuple(new.label for label in attack.against for new in made[label]))
+        for attack in attacks
+    )
+
+
+def _word(value: Scalar) -> str:
+    """A value as labels have it: the shortest text that tells it apart."""
+    if isinstance(value, bool) or value is None:
+        return str(yaml12.dump(value)).split()[0]
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""Files: how they are read and written, whole or not at all."""

@@ -1,0 +1,330 @@
+"""One row of figures per true image, ready for JSON: the place where reconstruction and truth meet.
+
+A true image that no reconstruction stands for (too few of them, or pixels that are not finite) counts as a failure,
+not as a gap: it gets what the worst possible picture gets, MSE 1, PSNR 0 dB and SSIM 0, no exact pixel and a wrong
+label, and `failure` says why. LPIPS has no worst value and is missing there. Dropping such images instead would let an
+attack that gives up on hard ones look better than one that tries. Where an attack is not after images at all
+(`inputs` is None), their figures are missing and nothing has failed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from eval.metrics import image as metrics
+from eval.metrics.baselines import guesses
+from eval.metrics.matching import assign
+from eval.metrics.perceptual import Perceptual
+from fl.tensors import Value, dense
+
+Row = dict[str, Any]
+"""Plain JSON values by column; a figure that could not be taken is None, and `row["missing"]` says why."""
+
+Measure = Callable[[Tensor, Tensor], Tensor]
+
+MEASURES: dict[str, Measure] = {
+    "mse": metrics.mse,
+    "psnr": metrics.psnr,
+    "ssim": metrics.ssim,
+    "ssim_rog": metrics.ssim_rog,
+    "ssim_uniform7": metrics.ssim_uniform7,
+}
+NO_RECONSTRUCTION = "no reconstruction stands for this image"
+"""Why a figure of a failed image is missing."""
+
+NO_IMAGES = "the attack recovers no images"
+"""Why a figure is missing where images were never the aim."""
+
+_EXTRACTOR = "extractor/"
+_CLIENT = re.compile(f"({_EXTRACTOR})?part/([0-9]+)/")
+_FAR = 1e9
+_WORST = {"mse": 1.0, "psnr": 0.0, "ssim": 0.0, "ssim_rog": 0.0, "ssim_uniform7": 0.0}
+
+
+class Reconstructed(Protocol):
+    """What an attack hands back (`attacks.base.Reconstruction`)."""
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """Images (N, C, H, W), or None where the attack recovers none."""
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Recovered labels (N,), or probabilities (N, K), or None."""
+
+    @property
+    def objective(self) -> float:
+        """The attack's own objective at the end; NaN without one."""
+
+    @property
+    def private(self) -> Mapping[str, Value]:
+        """Recovered private tensors by name, generated parameters under `extractor/name`."""
+
+
+class TrueValues(Protocol):
+    """What a client held (`fl.client.Truth`)."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """Images (M, C, H, W) in [0, 1]."""
+
+    @property
+    def labels(self) -> Tensor:
+        """Labels (M,), or probabilities (M, K) of which the largest counts."""
+
+    @property
+    def private(self) -> Mapping[str, Value]:
+        """Private tensors before training, by name."""
+
+    @property
+    def extractor(self) -> Mapping[str, Value]:
+        """Generated parameters by name; empty without a generator."""
+
+
+def score(
+    reconstruction: Reconstructed,
+    truth: TrueValues,
+    *,
+    perceptual: Perceptual | None = None,
+    reference: Tensor | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """Match the reconstructions to the true images once and take every metric in that order.
+
+    Columns:
+        image, matched: indices into the truth and into the reconstructions (None if nothing matches).
+        images, candidates: how many true images and reconstructions the batch had.
+        failure: None, "unmatched" or "non-finite".
+        the names in `MEASURES`, and LPIPS under the name of its backbone and size.
+        exact8: every pixel right after rounding to 8 bits.
+        label, label_correct: the true label, and whether its reconstruction has it (None if either was not recovered).
+        label_overlap: share of the batch's labels recovered, in whatever order.
+        objective: of the attack, for the whole batch.
+        private_errors: relative error of every recovered private tensor, a group's clients matched once as images are.
+        extractor_error: of the generated parameters together (None if they were not all recovered).
+        unscored: where no images were recovered, the names of what else was and has no true value; absent if nothing.
+        floor_<guess>_<metric>: for every guess of `eval.metrics.baselines`.
+        missing: why a figure could not be taken, by column.
+
+    Args:
+        reconstruction: of an attack.
+        truth: what the client fed.
+        perceptual: LPIPS, from `eval.metrics.perceptual.load_lpips`.
+        reference: images (R, C, H, W) the attacker had before, for the floor `nearest`.
+        seed: of the noise floor.
+
+    Returns:
+        One row per true image, in the order of the truth.
+
+    Raises:
+        ValueError: shapes do not fit, or true images are not in [0, 1].
+    """
+    if not len(truth.inputs):
+        raise ValueError("expected at least one true image, got none")
+    true = truth.inputs.detach()
+    metrics.prepare(true, true)
+    recovered = reconstruction.inputs
+    guess = true[:0] if recovered is None else recovered.detach().to(true.device)
+    matched = assign(guess, true)
+    measures, missing = _measures(true, perceptual)
+    scored = _images(measures, guess, true, matched)
+    failure, absent, why = _absent(measures, recovered)
+    labels, batch = _labels(reconstruction, truth, matched), _batch(reconstruction, truth)
+    floors = _floors(measures, true, reference, seed)
+    rows: list[Row] = []
+    for image, match in enumerate(matched):
+        head = {"image": image, "matched": match, "images": len(true), "candidates": len(guess)}
+        row: Row = {**head, "failure": failure if match is None else None, **dict.fromkeys(missing, math.nan)}
+        row |= {**scored.get(image, absent), **labels[image], **batch, **floors[image]}
+        reasons = missing if match is not None else dict.fromkeys(absent, why) | missing
+        rows.append(_json_ready(row, reasons))
+    return rows
+
+
+def private_errors(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> dict[str, float]:
+    """Relative error `|a - b| / |b|` of every recovered tensor that has a true value.
+
+    Recovered tensors without one (such as features) are left out. A wrong value of a true zero has infinite error.
+
+    Raises:
+        ValueError: a recovered tensor has another shape than the true one.
+    """
+    return {name: relative_error({name: recovered[name]}, {name: true[name]}) for name in recovered if name in true}
+
+
+def relative_error(a: Mapping[str, Value], b: Mapping[str, Value]) -> float:
+    """`|a - b| / |b|` of all tensors of `b` together, summed in float64.
+
+    Raises:
+        ValueError: a tensor has another shape in `a` than in `b`.
+    """
+    difference = norm = 0.0
+    for name, value in b.items():
+        mine, true = dense(a[name]), dense(value)
+        if mine.shape != true.shape:
+            raise ValueError(f"expected {name!r} of shape {tuple(true.shape)}, got {tuple(mine.shape)}")
+        mine, true = (x.detach() if x.is_floating_point() else x.double() for x in (mine, true))
+        difference += _squared(mine.to(true.device) - true)
+        norm += _squared(true)
+    if norm == 0:
+        return math.nan if math.isnan(difference) else math.inf if difference else 0.0
+    return math.sqrt(difference / norm)
+
+
+def _squared(value: Tensor) -> float:
+    """The squared norm, summed in float64 without a copy in it: of a hypernetwork that would be 120 MB."""
+    return float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
+
+
+def _measures(true: Tensor, perceptual: Perceptual | None) -> tuple[dict[str, Measure], dict[str, str]]:
+    """The metrics that can be taken of these images, and why the others can't."""
+    channels, height, width = true.shape[1:]
+    measures, missing = dict(MEASURES), {}
+    for name, window in metrics.WINDOWS.items():
+        if min(height, width) < window:
+            missing[name] = f"needs images of at least {window}x{window} pixels, got {height}x{width}"
+    if channels not in (1, 3):
+        missing["ssim_rog"] = f"needs 1 or 3 channels, got {channels}"
+    if perceptual is None:
+        missing["lpips"] = "no perceptual measure was asked for"
+    else:
+        name = perceptual.name(height, width)
+        measures[name] = perceptual
+        if perceptual.missing is not None:
+            missing[name] = perceptual.missing
+        elif channels not in (1, 3):
+            missing[name] = f"needs 1 or 3 channels, got {channels}"
+    return {name: measure for name, measure in measures.items() if name not in missing}, missing
+
+
+def _take(measures: Mapping[str, Measure], a: Tensor, b: Tensor) -> list[Row]:
+    """Every metric of every pair of images."""
+    if not len(a):
+        return []
+    columns = {name: measure(a, b).tolist() for name, measure in measures.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(len(a))]
+
+
+def _images(measures: Mapping[str, Measure], guess: Tensor, true: Tensor, matched: list[int | None]) -> dict[int, Row]:
+    """The figures of every true image that a reconstruction stands for."""
+    hits = [i for i, j in enumerate(matched) if j is not None]
+    found = [j for j in matched if j is not None]
+    a, b = guess[found], true[hits]
+    columns = zip(hits, _take(measures, a, b), metrics.exact8(a, b).tolist(), strict=True)
+    return {image: {**figures, "exact8": exact} for image, figures, exact in columns}
+
+
+def _absent(measures: Mapping[str, Measure], recovered: Tensor | None) -> tuple[str | None, Row, str]:
+    """What a true image gets that no reconstruction stands for: its failure, its figures, why others are missing."""
+    if recovered is None:
+        return None, dict.fromkeys([*measures, "exact8"], math.nan), NO_IMAGES
+    failure = "unmatched" if recovered.isfinite().all() else "non-finite"
+    return failure, {**{name: _WORST.get(name, math.nan) for name in measures}, "exact8": False}, NO_RECONSTRUCTION
+
+
+def _floors(measures: Mapping[str, Measure], true: Tensor, reference: Tensor | None, seed: int) -> list[Row]:
+    rows: list[Row] = [{} for _ in true]
+    for guess, images in guesses(true, reference=reference, seed=seed).items():
+        for row, figures in zip(rows, _take(measures, images, true), strict=True):
+            row |= {f"floor_{guess}_{name}": figure for name, figure in figures.items()}
+    return rows
+
+
+def _labels(reconstruction: Reconstructed, truth: TrueValues, matched: list[int | None]) -> list[Row]:
+    true = _hard(truth.labels)
+    if len(true) != len(matched):
+        raise ValueError(f"expected {len(matched)} true labels, one per image, got {len(true)}")
+    if reconstruction.labels is None:
+        return [{"label": label, "label_correct": None, "label_overlap": None} for label in true]
+    recovered, images = _hard(reconstruction.labels), reconstruction.inputs
+    overlap = (Counter(recovered) & Counter(true)).total() / len(true)
+    if images is None:
+        return [{"label": label, "label_correct": None, "label_overlap": overlap} for label in true]
+    if len(recovered) != len(images):
+        raise ValueError(f"expected {len(images)} recovered labels, one per image, got {len(recovered)}")
+    correct = [j is not None and recovered[j] == label for label, j in zip(true, matched, strict=True)]
+    columns = zip(true, correct, strict=True)
+    return [{"label": label, "label_correct": right, "label_overlap": overlap} for label, right in columns]
+
+
+def _hard(labels: Tensor) -> list[int]:
+    indices = labels.argmax(1) if labels.ndim == 2 else labels
+    return [int(label) for label in indices.tolist()]
+
+
+def _batch(reconstruction: Reconstructed, truth: TrueValues) -> Row:
+    """What is known of the whole batch and repeated in each of its rows."""
+    known = {**truth.private, **{_EXTRACTOR + name: value for name, value in truth.extractor.items()}}
+    found = _by_client(reconstruction.private, known)
+    errors = private_errors(found, known)
+    extractor = {name: found.get(_EXTRACTOR + name) for name in truth.extractor}
+    whole = {name: value for name, value in extractor.items() if value is not None}
+    complete = bool(whole) and len(whole) == len(extractor)
+    row: Row = {"objective": float(reconstruction.objective), "private_errors": errors}
+    row["extractor_error"] = relative_error(whole, truth.extractor) if complete else None
+    unscored = sorted(set(reconstruction.private) - set(known))
+    return {**row, "unscored": unscored} if unscored and reconstruction.inputs is None else row
+
+
+def _by_client(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Recovered tensors of a group's clients under the numbers of those clients they come closest to, all together.
+
+    A mean does not say which client is which, no more than it says which image is: clients that train alike could
+    change places. Clients of other tensors are never confused.
+    """
+    mine, theirs = (_clients(tensors) for tensors in (recovered, true))
+    if len(mine) < 2 or mine.keys() != theirs.keys():
+        return recovered
+    numbers = sorted(mine)
+    cost = np.array([[_apart(mine[j], theirs[i]) for j in numbers] for i in numbers])
+    _, columns = linear_sum_assignment(cost)
+    moved = {numbers[j]: i for i, j in zip(numbers, columns.tolist(), strict=True)}
+
+    def renamed(name: str) -> str:
+        told = _CLIENT.match(name)
+        return name if told is None else f"{told[1] or ''}part/{moved[int(told[2])]}/{name[told.end() :]}"
+
+    return {renamed(name): value for name, value in recovered.items()}
+
+
+def _clients(tensors: Mapping[str, Value]) -> dict[int, dict[str, Value]]:
+    """What of them belongs to each client of a group, by its number."""
+    found: dict[int, dict[str, Value]] = {}
+    for name, value in tensors.items():
+        if told := _CLIENT.match(name):
+            found.setdefault(int(told[2]), {})[(told[1] or "") + name[told.end() :]] = value
+    return found
+
+
+def _apart(mine: Mapping[str, Value], true: Mapping[str, Value]) -> float:
+    """The sum of relative errors, at most `_FAR`, which it is for tensors of other shapes."""
+    shared = [name for name in mine if name in true]
+    if any(mine[name].shape != true[name].shape for name in shared):
+        return _FAR
+    total = sum(relative_error({name: mine[name]}, {name: true[name]}) for name in shared)
+    return total if total < _FAR else _FAR  # NaN: far
+
+
+def _json_ready(row: Row, reasons: Mapping[str, str]) -> Row:
+    """The row with None for every number that is not finite, and the reasons under `missing`."""
+    missing: dict[str, str] = {}
+
+    def clean(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(f"{name}/{key}", item) for key, item in value.items()}
+        if isinstance(value, float) and not math.isfinite(value):
+            missing[name] = reasons.get(name, f"not finite ({value})")
+            return None
+        return value
+
+    ready = {name: clean(name, value) for name, value in row.items()}
+    return {**ready, "missing": missing}

@@ -1,0 +1,88 @@
+"""What an attack showed of its own result without the truth: in rows, in words, and whether it is enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from attacks.base import NotApplicable, Reconstruction, Result
+from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from eval.metrics.score import Row
+from eval.report.words import join
+
+FIXED = 0.9
+"""Share of an image's pixels that the update must fix for it to count as settled: corners are often left open."""
+
+
+def columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
+    """The rows of one update with what the attack says of itself: its objective's course, its check and its note.
+
+    Args:
+        result: of the attack.
+        rows: its scores, one per true image.
+    """
+    history = [value if math.isfinite(value) else None for value in map(float, result.history)]
+    common: Row = {"verified": result.verified, "history": history}
+    if result.note:
+        common["note"] = result.note
+    if DOUBTFUL in result.note:
+        common["labels_doubtful"] = True
+    if result.given_up:
+        common["given_up"] = result.given_up
+    return [{**row, **common, **_fixed(result, row)} for row in rows]
+
+
+def _fixed(result: Reconstruction, row: Row) -> Row:
+    """The share of pixels that the update fixes, where the attack can tell."""
+    match = row.get("matched")
+    return {} if result.fixed is None or match is None else {"fixed": float(result.fixed[match].double().mean())}
+
+
+def settled(result: Result, size: int | None) -> bool:
+    """Whether the attack shows that no other can find more of an update's images.
+
+    It has a picture of each, and either confirms them or satisfies all its equations and says which pixels these fix,
+    nearly all of them: what is left is in no equation.
+
+    Args:
+        result: of the attack.
+        size: how many images the update is of; None if the server does not know.
+    """
+    if isinstance(result, NotApplicable) or result.inputs is None or len(result.inputs) != size:
+        return False
+    if result.verified or result.fixed is None:
+        return bool(result.verified)
+    return float(result.fixed.flatten(1).double().mean(1).min()) >= FIXED
+
+
+def rows_settled(rows: Sequence[Row]) -> bool:
+    """The same of the rows of one update."""
+    if not rows or any(not row.get("candidates") or row["candidates"] != row["images"] for row in rows):
+        return False
+    return all(row.get("verified") or row.get("fixed", 0.0) >= FIXED for row in rows)
+
+
+def confirmed(verified: bool | None, fixed: float | None = None) -> str:
+    """In words, what the attack says of its own result; empty where it can't tell."""
+    if verified is None:
+        return ""
+    if verified:
+        return "confirmed by the attack"
+    return "not confirmed by the attack" if fixed is None else f"{_share(fixed)} of pixels confirmed by the attack"
+
+
+def _share(value: float) -> str:
+    """A share in percent that is 100 only if it is whole."""
+    return "100 %" if value == 1 else f"{min(100 * value, 99.9):.3g} %"
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What the attack noted, each once, with the numbers of the images that it says it of."""
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        if row.get("note"):
+            found.setdefault(row["note"], []).append(number)
+    return [
+        f"of image{'s' * (len(numbers) > 1)} {join([str(number) for number in numbers])} the attack says: {note}"
+        for note, numbers in found.items()
+    ]

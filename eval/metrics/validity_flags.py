@@ -1,0 +1,100 @@
+"""Validity flags: what a reader has to know before trusting a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+
+from eval.metrics.score import NO_IMAGES, NO_RECONSTRUCTION, Row
+from fl.types import ThreatModel
+
+FLAGS = {
+    "non-finite": "The attack produced NaN or infinity, in an image or in its objective; such images are failures.",
+    "unmatched": "There were fewer reconstructions than true images; the images left over count as failures.",
+    "extra-candidates": "There were more reconstructions than true images; scoring kept those that match best.",
+    "objective-never-improved": "A search never got below the objective it started from; its settings fail here.",
+    "below-floor": "Mean PSNR is below that of each image's mean colour: by PSNR no image content is shown to leak.",
+    "labels-given": "The threat model gives the attacker the labels; label accuracy says nothing.",
+    "defence-known": "The attacker knows the defence and its settings, and adapts to it.",
+    "forward-mismatch": "The attacker's model of training does not give the observed update on the true data.",
+    "single-image": "All figures come from one image; there is no interval and no general statement.",
+    "lpips-missing": "LPIPS was asked for and is not available; the rows say what to do.",
+    "ssim-missing": "The images are smaller than the window of SSIM.",
+}
+"""Every flag and its explanation, in the order in which they are listed."""
+
+
+def flags(
+    rows: Sequence[Row],
+    *,
+    histories: Iterable[Sequence[float]] = (),
+    labels_given: bool = False,
+    defence_known: bool = False,
+    forward_error: float | None = None,
+    tolerance: float = 1e-4,
+    image: str = "image",
+) -> list[str]:
+    """The flags that apply to rows of one setting, in the order of `FLAGS`.
+
+    Args:
+        rows: from `eval.metrics.score.score`, over any number of images and seeds.
+        histories: the objective step by step, one sequence per search; analytic attacks have none.
+        labels_given: the threat model's `knows_labels`.
+        defence_known: there is a defence and the threat model says `knows_defense`.
+        forward_error: relative error of `predict(view, truth)` against `view.update`, where it was measured.
+        tolerance: of `forward_error`.
+        image: column that tells images apart across the whole experiment.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError("expected at least one row, got none")
+    searches = [history for history in histories if len(history) > 1]
+    failures = {row["failure"] for row in rows}
+    expected = (NO_RECONSTRUCTION, NO_IMAGES)
+    missing = {name for row in rows for name, reason in row["missing"].items() if reason not in expected}
+    finite = all(math.isfinite(value) for history in searches for value in history)
+    applies = {
+        "non-finite": "non-finite" in failures or not finite or bool(searches and "objective" in missing),
+        "unmatched": "unmatched" in failures,
+        "extra-candidates": any(row["candidates"] > row["images"] for row in rows),
+        "objective-never-improved": any(_stuck(history) for history in searches),
+        "below-floor": _below_floor(rows),
+        "labels-given": labels_given,
+        "defence-known": defence_known,
+        "forward-mismatch": forward_error is not None and not forward_error <= tolerance,
+        "single-image": len({row[image] for row in rows}) == 1,
+        "lpips-missing": any(name.startswith("lpips_") for name in missing),
+        "ssim-missing": "ssim" in missing,
+    }
+    return [name for name in FLAGS if applies[name]]
+
+
+def of_audit(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tolerance: float = 1e-4) -> list[str]:
+    """The validity flags of one attack in an audit, by its rows and what the attacker knows."""
+    if not rows:
+        return []
+    errors = [row["forward_error"] for row in rows if "forward_error" in row]
+    found = flags(
+        rows,
+        histories=[[math.nan if value is None else value for value in row.get("history") or ()] for row in rows],
+        labels_given=threat.knows_labels,
+        defence_known=defended and threat.knows_defense,
+        forward_error=max((math.inf if error is None else error for error in errors), default=None),
+        tolerance=tolerance,
+        image="picture",
+    )
+    return [name for name in found if name != "lpips-missing"]  # an audit does not ask for it
+
+
+def _stuck(history: Sequence[float]) -> bool:
+    """Whether no later value lies below the first (NaN never does)."""
+    return not any(value < history[0] for value in history[1:])
+
+
+def _below_floor(rows: Sequence[Row]) -> bool:
+    """Whether the mean PSNR of the images there are lies below that of their mean colours."""
+    gains = [row["psnr"] - row["floor_mean_psnr"] for row in rows if row["psnr"] is not None]
+    return bool(gains) and fmean(gains) < 0

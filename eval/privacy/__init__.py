@@ -1,0 +1,1 @@
+"""Empirical and theoretical bounds of differential privacy."""

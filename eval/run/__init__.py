@@ -1,0 +1,1 @@
+"""Runs: their plan, cells, folders and results."""

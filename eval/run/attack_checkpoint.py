@@ -1,0 +1,157 @@
+"""What an attack cell has found so far, portion by portion: where a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attacks.base import NotApplicable, Reconstruction, Result
+from eval.run.cache_keys import code
+from fl.runtime.atomic_files import make, replacing
+from fl.simulation.checkpoint import DAMAGED
+from fl.tensors import Tensors, dense, each
+from fl.types import ServerView
+
+TENSORS = ("inputs", "labels", "fixed")
+EVERY = 1.0
+"""Seconds of work that may be lost: what takes less is not worth a file."""
+_TOLD, _PRIVATE = "told", "private"
+log = logging.getLogger(__name__)
+
+
+class Found:
+    """Results by the number of the attacked view, in a folder of their own.
+
+    They count as known where the code that runs now has found them, and in the same updates.
+
+    Args:
+        folder: where they lie; made when the first are kept.
+        views: what is attacked.
+    """
+
+    def __init__(self, folder: Path, views: Sequence[ServerView]) -> None:
+        self.folder = folder
+        self._views, self._marks = views, dict[int, str]()
+        self._open: dict[int, Result] = {}
+        self._one_by_one = threading.Lock()
+        self._last = time.monotonic()
+
+    def keep(self, numbers: Sequence[int], results: Sequence[Result]) -> None:
+        """Write down what came of views that were attacked together, with what else has come since the last time.
+
+        Where that fails (a full disk), the attack goes on, and a run that is stopped has more to do again.
+        """
+        with self._one_by_one:
+            self._open.update(zip(numbers, results, strict=True))
+            if time.monotonic() - self._last < EVERY:
+                return
+            try:
+                self._write(self._open)
+            except OSError as error:
+                log.warning("what the attack has found so far can't be kept in %s: %s", self.folder, error)
+            else:
+                self._open = {}
+            self._last = time.monotonic()
+
+    def _write(self, results: Mapping[int, Result]) -> None:
+        make(self.folder)
+        told = {i: {"mark": self._mark(i), **_plain(result)} for i, result in results.items()}
+        arrays = {f"{i}/{name}": a for i, result in results.items() for name, a in _arrays(result).items()}
+        text = json.dumps({"code": code(), "results": told})
+        with replacing(self.folder / f"{min(results):05d}.npz") as file:
+            np.savez(file, **{_TOLD: np.array(text)}, **arrays)  # type: ignore[arg-type]
+
+    def known(self) -> dict[int, Result]:
+        """What was kept; other code's results are not mixed with those to come."""
+        known: dict[int, Result] = {}
+        for path in sorted(self.folder.glob("*.npz")):
+            try:
+                with np.load(path, allow_pickle=False) as file:
+                    arrays = {name: file[name] for name in file.files}
+                told = json.loads(str(arrays.pop(_TOLD)))
+            except DAMAGED:
+                continue
+            if told["code"] == code():
+                mine = {i: plain for i, plain in told["results"].items() if self._marked(int(i), plain["mark"])}
+                known |= {int(i): _result(plain, _of(i, arrays)) for i, plain in mine.items()}
+        return known
+
+    def _marked(self, number: int, mark: str) -> bool:
+        return number < len(self._views) and self._mark(number) == mark
+
+    def _mark(self, number: int) -> str:
+        """Of a view's update; taken when it is asked for, as most attacks are done before anything is kept."""
+        if number not in self._marks:
+            self._marks[number] = _hash(self._views[number])
+        return self._marks[number]
+
+
+def _hash(view: ServerView) -> str:
+    digest = hashlib.sha256()
+
+    def take(value: Tensor) -> Tensor:
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return value
+
+    for name in sorted(view.update):
+        digest.update(name.encode())
+        each({name: view.update[name]}, take)
+    return digest.hexdigest()
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    if isinstance(result, NotApplicable):
+        return {"reason": result.reason, "limit": result.limit}
+    history = [float(value) for value in result.history]
+    return {
+        "objective": float(result.objective),
+        "history": history,
+        "knowledge": list(result.knowledge),
+        "verified": result.verified,
+        "note": result.note,
+        "given_up": result.given_up,
+    }
+
+
+def _arrays(result: Result) -> dict[str, Any]:
+    if isinstance(result, NotApplicable):
+        return {}
+    found = {name: value for name in TENSORS if (value := getattr(result, name)) is not None}
+    found |= {f"{_PRIVATE}/{name}": dense(value) for name, value in result.private.items()}
+    return {name: value.detach().cpu().numpy() for name, value in found.items()}
+
+
+def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
+    if "reason" in told:
+        return NotApplicable(told["reason"], told["limit"])
+    private: Tensors = {
+        name.removeprefix(f"{_PRIVATE}/"): value for name, value in tensors.items() if name.startswith(f"{_PRIVATE}/")
+    }
+    return Reconstruction(
+        inputs=tensors.get("inputs"),
+        labels=tensors.get("labels"),
+        fixed=tensors.get("fixed"),
+        objective=told["objective"],
+        history=tuple(told["history"]),
+        knowledge=tuple(told["knowledge"]),
+        verified=told["verified"],
+        note=told["note"],
+        given_up=told["given_up"],
+        private=private,
+    )
+
+
+def _of(number: str, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of one result."""
+    own = {name: array for name, array in arrays.items() if name.startswith(f"{number}/")}
+    return {name.removeprefix(f"{number}/"): torch.from_numpy(array) for name, array in own.items()}

@@ -1,0 +1,215 @@
+"""The parts of a run that are computed once: trainings, and attacks on what they send.
+
+A *training cell* is one method under one defence from one seed; an *attack cell* is one attack on what the watched
+clients of such a training send after so many rounds. A cell is known by a hash of everything its numbers depend on: the
+settings, the data, the kind of device and the version of this package; labels and the other cells of a config are not
+among them. So a cell that is finished stays finished, whatever is added around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attacks.base import Attack
+from defenses import Defense, defenses
+from eval.experiment import plugins, yaml_config
+from eval.experiment.serialization import attack_spec, section_spec
+from eval.experiment.spec import Experiment, FederationSpec, Observe, Score
+from eval.metrics.perceptual import Lpips, Perceptual
+from eval.run.federation_data import World
+from fl.data import Source
+from fl.method import Method, methods
+from fl.types import ThreatModel
+
+DIGITS = 12
+"""Of a cell's SHA-256 that make its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """Everything the numbers of one cell depend on.
+
+    Attributes:
+        settings: plain data.
+    """
+
+    settings: dict[str, Any]
+
+    @cached_property
+    def id(self) -> str:
+        """The first digits of the settings' SHA-256."""
+        return short_hash(self.settings)
+
+
+def training_cell(
+    world: World,
+    federation: FederationSpec,
+    method: Method,
+    defense: Defense,
+    seed: int,
+    public: Sequence[str] = (),
+) -> Cell:
+    """The cell of one training; `public` are digests of the data sets that method and defence name."""
+    return Cell(
+        {
+            "kind": "training",
+            "task": section_spec(world.task_spec),
+            "data": world.digest,
+            "federation": _measuring(section_spec(federation)),
+            "method": _without_optimizer(methods.spec(method)),
+            "defense": _spec(defense),
+            "seed": seed,
+            "device": world.device.type,
+            "version": version(),
+            **_public(public),
+        }
+    )
+
+
+def attack_cell(
+    training: Cell,
+    number: int,
+    observed: Method,
+    attack: Attack,
+    threat: ThreatModel,
+    observe: Observe,
+    score: Score,
+    perceptual: Perceptual | None,
+    public: Sequence[str] = (),
+) -> Cell:
+    """The cell of one attack after `number` rounds of a training; `public` are digests of the data that it names."""
+    watched = {key: value for key, value in section_spec(observe).items() if key not in {"rounds", "method"}}
+    if observe.part == "train":  # as in cells from before there was a choice
+        del watched["part"]
+    return Cell(
+        {
+            "kind": "attack",
+            "training": training.id,
+            "round": number,
+            "method": _without_optimizer(methods.spec(observed)),
+            "attack": _as_before(attack_spec(attack), training.settings["defense"]),
+            "threat": _known(section_spec(threat)),
+            "observe": watched,
+            # whether LPIPS can be taken depends on the weights at hand, and so do the figures
+            "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
+            "version": version(),
+            **_public(public),
+        }
+    )
+
+
+def _public(digests: Sequence[str]) -> dict[str, list[str]]:
+    """Nothing where there are none, so that the cells of what names no data are called as they were."""
+    return {"public": [*digests]} if digests else {}
+
+
+def sources(settings: object) -> Iterator[Source]:
+    """The data sets that a method, defence or attack names among its settings, in their order."""
+    if isinstance(settings, Source):
+        yield settings
+    elif isinstance(settings, tuple | list):
+        for item in settings:
+            yield from sources(item)
+    elif is_dataclass(settings):
+        for field in fields(settings):
+            yield from sources(getattr(settings, field.name))
+
+
+LATER = frozenset({"compiled", "clamped", "balance"})
+"""Settings of attacks that came after the first cells, and change nothing where they are off (0)."""
+
+
+def _as_before(attack: dict[str, Any], defense: object) -> dict[str, Any]:
+    """`attack` without `LATER` settings that are off, as in cells from before there were these.
+
+    Noise once weighed tensors itself, so under noise no balance is another attack than what had none to set.
+    """
+    return _without_off(attack, LATER - {"balance"} if "noise" in _names(defense) else LATER)
+
+
+def _known(threat: dict[str, Any]) -> dict[str, Any]:
+    """A threat model's settings; without a known optimiser, as in cells from before it could be unknown."""
+    return {key: value for key, value in threat.items() if key != "knows_optimizer" or not value}
+
+
+CHOSE_OPTIMIZER = frozenset({"hfedf", "hfedf-latent", "hyperfedzero", "hypergenfl"})
+"""Methods whose settings named an optimiser when the others' did not yet."""
+
+
+def _without_optimizer(method: dict[str, Any]) -> dict[str, Any]:
+    """A method's settings without an optimiser of SGD, as in cells from before there was a choice."""
+    if method.get("optimizer") != "sgd" or method["name"] in CHOSE_OPTIMIZER:
+        return method
+    return {key: value for key, value in method.items() if key != "optimizer"}
+
+
+def _without_off(spec: dict[str, Any], later: frozenset[str]) -> dict[str, Any]:
+    kept = {key: value for key, value in spec.items() if not (key in later and not value)}
+    nested = {key: value for key, value in kept.items() if isinstance(value, dict) and "name" in value}
+    return {**kept, **{key: _without_off(value, later) for key, value in nested.items()}}
+
+
+def _names(spec: object) -> Iterator[str]:
+    """Of everything that settings name, however deep."""
+    if isinstance(spec, dict):
+        yield str(spec.get("name"))
+    for part in spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else ():
+        yield from _names(part)
+
+
+def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
+    """A federation's settings with `measures` in order; without, as in cells from before there were, where none is."""
+    rest = {key: value for key, value in federation.items() if key != "measures"}
+    return {**rest, "measures": sorted(measures)} if (measures := federation.get("measures")) else rest
+
+
+def run_id(experiment: Experiment) -> str:
+    """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
+    plain = {key: value for key, value in yaml_config.plain(experiment).items() if key != "imports"}
+    plain |= {"method": [*map(_without_optimizer, plain["method"])], "threat": _known(plain["threat"])}
+    return short_hash({"config": plain, "version": version()})
+
+
+def short_hash(value: Any) -> str:
+    """The first digits of the SHA-256 of plain data as canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+@cache
+def version() -> str:
+    """The package's version."""
+    return metadata.version("hyperleak")
+
+
+def code() -> str:
+    """A hash of the source, imported modules included: says whether the code that runs now computed a cell."""
+    digest = _package().copy()
+    for name, source in sorted(plugins.sources().items()):
+        digest.update(f"{name}\0".encode() + source)
+    return digest.hexdigest()[:DIGITS]
+
+
+@cache
+def _package() -> hashlib._Hash:
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for package in ("fl", "defenses", "attacks", "eval"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest
+
+
+def _spec(defense: Defense) -> dict[str, Any]:
+    """A defence's settings; one that is not registered (made in Python) is known by its class and fields."""
+    try:
+        return defenses.spec(defense)
+    except ValueError:
+        return {"name": type(defense).__qualname__, "settings": repr(defense)}

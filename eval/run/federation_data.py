@@ -1,0 +1,215 @@
+"""The data of an experiment, on the device: all images, who holds which, and whom the attacker watches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from eval.experiment.spec import FederationSpec, Observe, TaskSpec
+from fl.aggregated_view import Division
+from fl.data import Dataset
+from fl.data.augment import Augmentation
+from fl.data.partitions.base import Partition
+from fl.registry import UnknownNameError
+from fl.seeds import stream
+from fl.simulation.federation import ClientData
+from fl.types import Batch, Task
+
+
+@dataclass(frozen=True)
+class Victim:
+    """One watched update.
+
+    Attributes:
+        client: number of the client; of a group the first.
+        samples: which images of the data set it is computed from (n,) int64.
+        data: these images.
+        part: of the data set, that they are numbered in: "train" or "test".
+        others: what is aggregated with it before the server sees anything (secure aggregation).
+    """
+
+    client: int
+    samples: Tensor
+    data: Batch
+    part: str = "train"
+    others: tuple[Victim, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """A name for it, the same in every run."""
+        own = self.named(",".join(map(str, self.samples.tolist())))
+        return "+".join([own, *(other.key for other in self.others)])
+
+    def named(self, images: str) -> str:
+        """Images by client and number; a test image has a number that a training image may have, too."""
+        return f"{self.client}:{images}" if self.part == "train" else f"{self.client}:{self.part}/{images}"
+
+    @property
+    def group(self) -> tuple[Victim, ...]:
+        """The update and those aggregated with it."""
+        return (self, *self.others)
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Images, clients and the network they train.
+
+    Attributes:
+        task_spec: what is learnt.
+        augment: how images are changed before they are fed in training; None leaves them.
+        dataset: all images, on the device.
+        partition: who holds which.
+        digest: of images, labels, names of classes and partition, in hexadecimal.
+        device: where everything is computed.
+    """
+
+    task_spec: TaskSpec
+    augment: Augmentation | None
+    dataset: Dataset
+    partition: Partition
+    digest: str
+    device: torch.device
+
+    def task(self, seed: int) -> Task:
+        """The task with the network that `seed` starts from."""
+        task = self.task_spec.model.task(num_classes=self.dataset.num_classes, seed=seed)
+        return task.to(device=self.device)
+
+    @cached_property
+    def clients(self) -> list[ClientData]:
+        """The images of every client."""
+        pairs = zip(self.partition.train, self.partition.test, strict=True)
+        return [ClientData(self.dataset.train.take(a), self.dataset.test.take(b), self.augment) for a, b in pairs]
+
+    def reference(self, victims: Sequence[Victim]) -> Batch | None:
+        """Training images that no watched client holds: what an attacker may have had before, or None."""
+        free = torch.ones(len(self.dataset.train), dtype=torch.bool)
+        for victim in victims:
+            for member in victim.group:
+                free[self.partition.train[member.client]] = False
+        if not free.any():
+            return None
+        return Batch(self.dataset.train.inputs[free].cpu(), self.dataset.train.labels[free].cpu())
+
+    def victims(self, observe: Observe, division: Division | None = None) -> tuple[Victim, ...]:
+        """Whom the attacker watches: of each group one update after the other, however many of it are named.
+
+        Args:
+            observe: the settings.
+            division: which clients are aggregated before the server sees anything; None is each on its own.
+
+        Raises:
+            ValueError: there is no such client, class, number of images or group.
+        """
+        found: list[Victim] = []
+        for group in self._groups(observe, division):
+            each = [self._watched(observe, client) for client in group]
+            if len({len(own) for own in each}) > 1:
+                counts = ", ".join(f"{len(own)} of client {client}" for own, client in zip(each, group, strict=True))
+                raise ValueError(
+                    f"observe: expected as many updates of every client of a group, got {counts}; set observe.images"
+                )
+            found += [replace(first, others=tuple(others)) for first, *others in zip(*each, strict=True)]
+        return tuple(found)
+
+    def _groups(self, observe: Observe, division: Division | None) -> list[range]:
+        """The watched clients with those aggregated with them, each group once."""
+        for client in observe.clients:
+            if client >= len(self.partition):
+                raise ValueError(f"observe.clients: expected numbers below {len(self.partition)}, got {client}")
+        if division is None:
+            return [range(client, client + 1) for client in observe.clients]
+        try:
+            return list(dict.fromkeys(division.of(client) for client in observe.clients))
+        except ValueError as error:
+            raise ValueError(f"defense: {error}") from error
+
+    def _watched(self, observe: Observe, client: int) -> list[Victim]:
+        """The updates of one client."""
+        classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
+        whole: Batch = getattr(self.dataset, observe.part)
+        own: Tensor = getattr(self.partition, observe.part)[client]
+        if len(classes):
+            own = own[torch.isin(whole.labels.cpu()[own], classes)]
+        own = own[torch.randperm(len(own), generator=stream(observe.seed, "observe", client))]
+        count = observe.images or len(own)
+        if not len(own) or count > len(own):
+            held = f"{len(own)} {'training' if observe.part == 'train' else 'test'} images of client {client}"
+            raise ValueError(f"observe.images: expected at most the {held}, got {count}")
+        samples = own[:count].split(observe.batch_size or count)
+        return [Victim(client, chosen, whole.take(chosen), observe.part) for chosen in samples]
+
+
+def device_of(name: str) -> torch.device:
+    """The device called `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:1`.
+
+    A GPU is told to compute convolutions in single precision. By default it cuts their factors to TF32's eleven bits,
+    and an update that is off by 1e-3 hides what an exact inversion reads from it.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    kind = name.partition(":")[0]
+    if kind not in {"auto", "cpu", "cuda"}:
+        raise ValueError(f"expected device auto, cpu or cuda, got {name!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("expected a CUDA device, found none; use --device cpu")
+    if kind == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu":
+        torch.backends.cudnn.allow_tf32 = False
+    return torch.device(name)
+
+
+def load(task: TaskSpec, federation: FederationSpec, device: torch.device, loaded: Dataset | None = None) -> World:
+    """Read the data (unless given as `loaded`) and split it.
+
+    Raises:
+        ValueError: network or partition do not fit the data.
+        FileNotFoundError: the data set is not there; says how to get it.
+    """
+    dataset = loaded or task.dataset.load()
+    wanted = tuple(task.model.input_shape)
+    if wanted != dataset.input_shape:
+        raise ValueError(
+            f"task.model: expected input_shape {list(dataset.input_shape)} for data set {dataset.name!r}, got "
+            f"{list(wanted)}; change the model's input_shape, or the data set's size if it has one"
+        )
+    partition = federation.partition(dataset)
+    train, test = (Batch(part.inputs.to(device), part.labels.to(device)) for part in (dataset.train, dataset.test))
+    moved = replace(dataset, train=train, test=test)
+    augment = None if type(federation.augment) is Augmentation else federation.augment
+    return World(task, augment, moved, partition, digest_of(dataset, partition.digest), device)
+
+
+def digest_of(dataset: Dataset, *more: str) -> str:
+    """SHA-256 of all that is fed, with shapes and types: the same bytes may stand for other images.
+
+    Args:
+        dataset: images, labels and names of classes.
+        more: what else is part of it.
+    """
+    digest = hashlib.sha256(json.dumps([*more, list(dataset.class_names)]).encode())
+    for part in (dataset.train, dataset.test):
+        for values in (part.inputs, part.labels):
+            digest.update(json.dumps([str(values.dtype), list(values.shape)]).encode())
+            digest.update(values.contiguous().cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def _classes(wanted: Sequence[int | str], names: Sequence[str]) -> Iterator[int]:
+    for item in wanted:
+        if isinstance(item, str):
+            if item not in names:
+                raise UnknownNameError("class in observe.classes", item, list(names))
+            yield names.index(item)
+        elif 0 <= item < len(names):
+            yield item
+        else:
+            raise ValueError(f"observe.classes: expected labels in [0, {len(names)}), got {item}")

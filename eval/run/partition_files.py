@@ -1,0 +1,66 @@
+"""Who holds which images in a run, left for readers: lists, the same in words, and whether clients share any.
+
+`partitions/1.json` has the index lists and their digest as `fl.data.partitions.base.Partition.load` reads them, beside
+them the methods that were trained on them; `partitions/1.txt` says it in words. A run has one of each for every data
+set that it splits and every way in which it does; neither depends on what was computed, or where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.io import jsonl
+from eval.run.federation_data import World
+from eval.run.plan import Plan
+from fl.data.partitions import overlap
+from fl.runtime.atomic_files import replacing_folder
+
+FOLDER = "partitions"
+
+
+def worlds(plan: Plan) -> list[tuple[World, dict[str, Any]]]:
+    """The different partitions of a run, each with what its file says beside the lists (see `notes`)."""
+    found: dict[str, tuple[World, dict[str, None]]] = {}
+    for training in plan.trainings:
+        found.setdefault(training.world.digest, (training.world, {}))[1][training.method.label] = None
+    return [(world, _about(world, methods)) for world, methods in found.values()]
+
+
+def write(plan: Plan, folder: Path) -> None:
+    """Put the partitions of a run in place of those that were in its folder."""
+    with replacing_folder(folder / FOLDER) as new:
+        for number, (world, about) in enumerate(worlds(plan), 1):
+            world.partition.save(new / f"{number}.json", world.dataset, about)
+            words = [f"methods: {', '.join(about['methods'])}"]
+            words += overlap.lines(overlap.report(world.partition, world.dataset))
+            jsonl.write_text(new / f"{number}.txt", "\n".join(words) + "\n")
+
+
+def notes(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence on every partition in which clients share images.
+
+    Args:
+        found: for each partition of the run the labels of its `methods`, how many `images` there are, and how many of
+            them are `shared`, in the parts `train` and `test`.
+    """
+    said = []
+    for number, about in enumerate(found, 1):
+        shared = [
+            f"{about['shared'][part]} of {about['images'][part]} {name} images"
+            for part, name in (("train", "training"), ("test", "test"))
+            if about["shared"][part]
+        ]
+        if shared:
+            whose = f" ({', '.join(about['methods'])})" if len(found) > 1 else ""
+            said.append(
+                f"Clients share images{whose}: {' and '.join(shared)} belong to more than one client, so that accuracy "
+                f"and leakage of different clients are not independent; {FOLDER}/{number}.txt says who shares how many."
+            )
+    return said
+
+
+def _about(world: World, methods: Iterable[str]) -> dict[str, Any]:
+    images = {"train": len(world.dataset.train), "test": len(world.dataset.test)}
+    return {"methods": list(methods), "images": images, "shared": world.partition.overlap}

@@ -1,0 +1,284 @@
+"""What an experiment comes to: its cells in canonical order, checked as far as can be without training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from attacks.base import Attack
+from defenses import Defense
+from eval.experiment import sweep
+from eval.experiment.serialization import section_spec
+from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe
+from eval.metrics.perceptual import Perceptual, load_lpips
+from eval.run import auxiliary_overlap
+from eval.run.assembly_check import MISFITS, put_together
+from eval.run.cache_keys import Cell, attack_cell, sources, training_cell
+from eval.run.federation_data import Victim, World, device_of, digest_of, load
+from fl.aggregated_view import Division
+from fl.client import Client
+from fl.data import Dataset, datasets
+from fl.method import Method
+from fl.simulation.federation import asked
+from fl.types import Task, ThreatModel
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """Whom the attacker watches, and what they run while it does.
+
+    Attributes:
+        observe: the settings.
+        victims: the watched updates.
+        method: the method in the observed round.
+        threat: what the server knows.
+    """
+
+    observe: Observe
+    victims: tuple[Victim, ...]
+    method: Method
+    threat: ThreatModel
+
+
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """One attack after a round.
+
+    Attributes:
+        attack: which.
+        round: how many rounds were trained before.
+        scene: on whom.
+        cell: where the results go.
+    """
+
+    attack: Entry[Attack]
+    round: int
+    scene: Scene
+    cell: Cell
+
+    @property
+    def past(self) -> range:
+        """Rounds before it in which the attacker saw the same clients, oldest first."""
+        return range(max(0, self.round - self.scene.threat.rounds), self.round)
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """One method under one defence from one seed, and the attacks on it.
+
+    Attributes:
+        method: which, under its label.
+        defense: likewise.
+        seed: of the network and of everything random.
+        world: the data.
+        federation: for how long it is trained, and how.
+        cell: where the results go.
+        watches: by round, then as the attacks stand in the config.
+        name: what the progress and the timings call it.
+    """
+
+    method: Entry[Method]
+    defense: Entry[Defense]
+    seed: int
+    world: World
+    federation: FederationSpec
+    cell: Cell
+    watches: tuple[Watch, ...]
+    name: str
+
+    @staticmethod
+    def looked_at(watches: Iterable[Watch]) -> set[int]:
+        """After which rounds these watches see clients."""
+        return {number for watch in watches for number in (*watch.past, watch.round)}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """An experiment with its data: ready to run.
+
+    Attributes:
+        experiment: the settings.
+        trainings: in the order in which their results are listed.
+        perceptual: LPIPS, or why there is none; None if it is off.
+        device: where everything is computed.
+    """
+
+    experiment: Experiment
+    trainings: tuple[Training, ...]
+    perceptual: Perceptual | None
+    device: torch.device
+
+    def cells(self) -> Iterator[tuple[str, Cell]]:
+        """Every cell under a name for people, in order."""
+        for training in self.trainings:
+            yield training.name, training.cell
+            for watch in training.watches:
+                yield f"{training.name}: {watch.attack.label} after round {watch.round}", watch.cell
+
+
+def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
+    """Load the data, split it, choose whom to watch, and check that everything fits together.
+
+    Raises:
+        ValueError: settings that don't fit each other or the data; says which.
+        FileNotFoundError: the data set is not there; says how to get it.
+    """
+    settings, perceptual = experiment.score, None
+    if settings.lpips != "off":
+        net = None if settings.lpips == "auto" else settings.lpips
+        perceptual = load_lpips(net, allow_download=settings.download)
+    maker = _Maker(experiment, device_of(device), perceptual)
+    trainings = [
+        maker.training(seed, method, defense)
+        for seed in experiment.seeds
+        for method in experiment.method
+        for defense in experiment.defense
+    ]
+    return Plan(experiment, tuple(trainings), perceptual, maker.device)
+
+
+def count(experiment: Experiment) -> tuple[int, int]:
+    """How many trainings and attacks (each after a round of a training) the experiment comes to; loads no data.
+
+    Raises:
+        ValueError: settings that don't fit each other.
+    """
+    attacked = 0
+    for method in experiment.method:
+        for attack in experiment.attack:
+            if not attack.against or method.label in attack.against:
+                attacked += len(_watched(sweep.part(experiment, method, attack), method))
+    times = len(experiment.seeds) * len(experiment.defense)
+    return times * len(experiment.method), times * attacked
+
+
+def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
+    """After how many rounds clients are watched: where nothing else is asked for, before the last update they send.
+
+    Raises:
+        ValueError: a round before which every client has sent its last update.
+    """
+    bound = method.item.takes_part
+    if bound is None or part.federation.rate < 1:
+        return part.rounds
+    if not part.observe.rounds:
+        return (min(bound - 1, *part.rounds),)
+    if late := [number for number in part.rounds if number >= bound]:
+        raise ValueError(
+            f"observe.rounds: expected at most {bound - 1} for {method.label!r}, whose clients send nothing after "
+            f"{bound} rounds (method.rounds), got {late}"
+        )
+    return part.rounds
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the parts of a plan; what several of them share is made once."""
+
+    experiment: Experiment
+    device: torch.device
+    perceptual: Perceptual | None
+    loaded: dict[str, Dataset] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    worlds: dict[str, World] = field(default_factory=dict)
+    scenes: dict[str, Scene] = field(default_factory=dict)
+    checked: set[str] = field(default_factory=set)
+
+    def training(self, seed: int, method: Entry[Method], defense: Entry[Defense]) -> Training:
+        """One training with its attacks."""
+        own = sweep.part(self.experiment, method, None)
+        world = self._world(own)
+        task = world.task(self.experiment.seeds[0])
+        every, outsiders = len(world.partition), own.federation.outsiders
+        if outsiders >= every:
+            raise ValueError(f"federation.outsiders: expected fewer than the {every} clients, got {outsiders}")
+        self._check(task, method.item, defense, f"method {method.label!r}", own.federation, every - outsiders)
+        known = self._public(method.item, defense.item)
+        cell = training_cell(world, own.federation, method.item, defense.item, seed, known)
+        watches = []
+        for attack in self.experiment.attack:
+            if attack.against and method.label not in attack.against:
+                continue
+            part = sweep.part(self.experiment, method, attack)
+            scene = self._scene(part, world, method.label, defense.item.group)
+            self._check(task, scene.method, defense, f"observe.method {method.label!r}")
+            self._refuse(attack, scene, world)
+            for number in _watched(part, method):
+                settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
+                made = attack_cell(cell, number, *settings, public=self._public(attack.item))
+                watches.append(Watch(attack, number, scene, made))
+        watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
+        name = self._name(seed, method.label, defense.label)
+        return Training(method, defense, seed, world, own.federation, cell, tuple(watches), name)
+
+    def _refuse(self, attack: Entry[Attack], scene: Scene, world: World) -> None:
+        """Once for all seeds, methods and defences that are watched on the same images: others are read for it."""
+        key = f"{attack.item!r} {id(world)} {[victim.key for victim in scene.victims]}"
+        if key not in self.checked:
+            watched = (member.data.inputs for victim in scene.victims for member in victim.group)
+            auxiliary_overlap.refuse(attack.item, attack.label, watched)
+            self.checked.add(key)
+
+    def _name(self, seed: int, method: str, defense: str) -> str:
+        defended = "" if defense == "none" else f" + {defense}"
+        return f"{method}{defended}" + (f" (seed {seed})" if len(self.experiment.seeds) > 1 else "")
+
+    def _public(self, *named: object) -> list[str]:
+        """Digests of the data that methods, defences or attacks name, as they are now."""
+        found = []
+        for source in sources(named):
+            key = json.dumps(datasets.spec(source))
+            if key not in self.digests:
+                self.digests[key] = digest_of(self.loaded.get(key) or source.load())
+            found.append(self.digests[key])
+        return found
+
+    def _world(self, own: Experiment) -> World:
+        source = json.dumps(datasets.spec(own.task.dataset))
+        federation = section_spec(own.federation)
+        key = json.dumps([section_spec(own.task), federation["partition"], federation["augment"]])
+        if key not in self.worlds:
+            if source not in self.loaded:
+                self.loaded[source] = own.task.dataset.load()
+            self.worlds[key] = load(own.task, own.federation, self.device, self.loaded[source])
+        return self.worlds[key]
+
+    def _scene(self, part: Experiment, world: World, method: str, size: int) -> Scene:
+        participants = len(world.partition) - part.federation.outsiders
+        division = Division(size=size, participants=participants, asked=asked(part.federation.rate, participants))
+        key = json.dumps([id(world), method, section_spec(part.observe), asdict(division)])
+        if key not in self.scenes:
+            found = part.observed_methods()[method]
+            victims = world.victims(part.observe, division)
+            self.scenes[key] = Scene(part.observe, victims, found, part.threat)
+        return self.scenes[key]
+
+    def _check(
+        self,
+        task: Task,
+        method: Method,
+        defense: Entry[Defense],
+        where: str,
+        federation: FederationSpec | None = None,
+        clients: int = 1,
+    ) -> None:
+        """Put everything together as training does, so that what does not fit is said before any training.
+
+        Raises:
+            ValueError: a setting of the method or what it makes of the model; says of which method.
+        """
+        key = f"{where} {defense.label} {method!r} {federation!r} {clients}"
+        if key in self.checked:
+            return
+        try:
+            if idle := [phase for phase in method.phases(task, 0) if phase.epochs == 0]:
+                raise ValueError(f"expected epochs >= 1, got {idle[0].epochs}")
+            client = Client(task, method, defense.item)
+            if federation is not None:  # else it is observed alone, and nothing is trained by it
+                put_together(client, federation, clients)
+        except MISFITS as error:
+            raise ValueError(f"{where}: {error or type(error).__name__}") from error
+        self.checked.add(key)

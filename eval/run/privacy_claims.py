@@ -1,0 +1,209 @@
+"""What differential privacy a training may claim, and what follows of it for the attacks: plain data for a run's files.
+
+A claim is that of the method, or else of its defence, for the rounds that clients took part in. What an attacker of one
+update sees of a record is more than that update: the weights it was sent come from rounds in which the record took
+part. Both are charged before anything is said of what an attack can reach.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import cached_property
+from pathlib import Path
+
+from eval.io import jsonl
+from eval.metrics.score import Row
+from eval.privacy import canaries
+from eval.privacy.reconstruction_robustness import from_charges
+from eval.run.federation_data import Victim
+from eval.run.plan import Training, Watch
+from fl.client import Client
+from fl.defense import overrides
+from fl.method import Method
+from fl.privacy.accounting import Charge, PrivacyStatement, merged, spent
+from fl.privacy.private_method import Private
+
+CLAIM = "privacy.json"
+"""In a training's cell; `null` where the method claims nothing."""
+BOUND, OF_UPDATE, EPSILON = "identified_bound", "identified_bound_update", "identified_epsilon"
+"""Columns of an attacked image: how often anybody can name it at most, from all that is seen and from the update alone,
+and the epsilon of all that is seen."""
+UNALIKE = {"domains": "clients hold images of different domains, so that candidates can be told apart by their style"}
+"""Partitions under which images of a class are not alike across clients, and why."""
+
+
+def write(training: Training, rounds: Sequence[Row], folder: Path) -> None:
+    """Keep a training's claim in its cell."""
+    jsonl.write_text(folder / CLAIM, json.dumps(claim(training, rounds), indent=2, allow_nan=False) + "\n")
+
+
+def read(folder: Path, training: Training, rounds: Sequence[Row]) -> Row | None:
+    """A training's claim from its cell; of one that was trained before claims were kept, without an audit."""
+    path = folder / CLAIM
+    if not path.is_file():
+        return claim(training, rounds, audit=False)
+    found: Row | None = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def claim(training: Training, rounds: Sequence[Row], *, audit: bool = True) -> Row | None:
+    """The columns of `PrivacyStatement`, with the rounds charged and what an audit by canaries found.
+
+    Args:
+        training: whose method and defence.
+        rounds: its rows of `rounds.jsonl`.
+        audit: whether to audit, which takes some 10 ms for every noisy step of a client, at client level 0.1 s a round.
+
+    Returns:
+        None where the method claims nothing.
+    """
+    world = training.world
+    clients = range(len(world.clients) - training.federation.outsiders)
+    taken = participations(rounds)
+    most, sizes = max((taken[c] for c in clients), default=0), [len(world.clients[c].train) for c in clients]
+    statement = said(training, training.method.item, sizes, most)
+    if statement is None:
+        return None
+    row: Row = {**_plain(statement), "rounds": most, "audit": None, "missing": {}}
+    if statement.epsilon is None:
+        row["missing"]["audit"] = "there is no epsilon to hold it against"
+    elif not audit:
+        row["missing"]["audit"] = "the training is older than this audit; remove its cell and run it again"
+    else:
+        try:
+            row["audit"] = asdict(_audited(training, sizes, most))
+        except ValueError as error:
+            row["missing"]["audit"] = str(error)
+    return row
+
+
+def participations(rounds: Sequence[Row], until: int | None = None) -> Counter[int]:
+    """In how many rounds each client took part, up to round `until`."""
+    return Counter(c for row in rounds if until is None or row["round"] <= until for c in row["clients"])
+
+
+def said(training: Training, method: Method, sizes: Sequence[int], rounds: int) -> PrivacyStatement | None:
+    """What a method of the training claims under its defence, or the defence where the method claims nothing.
+
+    Args:
+        training: whose task and defence.
+        method: as it is trained, or as it is watched.
+        sizes: the clients' numbers of images.
+        rounds: how many a client took part in, at most.
+    """
+    defense = training.defense.item
+    own = method.privacy(sizes, rounds, defense)
+    if own is not None or not overrides(defense, "privacy"):
+        return own
+    return defense.privacy(Client(training.world.task(training.seed), method, defense), sizes, rounds)
+
+
+def _audited(training: Training, sizes: Sequence[int], rounds: int) -> canaries.Canaries:
+    """By canaries, of the noisy steps of the method or of the defence, whichever claims something."""
+    method, defense = training.method.item, training.defense.item
+    if isinstance(method, Private):
+        return canaries.audit(method, sizes, rounds, seed=training.seed)
+    client = Client(training.world.task(training.seed), method, defense)
+    return canaries.audit_defense(client, sizes, rounds, seed=training.seed)
+
+
+def of_row(row: Mapping[str, object]) -> PrivacyStatement:
+    """The statement that a claim was made of."""
+    return PrivacyStatement(**{field.name: row[field.name] for field in fields(PrivacyStatement)})  # type: ignore[arg-type]
+
+
+def _plain(statement: PrivacyStatement) -> Row:
+    """A statement in values that JSON has."""
+    if statement.epsilon is not None and not math.isfinite(statement.epsilon):
+        reason = "there is so little noise that no finite epsilon can be proved"
+        statement = replace(statement, epsilon=None, epsilon_rdp=None, reason=reason)
+    if statement.epsilon_rdp is not None and not math.isfinite(statement.epsilon_rdp):
+        statement = replace(statement, epsilon_rdp=None)
+    return asdict(statement)
+
+
+class Ceilings:
+    """How often an image can be named at most, of all updates of a training that are watched.
+
+    Args:
+        training: whose.
+        rounds: its rows of `rounds.jsonl`.
+    """
+
+    def __init__(self, training: Training, rounds: Sequence[Row]) -> None:
+        self.training, self.rounds = training, rounds
+
+    @cached_property
+    def claims(self) -> PrivacyStatement | None:
+        """What method or defence claim for one round of one image; None where there is nothing to be said."""
+        return said(self.training, self.training.method.item, [1], 1)
+
+    def of(self, watch: Watch, rows: Sequence[Row]) -> list[Row]:
+        """An attack's rows with `BOUND`, `OF_UPDATE` and `EPSILON` wherever an image could be named."""
+        if self.claims is None:
+            return [*rows]
+        named = {row["update"] for row in rows if "identified_among" in row}
+        reason = (self.obstacle or self._objection(watch)) if named else ""
+        charged: dict[str, list[tuple[tuple[Charge, ...], Charge]]] = {}
+        if not reason:
+            taken = participations(self.rounds, watch.round)
+            groups = {victim.key: victim.group for victim in watch.scene.victims}
+            charged = {key: [self._charges(watch, member, taken) for member in groups[key]] for key in named}
+        return [self._with(row, reason, charged) if "identified_among" in row else row for row in rows]
+
+    def _with(self, row: Row, reason: str, charged: Mapping[str, list[tuple[tuple[Charge, ...], Charge]]]) -> Row:
+        if reason:
+            return {**row, BOUND: None, "missing": {**row.get("missing", {}), BOUND: reason}}
+        assert self.claims is not None
+        chance, delta = 1 / row["identified_among"], self.claims.delta
+        found = charged[row["update"]]
+        return {
+            **row,
+            BOUND: max(from_charges(chance, merged([*before, update])) for before, update in found),
+            OF_UPDATE: max(from_charges(chance, (update,)) for _, update in found),
+            EPSILON: max(spent([*before, update], delta) for before, update in found),
+        }
+
+    @cached_property
+    def obstacle(self) -> str:
+        """Why nothing bounds how often an image is named, whatever the method; empty where something does."""
+        name = getattr(self.training.federation.partition, "name", "")
+        if name in UNALIKE:
+            return f"{UNALIKE[name]}; use a partition by classes"
+        if shared := self.training.world.partition.overlap["train"]:
+            return f"{shared} images are held by several clients, and each tells of them; use disjoint ones"
+        return ""
+
+    def _objection(self, watch: Watch) -> str:
+        """Why no guarantee holds against this attacker."""
+        for statement in (self.claims, said(self.training, watch.scene.method, [1], 1)):
+            if statement is None or statement.reason:
+                return statement.reason if statement is not None else "the observed round claims nothing"
+            if statement.unit == "client":
+                return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
+        if watch.scene.threat.knows_draws and isinstance(watch.scene.method, Private):
+            return "the attacker knows the noise (threat.knows_draws), which no guarantee survives"
+        if watch.scene.observe.part == "test" and watch.round:
+            return (
+                "candidates were trained on and the watched images were not (observe.part), which may tell them apart"
+            )
+        return ""
+
+    def _charges(self, watch: Watch, member: Victim, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:
+        """What one client's record is in: the rounds before, and the update or updates that the attacker sees.
+
+        Sampling hides nothing from who knows which images are in a step, or how many.
+        """
+        method, scene = self.training.method.item, watch.scene
+        size = len(self.training.world.clients[member.client].train)
+        before = said(self.training, method, [size], rounds[member.client])
+        update = said(self.training, scene.method, [len(member.data)], 1)
+        assert before is not None
+        assert update is not None
+        rate = 1.0 if scene.threat.knows_schedule or scene.threat.knows_order else update.rate
+        seen = Charge(update.noise_multiplier, rate, update.steps * (1 + len(watch.past)))
+        return (Charge(before.noise_multiplier, before.rate, before.steps),), seen

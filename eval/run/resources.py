@@ -1,0 +1,64 @@
+"""What of the machine is this process's to use: cores and memory, also inside a container."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from fl.runtime.workers import threads
+
+EACH = 2 * 2**30
+"""Bytes of memory that a worker process is taken to need: PyTorch, the images, a model's updates."""
+GROUP, KERNEL = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
+
+
+def settle(asked: int | None, device: torch.device) -> int:
+    """Processes to use, as asked or as many as do good; on a CPU this one gets a worker's number of threads.
+
+    So the number of processes changes no bit of a result.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(threads())
+    return workers(device) if asked is None else asked
+
+
+def workers(device: torch.device) -> int:
+    """As many processes as there are cores and memory for; one on a GPU."""
+    if device.type != "cpu":
+        return 1
+    free = memory()
+    room = cores() if free is None else free // EACH
+    return max(1, min(cores() // threads(), room))
+
+
+def cores() -> int:
+    """Those this process may run on, within its container's share of time."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(GROUP / "cpu.max").partition(" ")
+    if not quota:  # the older kind of control groups
+        quota, period = (_read(GROUP / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if quota.isdecimal() and period.isdecimal() and int(period):
+        allowed = min(allowed, int(quota) // int(period))
+    return max(allowed, 1)
+
+
+def memory() -> int | None:
+    """Bytes that are free or hold files that were read, within the container's limit; None where nothing tells."""
+    known = [line.split()[1] for line in _read(KERNEL).splitlines() if line.startswith("MemAvailable:")]
+    free = [int(value) * 1024 for value in known]
+    for place, names in ((GROUP, ("max", "current")), (GROUP / "memory", ("limit_in_bytes", "usage_in_bytes"))):
+        limit, used = (_read(place / f"memory.{name}") for name in names)
+        if limit.isdecimal() and used.isdecimal():
+            stat = dict(line.split() for line in _read(place / "memory.stat").splitlines() if len(line.split()) == 2)
+            files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            free.append(max(int(limit) - int(used) + files, 0))
+    return min(free, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # not this kind of system
+        return ""

@@ -1,0 +1,232 @@
+"""What a run leaves for readers, put together from its finished cells in canonical order.
+
+`config.yaml` (every setting), `env.json` (versions and machine), `rounds.jsonl` (a line per round), `images.jsonl` (a
+line per attacked image), `privacy.jsonl` (a line per training that claims differential privacy), `table.md`, under
+`partitions/` who holds which images, and under `images/` a PNG (originals above, reconstructions below) and an `.npz`
+for every attack. The same cells give the same bytes, however often the run was stopped on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.utils import save_image
+
+from eval import report
+from eval.experiment import yaml_config
+from eval.experiment.spec import ACCURACIES
+from eval.io import jsonl, manifest
+from eval.metrics.score import Row
+from eval.report import privacy, results_table
+from eval.report.load import PRIVACY, load, picture_names, read_pictures
+from eval.report.overview import Numbered, other_code
+from eval.report.results_table import Table
+from eval.report.summary import NOT_ATTACKED
+from eval.run import partition_files, privacy_claims
+from eval.run.attack_cell import IMAGES, PICTURES
+from eval.run.plan import Plan, Training
+from eval.run.run_directory import RunDir
+from eval.run.runner import Failure
+from eval.run.training_cell import ROUNDS
+from fl.runtime.atomic_files import replacing, scratch
+
+CONFIG, ENVIRONMENT, TABLE, PICTURED = "config.yaml", "env.json", "table.md", "images"
+log = logging.getLogger(__name__)
+NOTHING = "no attack was asked for"
+_PACKAGES = ("hyperleak", "torch", "torchvision", "numpy", "scipy", "scikit-image", "lpips", "opacus")
+
+
+def assemble(plan: Plan, folder: RunDir) -> list[Row]:
+    """Write the files for readers, but for the table; returns the rows of `images.jsonl`."""
+    with jsonl.locked(folder.path), scratch(folder.path / "readers") as new:
+        rows = _assemble(plan, folder, new)
+        manifest.put(new, folder.path, folder.about_run())
+    return rows
+
+
+def _assemble(plan: Plan, folder: RunDir, path: Path) -> list[Row]:
+    """All of them, into the folder `path`."""
+    jsonl.write_text(path / CONFIG, yaml_config.dump(plan.experiment))
+    jsonl.write_text(path / ENVIRONMENT, json.dumps(environment(str(plan.device)), indent=2) + "\n")
+    done = [training for training in plan.trainings if folder.finished(training.cell)]
+    rounds = {training: _rounds(training, folder) for training in done}
+    jsonl.replace_rows(path / ROUNDS, [row for rows in rounds.values() for row in rows])
+    images = [row for training in done for row in _images(training, folder, rounds[training])]
+    jsonl.replace_rows(path / IMAGES, images)
+    _write_claims([(training, rounds[training]) for training in done], folder, path)
+    (path / PICTURED).mkdir()
+    _write_pictures(done, folder, path / PICTURED)
+    partition_files.write(plan, path)
+    return images
+
+
+def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder: RunDir) -> Table:
+    """Write table and report beside what `assemble` wrote; returns the table.
+
+    Args:
+        rows: of `images.jsonl`, at least one.
+        failures: cells that could not be finished.
+        plan: of the run.
+        folder: likewise.
+    """
+    found = results_table.table(rows, plan.experiment)
+    found = replace(found, legend=[*notes(failures, plan, folder), *found.legend])
+    jsonl.write_text(folder.path / TABLE, results_table.markdown(found))
+    manifest.add(folder.path, TABLE)
+    report.write(folder.path)
+    return found
+
+
+def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
+    """What to know of the table as a whole: what failed or other code computed, images shared, privacy claimed."""
+    found = [note for note in (incomplete(failures, plan), other_code(folder.about_run())) if note]
+    found += partition_files.notes([about for _, about in partition_files.worlds(plan)])
+    return [*found, *(privacy.notes(Numbered.of(load(folder.path))) if (folder.path / PRIVACY).is_file() else [])]
+
+
+def incomplete(failures: Sequence[Failure], plan: Plan) -> str | None:
+    """A sentence for the table about cells that failed, or None."""
+    if not failures:
+        return None
+    names = "; ".join(f"{failure.name} ({failure.reason.splitlines()[0]})" for failure in failures)
+    return f"Incomplete: {len(failures)} of {sum(1 for _ in plan.cells())} parts of this run failed: {names}."
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What a number may depend on beside the settings: versions, device, threads, commit; no paths, no host name."""
+    cuda = device.startswith("cuda")
+    return {
+        "python": platform.python_version(),
+        "versions": {name: installed(name) for name in _PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if cuda else device,
+        "threads": torch.get_num_threads(),
+        "commit": _commit(Path(__file__).parents[2]),
+    }
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _write_claims(trainings: Sequence[tuple[Training, list[Row]]], folder: RunDir, path: Path) -> None:
+    """What every training may claim; no file where none claims anything."""
+    found = []
+    for training, rounds in trainings:
+        row = privacy_claims.read(folder.file(training.cell, "."), training, rounds)
+        if row is not None:
+            found.append({**_head(training), **row})
+    if found:
+        jsonl.replace_rows(path / PRIVACY, found)
+
+
+def _head(training: Training) -> Row:
+    return {"method": training.method.label, "defense": training.defense.label, "seed": training.seed}
+
+
+def _rounds(training: Training, folder: RunDir) -> list[Row]:
+    return [{**_head(training), **row} for row in jsonl.read_rows(folder.file(training.cell, ROUNDS))]
+
+
+def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[Row]:
+    """The rows of all attacks on a training, each with the accuracies of its own round and of the whole training."""
+    whole, by_round = _accuracies(rounds), {row["round"]: row for row in rounds}
+
+    def accuracies(number: int) -> Row:
+        own = by_round[number]
+        return {"accuracy": own["accuracy"], "accuracy_local": own["accuracy_local"], **whole}
+
+    ceilings = privacy_claims.Ceilings(training, rounds)
+    head = {"seed": training.seed, "method": training.method.label, "defense": training.defense.label}
+    rows = [
+        {**head, "attack": watch.attack.label, **row, **accuracies(watch.round)}
+        for watch in training.watches
+        if folder.finished(watch.cell)
+        for row in ceilings.of(watch, jsonl.read_rows(folder.file(watch.cell, IMAGES)))
+    ]
+    if training.watches:
+        return rows
+    # an accuracy to compare with, without an attack
+    last = training.federation.rounds
+    return [{**head, "attack": NOT_ATTACKED, "round": last, "not_applicable": NOTHING, **accuracies(last)}]
+
+
+def _accuracies(rounds: Sequence[Row]) -> Row:
+    """Every accuracy that was taken, after the last round and in its own best round, and which that is."""
+    found: Row = {"accuracy_local_last": None}
+    for name in ACCURACIES:
+        scored = [row for row in rounds if row.get(name) is not None]
+        if not scored:
+            continue
+        best = max(scored, key=lambda row: row[name])  # the first of equals
+        found |= {f"{name}_last": rounds[-1].get(name), f"{name}_best": best[name], f"{name}_best_round": best["round"]}
+    return found
+
+
+def _write_pictures(trainings: Sequence[Training], folder: RunDir, new: Path) -> None:
+    finished = {
+        (training.method.label, training.defense.label, watch.attack.label, watch.round, training.seed): watch.cell
+        for training in trainings
+        for watch in training.watches
+        if folder.finished(watch.cell)
+    }
+    for key, name in picture_names(finished).items():
+        source = folder.file(finished[key], PICTURES)
+        if not source.is_file():
+            if folder.lost(finished[key]):
+                log.warning(
+                    "the pictures of %s are gone from cells/%s, so none are shown; remove it to make them again",
+                    *(name, finished[key].id),
+                )
+            continue
+        try:
+            both = [torch.from_numpy(images) for images in read_pictures(source)]
+        except ValueError as error:
+            log.warning("%s; they are left out; remove cells/%s to make them again", error, finished[key].id)
+            continue
+        with replacing(new / f"{name}.npz") as file:
+            file.write(source.read_bytes())
+        draw(torch.cat(both), new / f"{name}.png", columns=len(both[0]))
+
+
+def draw(images: Tensor, path: Path, columns: int) -> None:
+    """A grid of images (N, C, H, W) in [0, 1], enlarged by whole pixels so that nothing is smoothed away.
+
+    Nothing is drawn of images that have neither 1 nor 3 channels.
+    """
+    if images.shape[1] not in (1, 3):
+        return
+    enlarged = max(1, 96 // images.shape[-1])
+    shown = images.nan_to_num(0).clamp(0, 1).repeat_interleave(enlarged, -1).repeat_interleave(enlarged, -2)
+    with replacing(path) as file:
+        save_image(shown, file, format="png", nrow=columns, pad_value=1.0)
+
+
+def _commit(checkout: Path) -> str | None:
+    """The checkout's commit, with `+changes` where files differ from it; None outside a checkout."""
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        commit, changes = (_git(checkout, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain")))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+changes" if changes else "")
+
+
+def _git(checkout: Path, *words: str) -> str:
+    command = ["git", "-C", str(checkout), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,388 @@
+"""The folder of a run: finished cells, those being computed, checkpoints, and who may write.
+
+```
+DIR/cells/ID/             a finished cell: cell.json (settings, seconds, code, its files' digests) and its rows, written
+                          once; one that is not as its cell.json says counts as unfinished
+DIR/cells/ID.part/        one that is not: what there is so far, and traceback.txt if it failed
+DIR/checkpoints/ID/       of a training: round-00010.npz, as long as some unfinished cell needs it
+DIR/run.json, log.txt     what the run is and how far it is
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import shlex
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.io import file_digests, jsonl
+from eval.run.cache_keys import Cell, code, short_hash
+from fl.runtime.atomic_files import PART, force, make, refuse_link, remove, swap, sweep, sync
+from fl.runtime.main_guard import leave_if_unguarded
+from fl.runtime.safe_paths import inside
+
+RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
+FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report"), ("cells", "checkpoints")
+"""Folders of a run, and those of them that hold a folder for every cell."""
+ROUNDS, FILES, SPARED = "rounds.jsonl", "files", ("pictures.npz",)
+"""The rows of a training; in `cell.json`, the digests of a cell's files; what an archive of cells may leave out."""
+FOUND = "found"
+"""In the folder of an attack that is not finished: what it has found so far."""
+OLDER = {"config.yaml", "images.jsonl"}
+"""What a result folder held before there were run directories."""
+log = logging.getLogger(__name__)
+PACKAGES = ("fl", "defenses", "attacks", "eval")
+_ROUND = re.compile(r"round-(\d+)\.npz")
+
+
+class BusyError(ValueError):
+    """Another process is writing to the folder."""
+
+
+class LostLockError(ValueError):
+    """The lock of the folder that is written to is gone, so that another process may be writing there, too."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The lock of a folder.
+
+    Attributes:
+        path: of the lock's file.
+        descriptor: of the same, open.
+    """
+
+    path: Path
+    descriptor: int
+
+    def check(self) -> None:
+        """Whether it still keeps others out.
+
+        Raises:
+            LostLockError: its file was removed, or another is in its place.
+        """
+        try:
+            there = os.stat(self.path, follow_symlinks=False).st_ino
+        except OSError:
+            there = None
+        if there != os.fstat(self.descriptor).st_ino:
+            raise LostLockError(
+                f"{self.path} was removed or replaced while this run was writing there, so that another process may be "
+                "writing, too; nothing more is written. The same command goes on when no other is at work"
+            )
+
+
+@contextmanager
+def held(path: Path) -> Iterator[Lock]:
+    """Keep other processes from writing to a folder that is there; given up when the process ends, however.
+
+    The lock is the process's: who holds a folder twice gives it up with the first end.
+
+    Raises:
+        BusyError: another process has it.
+    """
+    with open(path / LOCK, "a", opener=_unlinked) as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by worker processes
+        except OSError as error:
+            raise BusyError(f"{path} is in use by another process; wait for it or choose another --out") from error
+        yield Lock(path / LOCK, file.fileno())
+
+
+def _unlinked(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+class Checkpoints:
+    """The stored states of one training, by round.
+
+    Args:
+        folder: where they lie; made when the first is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, number: int) -> Path:
+        """The file of the state after `number` rounds."""
+        make(self.folder)
+        return self.folder / f"round-{number:05d}.npz"
+
+    def rounds(self) -> list[int]:
+        """Of which rounds there are states, ascending."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _ROUND.fullmatch(path.name)))
+
+    def keep(self, wanted: Collection[int]) -> None:
+        """Remove all but those of the rounds `wanted`."""
+        for number in self.rounds():
+            if number not in wanted:
+                remove(self.path(number))
+        if not wanted and self.folder.is_dir():
+            remove(self.folder)
+            with suppress(OSError):  # others may have some
+                self.folder.parent.rmdir()
+
+
+def _again(command: object) -> str:
+    """The command of a run for whoever wants to go on with it: ours, and nothing that a shell would read more into."""
+    words = str(command)
+    try:
+        ours = words.startswith("hyperleak ") and shlex.join(shlex.split(words)) == words
+    except ValueError:  # quotes that don't end
+        ours = False
+    return f"`{words}`" if ours else "the command that began it"
+
+
+def about_cell(folder: Path) -> dict[str, Any]:
+    """What the `cell.json` in a finished cell's folder says.
+
+    Raises:
+        OSError, ValueError: it can't be read, or has changed since it was written.
+    """
+    found = jsonl.read_json(folder / CELL)
+    if not isinstance(found, dict) or not {"code", "seconds"} <= set(found):
+        raise ValueError("expected settings, code and seconds")
+    file_digests.check_seal(found)
+    return found
+
+
+def check_cell(folder: Path, name: str) -> bool:
+    """Check a finished cell against what it states of itself; whether it does, as older ones do not.
+
+    Args:
+        folder: of the cell.
+        name: that it should have: the hash of its settings.
+
+    Raises:
+        OSError, ValueError: it is damaged, or another cell; says which file.
+    """
+    about = about_cell(folder)
+    settings = about.get("settings")
+    if not isinstance(settings, dict) or short_hash(settings) != name:
+        raise ValueError("its settings are those of another cell")
+    if FILES in about:
+        for file, wrong in file_digests.changes(folder, about[FILES]):
+            if file not in SPARED or (folder / file).exists():
+                raise ValueError(f"{file} {wrong}")
+    _check_rows(folder, settings)
+    return FILES in about
+
+
+def _check_rows(folder: Path, settings: dict[str, Any]) -> None:
+    """Whether a cell has the rows it must have, whoever wrote it."""
+    if settings.get("kind") == "training":
+        path, least = folder / ROUNDS, int(settings["federation"]["rounds"]) + 1
+    else:
+        path, least = folder / ROWS, 1
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing")
+    if (found := len(jsonl.read_rows(path))) < least:
+        raise ValueError(f"{path.name} has {found} rows, not {least}{' or more' if path.name == ROWS else ''}")
+
+
+def _damage(folder: Path, name: str) -> str:
+    """What is wrong with a finished cell, in words for the log, or nothing."""
+    try:
+        about_cell(folder)
+    except (OSError, ValueError) as error:
+        return f"/{CELL} can't be read, so the cell is computed again: {error}"
+    try:
+        check_cell(folder, name)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f" is damaged, so the cell is computed again: {error}"
+    return ""
+
+
+def _mark(folder: Path) -> tuple[Any, ...]:
+    """What changes with the files of a folder."""
+    found = ((entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder))
+    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))
+
+
+class RunDir:
+    """A run's folder.
+
+    Args:
+        path: of the folder; made by `locked`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cells = path / "cells"
+        self._looked: dict[str, tuple[Any, str]] = {}
+        self._lock: Lock | None = None
+
+    def check(self) -> None:
+        """Whether the folder may be written: new, empty, or a run's.
+
+        Raises:
+            ValueError: there is something else.
+        """
+        if not self.path.exists() and not self.path.is_symlink():
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"expected a folder for results, got the file {self.path}; choose another --out")
+        for name in (LOCK, LOG):
+            if os.path.lexists(path := self.path / name) and (path.is_symlink() or not path.is_file()):
+                raise ValueError(f"expected {path} as a file, got a link or a pipe; remove it, or choose another --out")
+        self._refuse_links()
+        entries = {entry.name for entry in self.path.iterdir() if not PART.fullmatch(entry.name)} - {LOCK, LOG}
+        if entries and RUN not in entries and not entries >= OLDER:
+            raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
+
+    def _refuse_links(self) -> None:
+        """Nothing is computed or written where a link leads elsewhere, or a file is where a folder belongs."""
+        for name in FOLDERS:
+            refuse_link(self.path / name)
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                raise ValueError(
+                    f"expected {self.path / name} as a folder, got a file; remove it, or choose another --out"
+                )
+            if name in NESTED and (self.path / name).is_dir():
+                for entry in (self.path / name).iterdir():
+                    refuse_link(entry)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder and keep other processes from writing to it; given up when the process ends, however.
+
+        Raises:
+            BusyError: another process has it.
+            ValueError: as `check`.
+        """
+        leave_if_unguarded()
+        self.check()
+        make(self.path)
+        with held(self.path) as self._lock:
+            self._sweep()
+            try:
+                yield
+            finally:
+                self._lock = None
+
+    def _sweep(self) -> None:
+        """Take away what a process that was killed was about to write."""
+        within = [self.path, *(self.path / name for name in FOLDERS)]
+        within += [entry for name in NESTED if (self.path / name).is_dir() for entry in (self.path / name).iterdir()]
+        for folder in [*within, *(entry / FOUND for entry in within)]:
+            if folder.is_dir():
+                sweep(folder)
+
+    @contextmanager
+    def logged(self) -> Iterator[None]:
+        """Append what this package logs to the folder's log, and nowhere else: a dependency may log all to stderr."""
+        handler = logging.FileHandler(self.path / LOG, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        loggers = [logging.getLogger(name) for name in PACKAGES]
+        before = [(logger.level, logger.propagate) for logger in loggers]
+        for logger in loggers:
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+        try:
+            yield
+        finally:
+            for logger, (level, propagate) in zip(loggers, before, strict=True):
+                logger.removeHandler(handler)
+                logger.setLevel(level)
+                logger.propagate = propagate
+            handler.close()
+
+    def finished(self, cell: Cell) -> bool:
+        """Whether the cell is finished, and its files are as they were then; looks again where they have changed."""
+        folder = self.cells / cell.id
+        if not (folder / CELL).is_file():
+            return False
+        mark = _mark(folder)
+        if cell.id not in self._looked or self._looked[cell.id][0] != mark:
+            damage = _damage(folder, cell.id)
+            self._looked[cell.id] = mark, damage
+            if damage:
+                log.warning("cells/%s%s", cell.id, damage)
+        return not self._looked[cell.id][1]
+
+    def about(self, cell: Cell) -> dict[str, Any]:
+        """What is known of a finished cell: settings, seconds, the code that computed it, and its files' digests.
+
+        Raises:
+            OSError, ValueError: it can't be read.
+        """
+        return about_cell(self.cells / cell.id)
+
+    def lost(self, cell: Cell) -> list[str]:
+        """The files of a finished cell that are not there, though it is whole without them."""
+        files = self.about(cell).get(FILES, {})
+        return [name for name in SPARED if name in files and not self.file(cell, name).is_file()]
+
+    def about_run(self) -> dict[str, Any]:
+        """What `run.json` says; nothing where there is none, or none that can be read."""
+        try:
+            found = jsonl.read_json(inside(self.path, RUN))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def unfinished(self) -> str | None:
+        """Why a run has left nothing to report, and what to do; None where it has, or where there is no run."""
+        rows, about = self.path / ROWS, self.about_run()
+        if not about or (rows.is_file() and rows.stat().st_size):
+            return None
+        cells = [cell for cell in about.get("cells", []) if isinstance(cell, dict)]
+        failed = [cell for cell in cells if cell.get("status") == "failed"]
+        done = sum(cell.get("status") == "finished" for cell in cells)
+        why = f"{done} of its {len(cells)} cells are finished, {len(failed)} failed"
+        if failed:
+            why += f", the first for {failed[0].get('reason')} ({failed[0].get('traceback')})"
+        return f"{self.path} holds nothing to report yet: {why}; {_again(about.get('command'))} goes on with it"
+
+    def file(self, cell: Cell, name: str) -> Path:
+        """A file of a finished cell."""
+        return self.cells / cell.id / name
+
+    def part(self, cell: Cell) -> Path:
+        """The folder in which a cell is computed."""
+        folder = self.cells / f"{cell.id}.part"
+        make(folder)
+        return folder
+
+    def finish(self, cell: Cell, seconds: float) -> None:
+        """Make the cell's folder the finished one, at once."""
+        folder = self.part(cell)
+        remove(folder / TRACEBACK)
+        remove(folder / FOUND)
+        remove(folder / CELL)
+        sweep(folder)
+        files = {path.name: file_digests.stated(path) for path in sorted(folder.iterdir())}
+        about = {"settings": cell.settings, "code": code(), "seconds": round(seconds, 3), FILES: files}
+        jsonl.write_text(folder / CELL, json.dumps(file_digests.sealed(about), indent=2) + "\n")
+        for path in folder.iterdir():
+            force(path)
+        if self._lock is not None:
+            self._lock.check()
+        sync(folder)
+        swap(folder, self.cells / cell.id)  # in the place of a damaged one, if there is one
+
+    def fail(self, cell: Cell, text: str) -> Path:
+        """Keep the traceback of a cell that failed; returns the file."""
+        path = self.part(cell) / TRACEBACK
+        jsonl.write_text(path, text)
+        return path
+
+    def failure(self, cell: Cell) -> str | None:
+        """The last line of an unfinished cell's traceback, or None."""
+        path = self.cells / f"{cell.id}.part" / TRACEBACK
+        return path.read_text(encoding="utf-8").strip().splitlines()[-1] if path.is_file() else None
+
+    def checkpoints(self, cell: Cell) -> Checkpoints:
+        """Of a training cell."""
+        return Checkpoints(self.path / "checkpoints" / cell.id)

@@ -1,0 +1,261 @@
+"""Run an experiment's cells: those that are not finished, each by itself, so that one that fails stops no other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from attacks.parallel import Spread
+from eval.io import file_digests, jsonl
+from eval.io.errors import FAULTS
+from eval.run import attack_cell, partition_files, training_cell
+from eval.run.cache_keys import Cell, code, run_id, version
+from eval.run.plan import Plan, Scene, Training, Watch, prepare
+from eval.run.run_directory import FILES, RUN, LostLockError, RunDir
+from fl.runtime.main_guard import UnguardedError
+from fl.simulation.federation import Federation
+
+__all__ = ["FAULTS", "Failure", "Options", "Progress", "prepare", "run", "silent"]
+log = logging.getLogger(__name__)
+
+
+class Progress(Protocol):
+    """Told what is going on."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`done` of `total` parts of `stage` are done; called with 0 when it starts."""
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """A `Progress` that tells no one."""
+
+
+class Needed(Protocol):
+    """Asked before an attack is run."""
+
+    def __call__(self, one: Training, watch: Watch) -> bool:
+        """Whether it is still of use, after those before it."""
+
+
+def always(one: Training, watch: Watch) -> bool:
+    """A `Needed` that leaves nothing out."""
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run is done; none of it changes a number.
+
+    Attributes:
+        workers: processes to spread clients and attacked updates over.
+        every: seconds between checkpoints of a training.
+        keep_checkpoints: whether they stay when no unfinished cell needs them.
+        name: what the run is called.
+        command: what it was started by.
+        needed: which attacks are of use; others are left out, and no part of the run.
+    """
+
+    workers: int = 1
+    every: float = 60.0
+    keep_checkpoints: bool = False
+    name: str = ""
+    command: str = ""
+    needed: Needed = always
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell that could not be finished.
+
+    Attributes:
+        id: of the cell.
+        name: for people.
+        reason: the error, in a line.
+        traceback: where it is kept, inside the run's folder.
+    """
+
+    id: str
+    name: str
+    reason: str
+    traceback: str
+
+
+def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Progress = silent) -> list[Failure]:
+    """Compute the cells that are not finished; returns those that failed.
+
+    Every number is a function of the experiment and the data alone (on one kind of device, and up to rounding of the
+    libraries), whatever was finished before. The caller holds the folder's lock.
+    """
+    options = options or Options()
+    with closing(Spread(options.workers)) as spread:
+        return _Job(plan, folder, options, progress, spread).whole()
+
+
+@dataclass
+class _Job:
+    """A run in progress."""
+
+    plan: Plan
+    folder: RunDir
+    options: Options
+    progress: Progress
+    spread: Spread
+    failures: dict[str, Failure] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+
+    def whole(self) -> list[Failure]:
+        """All cells."""
+        self.say("running")
+        for note in partition_files.notes([about for _, about in partition_files.worlds(self.plan)]):
+            log.warning(note)
+        done = {cell.id: cell for _, cell in self.plan.cells() if self.folder.finished(cell)}
+        if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != code()]:
+            log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
+        if older := [cell for cell in done.values() if FILES not in self.folder.about(cell)]:
+            log.warning(
+                "%d finished cells are of an older version, which kept no digests: not checked",
+                len(older),
+            )
+        for one in self.plan.trainings:
+            self.go(one)
+        self.say("failed" if self.failures else "finished")
+        return list(self.failures.values())
+
+    def go(self, one: Training) -> None:
+        """One training with its attacks."""
+        open_to = [watch for watch in one.watches if self.wanted(one, watch)]
+        checkpoints = self.folder.checkpoints(one.cell)
+        if not self.folder.finished(one.cell):
+            stage = f"{one.name}: training"
+            with self._cell(one.cell, stage):
+                count = Counter(self.progress if one.federation.rounds else silent, stage, one.federation.rounds)
+                training_cell.train(
+                    one,
+                    self.folder.part(one.cell),
+                    checkpoints,
+                    watched=one.looked_at(open_to),
+                    every=self.options.every,
+                    workers=self.options.workers,
+                    tick=count.to,
+                )
+        if not self.folder.finished(one.cell):
+            return
+        if open_to:
+            self._attacks(one, open_to)
+        if not self.options.keep_checkpoints:
+            checkpoints.keep(one.looked_at(watch for watch in one.watches if self.wanted(one, watch)))
+
+    def wanted(self, one: Training, watch: Watch) -> bool:
+        """Whether the attack is still to be run: not finished, nor of no more use."""
+        if self.folder.finished(watch.cell):
+            return False
+        if watch.cell.id not in self.left_out and not self.options.needed(one, watch):
+            self.left_out.add(watch.cell.id)
+        return watch.cell.id not in self.left_out
+
+    def _attacks(self, one: Training, open_to: list[Watch]) -> None:
+        several = len({watch.round for watch in one.watches}) > 1
+        with training_cell.federation_of(one) as federation:
+            for number in sorted({watch.round for watch in open_to}):
+                sights: dict[Scene, attack_cell.Seen] = {}
+                for watch in (watch for watch in open_to if watch.round == number):
+                    if not self.wanted(one, watch):  # by now: another label may stand for the same cell
+                        continue
+                    stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
+                    with self._cell(watch.cell, stage):
+                        seen = self._seen(federation, one, watch, sights)
+                        count = Counter(self.progress, stage, len(watch.scene.victims))
+                        count.to(0)
+                        where = self.folder.part(watch.cell)
+                        attack_cell.attack(watch, one, seen, self.plan.perceptual, where, self.spread, count.more)
+
+    def _seen(
+        self, federation: Federation, one: Training, watch: Watch, sights: dict[Scene, attack_cell.Seen]
+    ) -> attack_cell.Seen:
+        """What the server sees in the watch's round; what several attacks look at is made once."""
+        if watch.scene not in sights:
+            earlier = []
+            for number in watch.past:
+                self._bring(federation, one, number)
+                earlier.append(attack_cell.look(federation, one, watch.scene).views)
+            self._bring(federation, one, watch.round)
+            sights[watch.scene] = attack_cell.look(federation, one, watch.scene, earlier)
+        return sights[watch.scene]
+
+    def _bring(self, federation: Federation, one: Training, number: int) -> None:
+        """The federation to its state after `number` rounds."""
+        if federation.server.round != number:
+            count = Counter(self.progress, f"{one.name}: training again to round {number}", number)
+            checkpoints = self.folder.checkpoints(one.cell)
+            rows = jsonl.read_rows(self.folder.file(one.cell, training_cell.ROUNDS))
+            training_cell.load(federation, one, checkpoints, number, rows, workers=self.options.workers, tick=count.to)
+
+    @contextmanager
+    def _cell(self, cell: Cell, name: str) -> Iterator[None]:
+        """Finish a cell, or keep what went wrong and go on."""
+        began = time.perf_counter()
+        try:
+            yield
+            self.folder.finish(cell, time.perf_counter() - began)
+        except (UnguardedError, LostLockError):  # true of every other cell as well
+            raise
+        except FAULTS as error:
+            kept = self.folder.fail(cell, traceback.format_exc()).relative_to(self.folder.path)
+            self.failures[cell.id] = Failure(cell.id, name, f"{type(error).__name__}: {error}", str(kept))
+            log.exception("%s failed", name)
+        else:
+            log.info("%s: %.1f s", name, time.perf_counter() - began)
+        self.say("running")
+
+    def say(self, status: str) -> None:
+        """Write down what the run is and how far it is."""
+        about = {
+            "id": run_id(self.plan.experiment),
+            "title": self.plan.experiment.title,
+            "name": self.options.name,
+            "command": self.options.command,
+            "version": version(),
+            "code": code(),
+            "status": status,
+            "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
+        }
+        jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.sealed(about), indent=2) + "\n")
+
+    def _about(self, name: str, cell: Cell) -> dict[str, object]:
+        about: dict[str, object] = {"id": cell.id, "kind": cell.settings["kind"], "name": name}
+        if self.folder.finished(cell):
+            known = self.folder.about(cell)
+            checked = {} if FILES in known else {"checked": False}
+            return {**about, "status": "finished", "seconds": known["seconds"], "code": known["code"], **checked}
+        if cell.id in self.failures:
+            failure = self.failures[cell.id]
+            return {**about, "status": "failed", "reason": failure.reason, "traceback": failure.traceback}
+        return {**about, "status": "waiting"}
+
+
+class Counter:
+    """Reports how far a stage of the work is.
+
+    Args:
+        progress: who is told.
+        stage: the stage.
+        total: its parts.
+    """
+
+    def __init__(self, progress: Progress, stage: str, total: int) -> None:
+        self.progress, self.stage, self.total, self.done = progress, stage, total, 0
+
+    def to(self, done: int) -> None:
+        """So many parts are done."""
+        self.done = done
+        self.progress(self.stage, done, self.total)
+
+    def more(self, count: int) -> None:
+        """So many more parts are done."""
+        self.to(self.done + count)

@@ -1,0 +1,1 @@
+"""Ways to split a data set among clients."""

@@ -1,0 +1,232 @@
+"""Which client holds which image: splits that are the same on every machine, hashed, saved, with overlaps counted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fl.data import Dataset
+from fl.data.partitions.dominant_classes import dominant_groups, published_groups
+from fl.data.partitions.hyperfl_published import OFFSETS, sequential_slices
+from fl.ranges import Count, CountFrom0, Seed, Share
+from fl.registry import Registry
+from fl.runtime.atomic_files import replacing
+from fl.runtime.safe_paths import regular
+from fl.seeds import derive, stream
+
+partitions: Registry[Partitioner] = Registry("partition", "fl.data")
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """The images of every client; compare two by their `digest`.
+
+    Attributes:
+        train: for each client, the ascending indices of its images in the training set (n,) int64.
+        test: for each client, indices into the test set.
+    """
+
+    train: tuple[Tensor, ...]
+    test: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.train) != len(self.test):
+            raise ValueError(f"expected train and test for every client, got {len(self.train)} and {len(self.test)}")
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the index lists, in hexadecimal: equal for equal partitions on every machine."""
+        return hashlib.sha256(json.dumps(self._lists(), separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def overlap(self) -> dict[str, int]:
+        """How many training and test images more than one client holds: `{"train": 0, "test": 0}` if disjoint.
+
+        `fl.data.partitions.overlap.report` says which clients, and what else they hold.
+        """
+        return {name: _shared(part) for name, part in (("train", self.train), ("test", self.test))}
+
+    def save(self, path: Path, dataset: Dataset, about: Mapping[str, Any] | None = None) -> None:
+        """Write the index lists as JSON, whole or not at all, with their digest and what tells `dataset` apart.
+
+        Args:
+            path: of the file.
+            dataset: that is split.
+            about: what else to write, for readers; `load` pays no attention to it.
+        """
+        train, test = self._lists()
+        content = {**(about or {}), "digest": self.digest, **_identity(dataset), "train": train, "test": test}
+        with replacing(Path(path)) as file:
+            file.write(json.dumps(content, separators=(",", ":")).encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: Path, dataset: Dataset) -> Partition:
+        """The partition that `save` wrote.
+
+        Raises:
+            ValueError: the file is damaged, or belongs to a data set of other sizes or labels.
+        """
+        try:
+            content = json.loads(regular(Path(path)).read_text(encoding="utf-8"))
+            train, test = (tuple(_index(row) for row in content[key]) for key in ("train", "test"))
+            result, digest = cls(train, test), content["digest"]
+            found = {key: content[key] for key in _identity(dataset)}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"expected a partition as Partition.save writes it, got {path}: {error!r}") from error
+        if result.digest != digest:
+            raise ValueError(f"expected a partition with digest {digest}, got {result.digest}: {path} is damaged")
+        for key, value in _identity(dataset).items():
+            if found[key] != value:
+                raise ValueError(f"expected a partition of {key} {value} in {path}, got one of {found[key]}")
+        return result
+
+    def _lists(self) -> list[list[list[int]]]:
+        return [[index.tolist() for index in part] for part in (self.train, self.test)]
+
+
+def _identity(dataset: Dataset) -> dict[str, Any]:
+    groups = dataset.groups
+    found = {
+        "train_size": len(dataset.train),
+        "test_size": len(dataset.test),
+        "labels": _hash(dataset.train.labels, dataset.test.labels),
+    }
+    return found if groups is None else found | {"groups": _hash(groups.train, groups.test)}
+
+
+def _hash(*parts: Tensor) -> str:
+    return hashlib.sha256(torch.cat(parts).cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _index(row: object) -> Tensor:
+    if not isinstance(row, list) or not all(type(number) is int and 0 <= number < 2**48 for number in row):
+        raise ValueError("expected lists of image numbers")
+    return torch.tensor(row, dtype=torch.int64)
+
+
+def _shared(part: Sequence[Tensor]) -> int:
+    owners = torch.cat(tuple(part)).unique(return_counts=True)[1]
+    return int((owners > 1).sum())
+
+
+class Partitioner:
+    """Settings of a partition; a subclass says who gets what."""
+
+    registry: ClassVar[Registry[Partitioner]] = partitions
+
+    def __call__(self, dataset: Dataset) -> Partition:
+        """The partition of `dataset`."""
+        raise NotImplementedError
+
+
+@partitions.register("iid")
+@dataclass(frozen=True, kw_only=True)
+class Iid(Partitioner):
+    """Every client's images are drawn alike, without replacement (McMahan et al., 2017, "IID").
+
+    Attributes:
+        clients: how many.
+        train_size: training images per client; None shares out all of them.
+        test_size: test images per client; None shares out all of them.
+        seed: of the shuffle.
+    """
+
+    clients: Count = 20
+    train_size: Count | None = None
+    test_size: Count | None = None
+    seed: Seed = 0
+
+    def __call__(self, dataset: Dataset) -> Partition:
+        """The partition of `dataset`.
+
+        Raises:
+            ValueError: there are too few images; says how many each client can have.
+        """
+        sizes = (("train", dataset.train, self.train_size), ("test", dataset.test, self.test_size))
+        train, test = (
+            iid(len(part), clients=self.clients, size=size, seed=derive(self.seed, key)) for key, part, size in sizes
+        )
+        return Partition(train, test)
+
+
+@partitions.register("dominant")
+@dataclass(frozen=True, kw_only=True)
+class DominantGroups(Partitioner):
+    """HyperFL's split: a share of each client's images from all classes alike, the rest from its dominant ones.
+
+    Attributes:
+        clients: how many; client i has group i modulo the number of groups.
+        groups: dominant classes; `()` takes the published ones for 10 and for 62 classes.
+        share: part of a client's images spread over all classes.
+        train_size: training images per client.
+        test_size: test images per client.
+        disjoint: no image goes to two clients; otherwise the images of a class that runs out are dealt again.
+        compat: slice as the authors' code does, in file order and wrapping, from image 2000 (test: 500) of every class
+            of CIFAR-10 and CINIC-10; `disjoint` and `seed` then have no effect.
+        seed: of the shuffle within each class.
+    """
+
+    clients: Count = 20
+    groups: tuple[tuple[CountFrom0, ...], ...] = ()
+    share: Share = 0.2
+    train_size: Count = 600
+    test_size: Count = 300
+    disjoint: bool = True
+    compat: bool = False
+    seed: Seed = 0
+
+    def __call__(self, dataset: Dataset) -> Partition:
+        """The partition of `dataset`.
+
+        Raises:
+            ValueError: a class has too few images (says which size fits), or the groups don't fit the classes.
+        """
+        parts = ((dataset.train, self.train_size, "train"), (dataset.test, self.test_size, "test"))
+        train, test = (self._deal(dataset, part.labels, size, key) for part, size, key in parts)
+        return Partition(train, test)
+
+    def _deal(self, dataset: Dataset, labels: Tensor, size: int, key: str) -> tuple[Tensor, ...]:
+        common: dict[str, Any] = {
+            "num_classes": dataset.num_classes,
+            "groups": self.groups or published_groups(dataset.num_classes),
+            "clients": self.clients,
+            "size": size,
+            "share": self.share,
+            "what": f"{key}_size",
+        }
+        if self.compat:
+            offset = OFFSETS.get(dataset.name, (0, 0))[key == "test"]
+            # 62 classes: the authors' code for EMNIST counts on without the remainder
+            return sequential_slices(labels, **common, offset=offset, rewind=dataset.num_classes == 62)
+        return dominant_groups(labels, **common, disjoint=self.disjoint, seed=derive(self.seed, key))
+
+    @classmethod
+    def example(cls) -> DominantGroups:
+        """Two clients and two classes."""
+        return cls(clients=2, groups=((0,), (1,)), train_size=8, test_size=4)
+
+
+def iid(count: int, *, clients: int, size: int | None, seed: int) -> tuple[Tensor, ...]:
+    """`count` images dealt at random: `size` to each client, or all of them, as evenly as can be.
+
+    Raises:
+        ValueError: there are too few images; says how many each client can have.
+    """
+    if clients < 1:
+        raise ValueError(f"expected at least 1 client, got {clients}")
+    largest = count // clients
+    if largest < 1 or (size is not None and not 1 <= size <= largest):
+        raise ValueError(f"expected 1 to {largest} images for each of {clients} clients, got {size or count}")
+    shuffled = torch.randperm(count, generator=stream(seed, "iid"))
+    parts = shuffled[: size * clients].chunk(clients) if size is not None else shuffled.tensor_split(clients)
+    return tuple(part.sort(stable=True).values for part in parts)

@@ -1,0 +1,1 @@
+"""Data sets, each by the name it is registered under."""

@@ -1,0 +1,250 @@
+"""Data sets in `.npz` files: `images` uint8 [N, H, W, C] or, grey, [N, H, W], `labels` [N], `class_names` [K].
+
+Without `class_names` the classes are numbered, from 0 to the largest label.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl.data import Dataset, Source, datasets, stratified
+from fl.ranges import Count, OpenShare, Seed
+from fl.runtime import tensor_archives
+from fl.runtime.atomic_files import replacing
+from fl.runtime.safe_paths import there
+from fl.types import Batch
+
+VARIABLE = "HYPERLEAK_DATA"
+NOWHERE = Path("~/.cache/hyperleak/data")
+"""The data folder of a user without a home."""
+KEYS = ("images", "labels")
+NAMES = "class_names"
+MOST_NUMBERED = 2**16
+"""Classes that go by their numbers, at most: a stray label must not make millions of names."""
+
+
+class DatasetMissingError(FileNotFoundError):
+    """A data file is not where it was looked for; the message says how to get it."""
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Images as they are stored, a quarter of the memory that `batch` takes.
+
+    Attributes:
+        images: uint8 [N, H, W, 1 or 3].
+        labels: integers [N] in [0, K).
+        class_names: K strings.
+    """
+
+    images: NDArray[np.uint8]
+    labels: NDArray[Any]
+    class_names: tuple[str, ...]
+
+    def batch(self, index: NDArray[np.int64] | None = None, limit: int | None = None) -> Batch:
+        """The images at `index`, or all, of them the first `limit`, as float32 (N, C, H, W) in [0, 1].
+
+        Raises:
+            ValueError: there are fewer than `limit` images.
+        """
+        count = len(self.labels) if index is None else len(index)
+        if limit is not None and limit > count:
+            raise ValueError(f"expected a limit of at most {count} images, got {limit}")
+        chosen: Any = slice(limit) if index is None else index[:limit]
+        images = torch.from_numpy(self.images[chosen]).permute(0, 3, 1, 2)
+        inputs = torch.empty(images.shape, dtype=torch.float32).copy_(images).div_(255)  # no copy but this one
+        return Batch(inputs, torch.from_numpy(self.labels[chosen].astype(np.int64)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limited(Source):
+    """Settings of any data set that may be too large to load whole.
+
+    Attributes:
+        limit: keep the first so many training images (they are in random order); None keeps all.
+        test_limit: likewise for the test images.
+    """
+
+    limit: Count | None = None
+    test_limit: Count | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("limit", "test_limit"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"expected {key} >= 1 or None, got {value}")
+
+
+@datasets.register("npz")
+@dataclass(frozen=True, kw_only=True)
+class Npz(Limited):
+    """Your own files.
+
+    Attributes:
+        train: path of the training images, or NAME for `NAME_train.npz` and `NAME_test.npz` in the data folder.
+        test: path of the test images; None holds out a share of the training file.
+        test_share: that share, of every class.
+        seed: of that split.
+    """
+
+    train: str
+    test: str | None = None
+    test_share: OpenShare = 0.2
+    seed: Seed = 0
+
+    def load(self) -> Dataset:
+        """Read the files.
+
+        Raises:
+            DatasetMissingError: a file is not there.
+            ValueError: a file does not hold what it should; says which key.
+        """
+        if self.test is None and not self.train.endswith(".npz"):
+            return load_pair(self.train, self)
+        path = find(self.train)
+        if self.test is not None:
+            return _joined(path.stem, path, find(self.test), self)
+        pixels = read_pixels(path)
+        train, test = stratified(torch.from_numpy(pixels.labels.astype(np.int64)), self.test_share, self.seed)
+        parts = (pixels.batch(train.numpy(), self.limit), pixels.batch(test.numpy(), self.test_limit))
+        return Dataset(*parts, path.stem, pixels.class_names, path.name)
+
+    @classmethod
+    def example(cls) -> Npz:
+        """A file made by `save`."""
+        return cls(train="mine.npz")
+
+
+def folder() -> Path:
+    """The data folder: `$HYPERLEAK_DATA`, or `hyperleak/data` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`).
+
+    Where nothing says what the user's home is, it is a folder that is not there.
+    """
+    if given := os.environ.get(VARIABLE):
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "hyperleak" / "data"
+    except RuntimeError:  # neither HOME nor the user is known
+        return NOWHERE
+
+
+def load_pair(stem: str, settings: Limited, remedy: str = "") -> Dataset:
+    """The data set in `STEM_train.npz` and `STEM_test.npz`.
+
+    Args:
+        stem: of the file names.
+        settings: how much of it.
+        remedy: how to get the files, for the message if they are not there: "Run ...".
+
+    Raises:
+        DatasetMissingError: a file is not there.
+        ValueError: a file does not hold what it should, or the two do not belong together.
+    """
+    train, test = (find(f"{stem}_{part}.npz", remedy) for part in ("train", "test"))
+    return _joined(stem, train, test, settings)
+
+
+def find(name: str, remedy: str = "") -> Path:
+    """The file at `name` as given, or in the data folder.
+
+    Raises:
+        DatasetMissingError: it is in neither; says what is there, and how to get it.
+    """
+    given, home = Path(name), folder()
+    places = [given] if given.is_absolute() else [given, home / name]
+    for path in places:
+        if there(path):
+            return path
+    others = ", ".join(sorted(path.name for path in home.glob("*.npz"))) or "no .npz file"
+    unset = "" if os.environ.get(VARIABLE) else f" ({VARIABLE} is not set)"
+    first = f"{remedy}, or set" if remedy else "Set"
+    raise DatasetMissingError(
+        f"no file {name}: looked for {' and '.join(map(str, places))}; that folder has {others}{unset}. "
+        f"{first} {VARIABLE} to the folder that has it, or write it from any copy of the data with "
+        "fl.data.sources.stored.save(path, images, labels, class_names)"
+    )
+
+
+def read(path: Path, limit: int | None = None) -> tuple[Batch, tuple[str, ...]]:
+    """The first `limit` images, or all, and the class names of one `.npz` file; nothing in it is executed.
+
+    Raises:
+        ValueError: not such a file, or a key that is missing or of another shape, type or range; says which.
+    """
+    pixels = read_pixels(path)
+    return pixels.batch(limit=limit), pixels.class_names
+
+
+def read_pixels(path: Path) -> Pixels:
+    """What one `.npz` file holds, checked.
+
+    Raises:
+        ValueError: not such a file, or a key that is missing or of another shape, type or range; says which.
+    """
+    try:
+        arrays = tensor_archives.arrays(path, (*KEYS, NAMES))
+    except tensor_archives.DamagedError as error:
+        raise ValueError(f"expected a .npz file without objects, got {path}: {error}") from error
+    if absent := [key for key in KEYS if key not in arrays]:
+        raise ValueError(f"expected {', '.join(KEYS)} in {path}, got no {', '.join(absent)}")
+    images, labels = (arrays[key] for key in KEYS)
+    names = arrays[NAMES] if NAMES in arrays else _numbers(labels)
+    if images.dtype == np.uint8 and images.ndim == 3:  # grey
+        images = images[..., None]
+    _check(images, labels, names, path)
+    return Pixels(images, labels, tuple(names.astype(str).tolist()))
+
+
+def save(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], class_names: Sequence[str]) -> None:
+    """Write a file that `read` takes, whole or not at all.
+
+    Args:
+        path: ends in `.npz`.
+        images: uint8 [N, H, W, 1 or 3]; may be a view or a memory map, which is written piece by piece.
+        labels: integers [N] in [0, K).
+        class_names: K strings.
+
+    Raises:
+        ValueError: an array is of another shape, type or range; says which.
+    """
+    names = np.array(class_names, dtype=str)
+    _check(images, labels, names, path)
+    with replacing(path) as file:
+        np.savez_compressed(file, images=images, labels=labels, class_names=names)
+
+
+def _numbers(labels: NDArray[Any]) -> NDArray[np.str_]:
+    """Names for classes that have none: the numbers up to the largest label."""
+    largest = int(labels.max()) if labels.dtype.kind in "iu" and labels.size else 0
+    return np.arange(min(largest + 1, MOST_NUMBERED)).astype(str)
+
+
+def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path: Path) -> None:
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in {1, 3} or not len(images):
+        raise ValueError(f"expected images uint8 [N, H, W, 1 or 3] in {path}, got {images.dtype} {images.shape}")
+    if names.ndim != 1 or names.dtype.kind not in "US":
+        raise ValueError(f"expected class_names as a list of strings in {path}, got {names.dtype} {names.shape}")
+    if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+        raise ValueError(f"expected labels int [{len(images)}] in {path}, got {labels.dtype} {labels.shape}")
+    if labels.min() < 0 or labels.max() >= len(names):
+        raise ValueError(f"expected labels in [0, {len(names)}) in {path}, got {labels.min()} to {labels.max()}")
+
+
+def _joined(name: str, train: Path, test: Path, settings: Limited) -> Dataset:
+    first, class_names = read(train, settings.limit)
+    second, others = read(test, settings.test_limit)
+    if first.inputs.shape[1:] != second.inputs.shape[1:]:
+        shapes = tuple(first.inputs.shape[1:]), tuple(second.inputs.shape[1:])
+        raise ValueError(f"expected test images {shapes[0]} as the training images in {test}, got {shapes[1]}")
+    if class_names != others:
+        raise ValueError(f"expected the class_names of the training file in {test}, got {others}")
+    return Dataset(first, second, name, class_names, f"{train.name}, {test.name}")

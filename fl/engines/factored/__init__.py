@@ -1,0 +1,1 @@
+"""The engine that trains clients whose weights share factors."""

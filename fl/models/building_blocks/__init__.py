@@ -1,0 +1,1 @@
+"""What networks are put together from."""

@@ -1,0 +1,176 @@
+"""Per-sample gradients from one pass: what enters each layer, and what flows back out of it, say them all.
+
+The gradient of a linear layer's weight for sample i is the outer product d_i a_i^T, so its norm is |d_i| |a_i| and a
+weighted sum of all samples' is one product ("ghost clipping", Goodfellow, 2015; Li et al., ICLR 2022, Section 4). Other
+layers follow Opacus' rules for their kind. Opacus' own module wrapper goes through the network a second time for that
+sum, and takes convolutions' inputs for contiguous: with channels innermost in memory its norms are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fl.method import Method
+from fl.privacy import conv_per_sample
+from fl.types import Batch
+
+if TYPE_CHECKING:
+    from fl.client import Gradient
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm)
+"""Layers whose per-sample gradients are known from what enters them and what flows back."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One layer in one pass.
+
+    Attributes:
+        layer: the module.
+        names: of its weights that are asked for, by their names in it.
+        entered: its input (B, ...).
+        back: the gradient of the summed loss with respect to its output (B, ...).
+    """
+
+    layer: nn.Module
+    names: dict[str, str]
+    entered: Tensor
+    back: Tensor
+
+    def squares(self) -> Tensor:
+        """Squared norms (B,) of the samples' gradients, over all its weights."""
+        if not self._vectors:
+            return torch.stack([_in_memory(part).square().sum(1) for part in self.samples.values()]).sum(0)
+        back, entered = self.back.square().sum(1), self.entered.square().sum(1)
+        return torch.stack([back * entered if key == "weight" else back for key in self.names]).sum(0)
+
+    def sums(self, factors: Tensor) -> dict[str, Tensor]:
+        """The sum of the samples' gradients, each times its own factor (B,), by name."""
+        if not self._vectors:
+            return {name: _weighted(factors, part) for name, part in self.samples.items()}
+        back = self.back * factors[:, None]
+        return {n: back.mT @ self.entered if key == "weight" else back.sum(0) for key, n in self.names.items()}
+
+    @cached_property
+    def samples(self) -> dict[str, Tensor]:
+        """The samples' gradients (B, ...), by name."""
+        if conv_per_sample.known(self.layer):
+            assert isinstance(self.layer, nn.Conv2d)
+            weight = conv_per_sample.weight_samples(self.layer, self.entered, self.back)
+            return {n: weight if key == "weight" else self.back.sum((2, 3)) for key, n in self.names.items()}
+        from opacus.grad_sample import GradSampleModule  # seconds to import, so not before it is used
+
+        rule = GradSampleModule.GRAD_SAMPLERS[type(self.layer)]
+        found = rule(self.layer, [self.entered.contiguous()], self.back.contiguous())
+        return {name: found[self.layer.get_parameter(key)] for key, name in self.names.items()}
+
+    @property
+    def _vectors(self) -> bool:
+        return type(self.layer) is nn.Linear and self.entered.ndim == 2
+
+
+def _in_memory(part: Tensor) -> Tensor:
+    """The entries of each sample's gradient (B, ...) as they lie in memory, as a view (B, N)."""
+    return part.permute(0, *_order(part)).flatten(1)
+
+
+def _order(part: Tensor) -> list[int]:
+    return sorted(range(1, part.ndim), key=part.stride, reverse=True)
+
+
+def _weighted(factors: Tensor, part: Tensor) -> Tensor:
+    """The sum of the samples' gradients (B, ...), each times its factor (B,), without moving them in memory."""
+    order = _order(part)
+    total = torch.tensordot(factors, _in_memory(part), 1).view([part.shape[i] for i in order])
+    return total.permute([order.index(i) for i in range(1, part.ndim)]).contiguous()
+
+
+def obstacle(grad: Gradient) -> str | None:
+    """Why the per-sample gradients of what moves can't be read off the layers, or None."""
+    if grad.loss is not None:
+        return "the defence changes the loss"
+    if type(grad.client.method).loss is not Method.loss:
+        return "the method's loss may look at more than what the network returns"
+    if any(getattr(module, "inplace", False) for module in grad.model.modules()):
+        return "its network changes activations in place"
+    for name, (layer, _) in _layers(grad).items():
+        if type(layer) not in LAYERS or getattr(layer, "padding_mode", "zeros") != "zeros":
+            return f"no rule for the layer {name!r} ({type(layer).__name__})"
+        if any(True for _ in layer.buffers(recurse=False)):
+            return f"the layer {name!r} trains beside buffers"
+    return None
+
+
+def passes(grad: Gradient, weights: dict[str, Tensor], batch: Batch) -> list[Passed]:
+    """One pass of `batch` through the network with `weights`, layer by layer.
+
+    The method's loss may look at the network's outputs only.
+
+    Raises:
+        ValueError: a layer that runs twice, that does not keep the samples apart in its first dimension, or whose
+            output is changed in place.
+    """
+    layers = _layers(grad)
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    versions: dict[str, int] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+            if name in seen or not len(batch) == len(given[0]) == len(out):
+                raise ValueError(f"expected {name!r} to run once, on all images at once: use private_gradient")
+            if not out.requires_grad:  # nothing before it moves
+                out.requires_grad_()
+            seen[name], versions[name] = (given[0].detach(), out), out._version
+
+        return keep
+
+    handles = [layer.register_forward_hook(hook(name)) for name, (layer, _) in layers.items()]
+    try:
+        with torch.enable_grad():
+            fixed = {name: weight.detach() for name, weight in weights.items()}
+            total = _losses(grad, grad.network(fixed)(batch.inputs.detach()), batch).sum()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if any(out._version != versions[name] for name, (_, out) in seen.items()):
+        raise ValueError("expected a network that changes no activation in place: use private_gradient")
+    outs = [out for _, out in seen.values()]
+    backs = torch.autograd.grad(total, outs, materialize_grads=True)
+    return [
+        Passed(layers[name][0], layers[name][1], entered, back)
+        for (name, (entered, _)), back in zip(seen.items(), backs, strict=True)
+    ]
+
+
+def per_sample(grad: Gradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """The samples' gradients with respect to the network's weights that what moves needs (B, ...), by name."""
+    found = {name: part for one in passes(grad, weights, batch) for name, part in one.samples.items()}
+    client = grad.client
+    return {name: found[name] for name in client.method.parametrisation.sources(client.task, grad.live)}
+
+
+def _layers(grad: Gradient) -> dict[str, tuple[nn.Module, dict[str, str]]]:
+    """The layers that hold weights whose gradients are asked for, with these weights' names in them and outside."""
+    client = grad.client
+    found: dict[str, tuple[nn.Module, dict[str, str]]] = {}
+    for name in client.method.parametrisation.sources(client.task, grad.live):
+        owner, _, key = name.rpartition(".")
+        found.setdefault(owner, (grad.model.get_submodule(owner), {}))[1][key] = name
+    return found
+
+
+def _losses(grad: Gradient, outputs: Tensor, batch: Batch) -> Tensor:
+    """The method's loss of each sample (B,), from what the network returned for it."""
+    loss = grad.loss or grad.client.method.loss
+
+    def one(output: Tensor, image: Tensor, label: Tensor) -> Tensor:
+        return loss(lambda inputs: output[None], Batch(image[None], label[None]), grad.step)  # type: ignore[arg-type]
+
+    return vmap(one)(outputs, batch.inputs, batch.labels)

@@ -1,0 +1,364 @@
+"""What methods with differential privacy have in common: noise, batches, budget, and what may be said of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl.client import Gradient
+from fl.defense import overrides
+from fl.local.sampling import PoissonPhase
+from fl.method import Method, ServerState, Step
+from fl.privacy.accounting import Accountant, Charge, PrivacyStatement, calibrate, worst
+from fl.privacy.dp_sgd import STABILISER, Where
+from fl.privacy.gaussian_noise import Noise, drawn_key, fresh_key
+from fl.privacy.private_gradient import PrivateGradient
+from fl.ranges import Count, CountFrom0, OpenShare, Positive, PositiveShare, Range, Weight
+from fl.tensors import Tensors, dense, norm, scaled, zeros
+from fl.types import Batch, Phase, Scope, Task, Upload
+
+if TYPE_CHECKING:
+    from fl.defense import Defense
+
+KEY = "noise"
+"""Name of the key of a step's noise among its draws."""
+COUNT, SERVER = "participation", "server-noise"
+"""The rounds that everybody has seen each client take part in, and the key of the server's noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private(Method):
+    """Trains another method by DP-SGD (Abadi et al., CCS 2016): a class in front of that method's own.
+
+    The key of a step's noise is drawn with the method's random numbers and recorded, so that a round can be replayed to
+    the bit; an attacker, who does not know it, predicts without noise. `rate` and `local_steps`, on which the noise is
+    calibrated, are fixed when the method is made: a copy with fewer steps, as an attacker observes, keeps its noise.
+
+    Attributes:
+        mode: "dp-joint": everything that moves, private tensors included, moves by noisy gradients only, so the
+            guarantee holds for every record, against everybody else ("ISRL-DP", Lowy and Razaviyayn, ICLR 2023).
+            "as-published": as the HyperFL authors run it (Guo et al., AAAI 2025): private tensors move without noise,
+            batches are shuffled, but accounted as if drawn by Poisson sampling; no epsilon follows. "client-level":
+            clients train without noise; a trusted server clips and noises their updates.
+        epsilon: the budget of one client for all `rounds`, from which the noise follows. It holds for any number of
+            images, but for Poisson sampling of clients that fit into a batch: these feed all they have in every step.
+            What each client really has is what `privacy` says.
+        noise_multiplier: standard deviation of the noise, in units of `clip`; takes the place of `epsilon`.
+        delta: of the guarantee.
+        clip: what one record moves the sum of gradients by at most (client-level: one client, the sum of updates).
+        rounds: in which a client takes part at most. After them it trains no more and sends nothing (`silent`).
+        images: public number of images of a client, on which rate and steps are based, and what counts in the server's
+            mean under Poisson sampling. None takes each client's own, which then is public, and needs
+            `noise_multiplier`.
+        rate: largest probability of an image to be in a step, on which the noise is calibrated; None is what the other
+            settings come to: batch_size / images under Poisson sampling, else 1.
+        local_steps: most noisy steps in a round that a record can be in, likewise. Batches that go round the images
+            meet a record once an epoch; a number of `steps` meets those of a client that fits into a batch every time.
+        accountant: "prv", or "rdp", which asks for 6 % more noise (and is what the HyperFL authors use).
+        sampler: "poisson" draws every image by itself, with probability batch_size / images, and divides by batch_size;
+            the others see every image once in an epoch, without amplification by sampling.
+        profile: "experiment" draws noise from the experiment's seed; "release" draws Poisson batches and keys from the
+            operating system, and noise from the keys by a generator made for secrets (`fl.privacy.secure_rng`).
+
+    Raises:
+        ValueError: a setting out of range, no public number of images for a budget, or a higher rate or more steps than
+            those on which the noise is calibrated.
+    """
+
+    at: ClassVar[Where] = "weights"
+    """What is clipped: gradients of the network's weights; what is pulled back from them stays private."""
+    personal: ClassVar[bool] = False
+    """Whether a client trains tensors that it keeps."""
+    released: ClassVar[str] = "the gradient of all weights"
+
+    mode: Literal["dp-joint", "as-published", "client-level"] = "dp-joint"
+    epsilon: Annotated[float, Range(0, 1000, above=True)] | None = 4.0
+    noise_multiplier: Weight | None = None
+    delta: OpenShare = 1e-5
+    clip: Positive = 0.04
+    rounds: Annotated[int, Range(1, 10**9)] = 200
+    images: Count | None = 600
+    rate: PositiveShare | None = None
+    local_steps: Count | None = None
+    accountant: Accountant = "prv"
+    sampler: Literal["poisson", "shuffle", "sequential"] = "poisson"
+    profile: Literal["experiment", "release"] = "experiment"
+    batch_size: Count | None = 50
+    epochs: CountFrom0 | None = 5
+    steps: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.noise_multiplier is not None:
+            object.__setattr__(self, "epsilon", None)
+        if self.mode != "dp-joint" and self.sampler == "poisson":
+            object.__setattr__(self, "sampler", "shuffle")
+        self._check()
+        if self.images is not None:
+            rate, steps = self._noisy(self.images if self._by_chance else 1)  # the clients that are charged most
+            for key, needed, asked in (("rate", rate, "batch_size"), ("local_steps", steps, "epochs or steps")):
+                if getattr(self, key) is None:
+                    object.__setattr__(self, key, needed)
+                elif self._calibrated and needed > getattr(self, key):
+                    raise ValueError(
+                        f"expected {key} of at most {getattr(self, key):g}, on which the noise for epsilon "
+                        f"{self.epsilon:g} is calibrated, got {needed:g} from {asked}; lower {asked}, or leave {key} "
+                        f"out to calibrate anew; an observed round can't take more than training"
+                    )
+        if (above := getattr(super(), "__post_init__", None)) is not None:
+            above()
+
+    def _check(self) -> None:
+        for key in ("epsilon", "clip", "rounds", "images"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"expected {key} > 0, got {value}")
+        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"expected noise_multiplier >= 0, got {self.noise_multiplier}")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"expected delta in (0, 1), got {self.delta}")
+        if self.rate is not None and not 0 < self.rate <= 1:
+            raise ValueError(f"expected rate in (0, 1], got {self.rate}")
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("expected epsilon or noise_multiplier, got neither")
+        if self.epsilon is not None and self.images is None and self.mode != "client-level":
+            raise ValueError(
+                "expected images, a public number, to calibrate noise for an epsilon; or a noise_multiplier"
+            )
+
+    # ---- noise and batches -------------------------------------------------------------------------------------------
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise, in units of `clip`; seconds to calibrate where an epsilon is given."""
+        if self.epsilon is None:
+            return self.noise_multiplier or 0.0
+        if self.mode == "client-level":
+            return calibrate(self.epsilon, self.delta, 1.0, self.rounds, self.accountant)
+        steps = (self.local_steps or 0) * self.rounds
+        return calibrate(self.epsilon, self.delta, self.rate or 1.0, steps, self.accountant)
+
+    def _noisy(self, n: int) -> tuple[float, int]:
+        """At what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted.
+
+        Where batches go round the images, `n` is no secret (zeroing a record out leaves it as it is), so that passes
+        are those of the client itself: `steps` go round few images more often than round many.
+        """
+        whole = (self.images or n) if self._by_chance else n
+        size = min(self.batch_size or whole, whole)
+        per_epoch = -(-whole // size)
+        heads = getattr(self, "head_epochs", 0) if self.mode == "dp-joint" else 0
+        if self._by_chance:
+            main = self.steps if self.steps is not None else per_epoch * (self.epochs or 0)
+            rate = 1.0 if n <= (self.batch_size or n) else self._sampling or size / n
+            return rate, main + heads * per_epoch
+        passes = -(-self.steps // per_epoch) if self.steps is not None else self.epochs or 0
+        return 1.0, passes + heads
+
+    @property
+    def _calibrated(self) -> bool:
+        """Whether the noise follows from how often a record meets it."""
+        return self.epsilon is not None and self.mode != "client-level"
+
+    @property
+    def _by_chance(self) -> bool:
+        """Whether batches count as drawn record by record."""
+        return self.sampler == "poisson" or self.mode == "as-published"
+
+    @property
+    def _sampling(self) -> float | None:
+        """The public rate at which images are drawn; None is batch_size over each client's own number."""
+        return self.rate if self.images is None else min(self.batch_size or self.images, self.images) / self.images
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """Those of the method behind, with batches drawn as `sampler` says."""
+        return tuple(self.drawn(phase) for phase in super().phases(task, round))
+
+    def drawn(self, phase: Phase) -> Phase:
+        """The phase with batches drawn as `sampler` says."""
+        if self.sampler != "poisson":
+            return replace(phase, sampler=self.sampler)
+        settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
+        settings["sampler"] = "poisson"
+        return PoissonPhase(**settings, rate=self._sampling, images=self.images, secret=self.profile == "release")
+
+    def weight(self, images: int) -> float:
+        """The public number, where a record more or less must not show; else the client's own."""
+        return float(self.images or images) if self.sampler == "poisson" else float(images)
+
+    def _hides_number(self, n: int) -> bool:
+        """Whether nothing follows from a client's `n` images being one more or less.
+
+        All that it does must be based on the public number. Few images give themselves away, and so does a number that
+        is few when one is gone: those that fit into a batch are in every step.
+        """
+        return self.sampler == "poisson" and self.images is not None and n > (self.batch_size or n) + 1
+
+    def client_model(self, task: Task) -> nn.Module:
+        """The network.
+
+        Raises:
+            ValueError: its running statistics would be sent without noise.
+        """
+        model = super().client_model(task)
+        kept = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        if self.train_mode and kept:
+            raise ValueError(
+                f"{self.name}: expected a model without batch statistics, got {', '.join(kept)}: use group norm, or "
+                f"train_mode=False"
+            )
+        return model
+
+    def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """The key of the step's noise; none without a generator."""
+        drawn = super().draw(batch, task, generator)
+        if generator is None or self.mode == "client-level":
+            return drawn
+        return {**drawn, KEY: fresh_key() if self.profile == "release" else drawn_key(generator)}
+
+    def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
+        """Clipped sample by sample and with noise, but for what the mode leaves plain."""
+        raw: Gradient = getattr(grad, "raw", grad)  # what a defence is put around
+        if self.mode == "client-level":
+            return super().gradient(grad, params, batches, step)
+        noisy = tuple(n for n in raw.live if self.mode == "dp-joint" or self.scope(n, step.task) is Scope.SHARED)
+        plain = tuple(n for n in raw.live if n not in noisy)
+        found: Tensors = {}
+        for live, kind in ((noisy, PrivateGradient), (plain, Gradient)):
+            if live:
+                settings = {field.name: getattr(raw, field.name) for field in fields(Gradient)} | {"live": live}
+                made = kind(**settings)
+                part = made if raw is grad else replace(grad, raw=made)  # type: ignore[call-arg]
+                found.update(super().gradient(part, params, batches, step))
+        return {name: found[name] for name in raw.live}
+
+    def unreleased(self) -> Private:
+        """The method behind, as its clients train at client level: neither clipped nor with noise, shuffled batches."""
+        return replace(self, mode="client-level", rate=None, local_steps=None)
+
+    def plain_gradient(self, steps: int | None) -> bool:
+        """At client level, where the server sees updates as they are, if the method behind says nothing else."""
+        return self.mode == "client-level" and getattr(super().gradient, "__func__", None) is Method.gradient
+
+    @property
+    def detour(self) -> str:  # type: ignore[override]
+        """What makes equations of its update useless, and the search that knows of it."""
+        search = "joint" if self.personal else "ig"
+        return f"each image's gradient is clipped and noise is added, which no equation survives; search with {search}"
+
+    def noise(self, draws: dict[str, Tensor]) -> Noise | None:
+        """That of a step, or None for who does not know its key."""
+        return Noise(draws[KEY], self.profile == "release") if KEY in draws else None
+
+    def denominator(self) -> float | None:
+        """What a sum of gradients is divided by; None is the size of the batch."""
+        return None if self.mode == "as-published" else self.batch_size or self.images
+
+    # ---- server ------------------------------------------------------------------------------------------------------
+    @property
+    def takes_means(self) -> bool:
+        """Not at client level, where the server shortens every update."""
+        return self.mode != "client-level"
+
+    def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
+        """With a count of the rounds that each client took part in."""
+        server = super().init_server(params, task, clients, generator)
+        own = {**server.own, COUNT: {"rounds": torch.zeros(clients, dtype=torch.int64)}}
+        if self.mode == "client-level":
+            own[SERVER] = {"key": drawn_key(generator)}
+        return replace(server, own=own)  # type: ignore[arg-type]
+
+    @property
+    def takes_part(self) -> int:
+        """In the rounds that its budget is spent on."""
+        return self.rounds
+
+    def silent(self, server: ServerState, client: int) -> str:
+        """That the client has taken part in `rounds` rounds, on which its budget is spent."""
+        count = dense(server.own[COUNT]["rounds"])
+        if client >= len(count) or int(count[client]) < self.rounds:
+            return ""
+        return f"client {client} has spent its privacy budget on {self.rounds} rounds and neither trains nor sends more"
+
+    def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
+        """As the method behind, with the round charged to its clients before anything leaves them."""
+        server = super().select(server, clients, task)
+        count = dense(server.own[COUNT]["rounds"]).clone()
+        count[list(clients)] += 1
+        return replace(server, own={**server.own, COUNT: {"rounds": count}})
+
+    def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
+        """As the method behind; clipped and with noise at client level."""
+        if self.mode != "client-level" or not uploads:
+            return super().aggregate(server, uploads, task)
+        after = super().aggregate(server, [self._clipped(upload) for upload in uploads], task)
+        shared = {name: dense(value) for name, value in after.shared.items()}
+        key = dense(server.own[SERVER]["key"]) + torch.tensor([0, server.round])
+        noise = Noise(fresh_key(), True) if self.profile == "release" else Noise(key)
+        std = self.sigma * self.clip / len(uploads)
+        return replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
+
+    def _clipped(self, upload: Upload) -> Upload:
+        """The update at most `clip` long, and all clients alike; nothing where it is not finite."""
+        size = float(norm(upload.update))
+        if not math.isfinite(size):
+            return replace(upload, update=zeros(upload.update, upload.update), weight=1.0)
+        return replace(upload, update=scaled(upload.update, min(1.0, self.clip / (size + STABILISER))), weight=1.0)
+
+    # ---- what may be said --------------------------------------------------------------------------------------------
+    def privacy(self, sizes: Sequence[int], rounds: int, defense: Defense | None = None) -> PrivacyStatement:
+        """What differential privacy the client with least of it has after `rounds` rounds.
+
+        Args:
+            sizes: the clients' numbers of images.
+            rounds: how many a client took part in, at most; all are charged.
+            defense: the clients' defence, which may break the guarantee.
+
+        Raises:
+            ValueError: no client.
+        """
+        if not sizes:
+            raise ValueError("expected at least 1 client, got none")
+        sigma, clients = self.sigma, self.mode == "client-level"
+        pairs = {(1.0, 1)} if clients else {self._noisy(n) for n in sizes}
+        charges = [Charge(sigma, rate, steps * rounds) for rate, steps in sorted(pairs)]
+        reason = self._objection(sigma, defense)
+        most, epsilon, by_rdp = (charges[-1], None, None) if reason else worst(charges, self.delta)
+        return PrivacyStatement(
+            unit="client" if clients else "record",
+            adjacency="add-remove" if all(map(self._hides_number, sizes)) else "zero-out",
+            mode=self.mode,
+            released="the mean of the clients' updates" if clients else self.released,
+            trusted="the server, which sees every update without noise" if clients else "nobody else",
+            sampler=self.sampler,
+            rate=most.rate,
+            noise_multiplier=sigma,
+            clip=self.clip,
+            steps=most.steps,
+            delta=self.delta,
+            epsilon=epsilon,
+            epsilon_rdp=by_rdp,
+            reason=reason,
+            profile=self.profile,
+        )
+
+    def _objection(self, sigma: float, defense: Defense | None) -> str:
+        """Why no epsilon follows, or nothing."""
+        if sigma == 0:
+            return "no noise is added"
+        if defense is not None and self.mode != "client-level":
+            for hook in ("transform_batch", "gradient"):
+                if overrides(defense, hook):
+                    return f"the defence {defense.name} looks at the records beside the noisy gradients"
+        if self.mode != "as-published":
+            return ""
+        shuffled = "batches of one size are accounted as if every record were drawn by itself"
+        if not self.personal:
+            return shuffled
+        return (
+            "private weights are trained without noise on the same records and enter every other record's gradient, so "
+            f"one record moves a sum by up to twice the batch size times the clip, not the clip; and {shuffled}"
+        )

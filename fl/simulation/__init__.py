@@ -1,0 +1,1 @@
+"""Simulated federations: rounds, states, observation."""

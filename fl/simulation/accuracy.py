@@ -1,0 +1,95 @@
+"""How well a client predicts: by which model, after which adaptation, and the share of images it gets right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fl.client import Client
+from fl.defense import Unknown
+from fl.method import Download
+from fl.simulation.client_round import ClientState, train_client
+from fl.tensors import Tensors, dense
+from fl.types import Batch
+
+if TYPE_CHECKING:
+    from fl.data.augment import Augmentation
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network to predict with, in evaluation mode.
+
+    Attributes:
+        client: the rule.
+        params: what its parametrisation makes the network's weights of.
+        buffers: all of the network's.
+    """
+
+    client: Client
+    params: Tensors
+    buffers: dict[str, torch.Tensor]
+
+    def logits(self, inputs: torch.Tensor, size: int = 256) -> Iterator[torch.Tensor]:
+        """Logits (n, K) of `inputs` (N, C, H, W), `size` images at a time."""
+        evaluator = replace(self.client.method, train_mode=False)
+        network = Client(self.client.base, evaluator, self.client.defense).network(self.params, self.buffers)
+        with torch.no_grad():
+            for part in inputs.split(size):
+                yield self.client.method.logits(network, part)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights of the network that move in training, by name."""
+        with torch.no_grad():
+            return self.client.method.parametrisation.network(self.params, self.client.task)
+
+
+def accuracy(client: Client, params: Tensors, buffers: dict[str, torch.Tensor], data: Batch, size: int = 256) -> float:
+    """Share of `data` classified right by the client's network in evaluation mode, in [0, 1]."""
+    answers = Model(client, params, buffers).logits(data.inputs, size)
+    right = sum(int((logits.argmax(-1) == y).sum()) for logits, y in zip(answers, data.labels.split(size), strict=True))
+    return right / len(data)
+
+
+def predictor(client: Client, state: ClientState, down: Download) -> Model:
+    """A client's personal model, or what it is sent with what it keeps.
+
+    Args:
+        client: the rule.
+        state: what the client keeps.
+        down: the shared part of its model.
+    """
+    params, buffers = {**down.shared, **state.private}, {**down.buffers, **state.buffers}
+    if state.personal:
+        params = state.personal["parameters"]
+        buffers = {name: dense(value) for name, value in state.personal.get("buffers", {}).items()}
+    return Model(client, client.method.parametrisation.lift(params), {**client.task.buffers, **buffers})
+
+
+def share_right(client: Client, state: ClientState, down: Download, images: Batch) -> float:
+    """Share of `images` classified right by `predictor`."""
+    model = predictor(client, state, down)
+    return accuracy(client, model.params, model.buffers, images)
+
+
+def adapt(
+    client: Client,
+    state: ClientState,
+    down: Download,
+    data: Batch,
+    *,
+    augment: Augmentation | None = None,
+    number: int = 0,
+    round: int = 0,
+    seed: int = 0,
+) -> tuple[ClientState, Download]:
+    """What a client keeps, and the shared part, after `Method.adapting`; as they are without. As of `train_client`."""
+    method = client.method.adapting()
+    if method is None:
+        return state, down
+    rule = Client(client.base, method, Unknown(wrapped=client.defense))
+    done = train_client(rule, state, down, data, augment=augment, number=number, round=round, seed=seed)
+    return done.state, Download(done.result.trained(down.shared), done.result.buffers)

@@ -1,0 +1,295 @@
+"""What a user's own model, images and settings are checked for before anything is captured of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fl.client import Client
+from fl.defense import Defense
+from fl.local import sampling
+from fl.method import Method
+from fl.seeds import stream
+from fl.types import ThreatModel
+
+MOST = 5
+"""So many names stand in an error; of a large network nobody reads them all."""
+TABLE = ": give rows of a table as images of one row, inputs.view(-1, 1, 1, columns), to a model that flattens them"
+ONE_CLASS = "the loss is cross entropy, which is 0 with one output; give a yes or no two of them"
+"""Why a classifier of one output is refused."""
+MISFITS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
+"""What a network raises that is given images of a shape or type that it does not take, or too few inputs."""
+
+
+def check_settings(method: object, defense: object, threat: object) -> None:
+    """Refuse names, plain data and classes in place of what they stand for; None is each one's default.
+
+    Raises:
+        ValueError: says what makes one.
+    """
+    made: tuple[tuple[str, object, type, str], ...] = (
+        ("method", method, Method, "fl.method.methods.build({})"),
+        ("defense", defense, Defense, "defenses.defenses.build({})"),
+        ("threat", threat, ThreatModel, "fl.types.ThreatModel(knows_labels=True, ...)"),
+    )
+    for what, value, kind, how in made:
+        if value is not None and not isinstance(value, kind):
+            shown = repr(value) if isinstance(value, str | dict) else "..."
+            got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"
+            raise ValueError(f"expected {what} as a {kind.__name__}, got {got}; {how.format(shown)} makes one")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network itself, out of `DataParallel`, `DistributedDataParallel` and what `torch.compile` returns."""
+    while isinstance(model, nn.Module):
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif type(model).__name__ == "OptimizedModule":
+            inner = model._orig_mod
+            assert isinstance(inner, nn.Module)
+            model = inner
+        else:
+            break
+    return model
+
+
+def check_model(model: object, given: Collection[str] = ()) -> None:
+    """Refuse what is no network with numbers in all of its parameters, but for those that are `given` otherwise.
+
+    Raises:
+        ValueError: says what it is, or names a parameter.
+    """
+    if not isinstance(model, nn.Module):
+        hint = "; model.load_state_dict(...) takes the weights in" if isinstance(model, Mapping) else ""
+        raise ValueError(f"expected model as an nn.Module, got {type(model).__name__}{hint}")
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(value):
+            raise ValueError(
+                f"expected a model whose parameters have values, got {name!r} without (nn.LazyLinear, say): call the "
+                "model once on images"
+            )
+    for name, value in model.named_parameters():
+        if name not in given and not value.isfinite().all():
+            bad = int((~value.isfinite()).sum())
+            raise ValueError(f"expected a model of finite numbers, got NaN or infinity in {name!r} ({bad} of them)")
+
+
+def check_shape(model: nn.Module, images: Tensor, num_classes: int) -> None:
+    """Refuse images of a shape that the network, a copy of which it runs, does not take, or a number of classes.
+
+    Raises:
+        ValueError: says which shape, and what the network says or returns.
+    """
+    probe = copy.deepcopy(model).eval()
+    with torch.no_grad(), _own_randomness(images.device):
+        try:
+            logits = probe(images)
+        except MISFITS as error:
+            raise ValueError(
+                f"expected an input_shape (C, H, W) that the model takes, got {tuple(images.shape[1:])}: on "
+                f"{len(images)} image(s) of it the model says: {error}"
+            ) from error
+    check_logits(logits)
+    if logits.shape[1] != num_classes:
+        raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
+
+
+def in_a_layout_for(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The images as they lie, or row by row where a network that flattens by `view` takes them only so."""
+    probe, rows = copy.deepcopy(model).eval(), torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    rows.copy_(inputs)
+    if rows.stride() == inputs.stride():
+        return inputs
+    with torch.no_grad(), _own_randomness(inputs.device):
+        for images in (inputs, rows):
+            with suppress(*MISFITS):
+                probe(images[:1].clone())
+                return images
+    return inputs
+
+
+def keep_inputs(model: nn.Module, inputs: Tensor) -> None:
+    """Let a network that writes into what it is given, as told by running copies on `inputs`, work on copies."""
+    given = inputs.detach().clone()
+    before = given._version
+    with torch.no_grad(), _own_randomness(given.device):
+        for training in (False, True):
+            with suppress(*MISFITS):  # why it does not run is said where it has to
+                copy.deepcopy(model).train(training)(given)
+    if given._version != before:
+        model.register_forward_pre_hook(_copied)
+
+
+def _copied(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def check_alone(defense: Defense | None) -> None:
+    """Refuse secure aggregation, which there is none of with one client.
+
+    Raises:
+        ValueError: says what to do instead.
+    """
+    if defense is not None and defense.group > 1:
+        name = next(part.name for part in defense.members() if part.group > 1)
+        raise ValueError(
+            f"{name}: a single client's batch or update has no group; leave the defence out, or simulate a federation "
+            "(hyperleak audit --method, fl.simulation.federation)"
+        )
+
+
+def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
+    """Run copies of the network on the smallest batch of local training, in the mode it is trained in.
+
+    Args:
+        client: the local rule.
+        inputs: as many as the client holds.
+        default: whether the user gave no method, so that the model's own mode counts.
+
+    Raises:
+        ValueError: it does not run, or it draws random numbers, which no one could replay.
+    """
+    order = sampling.plan(client.method.phases(client.task, 0), len(inputs), stream(0, "order", 0, 0))
+    sizes = {len(index) for steps in order for step in steps for index in step} - {0}
+    batch = inputs[: min(sizes, default=len(inputs))].detach()
+    training = client.method.train_mode
+    mode = f"in {'train' if training else 'evaluation'} mode"
+    remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
+    if not default:
+        remedy = "set train_mode=False in the method"
+    with torch.no_grad(), _own_randomness(batch.device):
+        before = _global_state(batch.device)
+        try:
+            first, second = (copy.deepcopy(client.task.model)(batch) for _ in range(2))
+        except (RuntimeError, ValueError) as error:
+            hint = f"; {remedy}" if training else ""
+            raise ValueError(
+                f"expected a model that runs {mode} on a batch of {len(batch)} image(s), got: {error}{hint}"
+            ) from error
+        drawn = not torch.equal(before, _global_state(batch.device))
+    if drawn or not torch.allclose(first, second, equal_nan=True):
+        remedy = remedy if training else "give functional dropout training=self.training"
+        raise ValueError(
+            f"expected a model without random numbers {mode}, got some (functional dropout, say), which can't be "
+            f"replayed; {remedy}"
+        )
+
+
+def _own_randomness(device: torch.device) -> AbstractContextManager[None]:
+    """Leaves the global generator as it was, whatever a user's model draws from it."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _global_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def check_images(inputs: Tensor, labels: Tensor) -> None:
+    """Refuse what is no batch of images in [0, 1] with a label each.
+
+    Raises:
+        ValueError: says which of both, and what it is.
+    """
+    for what, values in (("inputs", inputs), ("labels", labels)):
+        if not isinstance(values, Tensor):
+            raise ValueError(f"expected {what} as a tensor, got {no_tensor(values)}")
+    if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
+        rows = inputs.ndim == 2 and inputs.is_floating_point() and len(inputs)
+        raise ValueError(
+            f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}{TABLE * bool(rows)}"
+        )
+    if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}")
+    low, high = float(inputs.min()), float(inputs.max())
+    if not (low >= 0 and high <= 1):
+        raise ValueError(
+            f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalisation belongs into "
+            "the model: give it numbers in [0, 1], and undo the scaling in its first layer"
+        )
+
+
+def classes_of(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
+    """How many logits `model` returns; runs a copy, so that no running statistic changes."""
+    probe = copy.deepcopy(model).eval()
+    with torch.no_grad(), _own_randomness(inputs.device):
+        try:
+            logits = probe(inputs[:1])
+        except MISFITS as error:
+            raise ValueError(
+                f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
+            ) from error
+    check_logits(logits)
+    if logits.shape[1] < 2:
+        raise ValueError(f"expected a model of 2 outputs or more, got {logits.shape[1]}: {ONE_CLASS}")
+    if num_classes not in {None, logits.shape[1]}:
+        raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
+    return int(logits.shape[1])
+
+
+def check_logits(logits: object) -> None:
+    """Refuse what a network returned that is no logits (B, K).
+
+    Raises:
+        ValueError: says what it is, and how a network is wrapped whose logits are a part of it.
+    """
+    if isinstance(logits, Tensor) and logits.ndim == 2:
+        return
+    if isinstance(logits, Tensor):
+        raise ValueError(f"expected a model that returns logits (B, K), got {tuple(logits.shape)}")
+    part = "output['logits']" if isinstance(logits, Mapping) else "output[0]" if isinstance(logits, tuple) else ""
+    hint = f"; give a module whose forward returns the logits alone ({part}, say)" if part else ""
+    raise ValueError(f"expected a model that returns logits (B, K), got {type(logits).__name__}{hint}")
+
+
+def head_of(model: nn.Module, head: str | None, num_classes: int) -> str:
+    """The prefix of the classifier's parameters, checked or guessed."""
+    names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
+    if head is not None:
+        if not any(name.startswith(head) for name in names):
+            raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {some(names)}")
+        return head
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError("expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.'")
+    name, last = linear[-1]
+    if last.out_features != num_classes:
+        raise ValueError(
+            f"expected the last nn.Linear, {name!r}, to have {num_classes} outputs, got {last.out_features}; "
+            "give head='the.classifier.'"
+        )
+    return f"{name}." if name else ""
+
+
+def untied(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the first name of each parameter, where a state dictionary has tied ones by each of their names.
+
+    Raises:
+        ValueError: names of one parameter have different numbers.
+    """
+    found, first = dict(given), dict[int, str]()
+    for name, value in model.named_parameters(remove_duplicate=False):
+        own = first.setdefault(id(value), name)
+        if own == name or name not in found:
+            continue
+        alias = found.pop(name)
+        if not torch.equal(torch.as_tensor(found.setdefault(own, alias)), torch.as_tensor(alias)):
+            raise ValueError(f"expected the same numbers for {own!r} and {name!r}, which are one parameter, got two")
+    return found
+
+
+def no_tensor(value: object) -> str:
+    """What stands in a tensor's place, and how it becomes one."""
+    hint = "; torch.from_numpy makes one of it" if isinstance(value, np.ndarray) else ""
+    return type(value).__name__ + hint
+
+
+def some(words: Sequence[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    more = len(words) - MOST
+    return ", ".join(words[:MOST]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,360 @@
+"""One client's round on real data, and what each side has of it afterwards: the server's view and the truth."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fl.client import Client, LocalResult, gather, local_update
+from fl.defense import DRAWN, Unknown, overrides
+from fl.local import sampling
+from fl.method import Download
+from fl.seeds import stream
+from fl.simulation.nonfinite_updates import check_form
+from fl.tensors import Payloads, Tensors, dense, detached, flatten
+from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task, ThreatModel, Trace, Upload, frozen
+
+if TYPE_CHECKING:
+    from fl.data.augment import Augmentation
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What a client keeps between rounds.
+
+    Attributes:
+        private: its own parameters.
+        memory: what its method remembers.
+        buffers: those of the model that it keeps.
+        personal: "parameters" and "buffers" of a model that it predicts by and nothing else depends on
+            (`Method.beside`); empty without one.
+    """
+
+    private: Tensors = field(default_factory=dict)
+    memory: Payloads = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    personal: Payloads = field(default_factory=dict)
+
+    def settled(self) -> ClientState:
+        """The same with contiguous tensors (see `settled`)."""
+        memory, personal = ({k: settled(v) for k, v in part.items()} for part in (self.memory, self.personal))
+        return replace(self, private=settled(self.private), memory=memory, personal=personal)
+
+
+def settled(values: Tensors) -> Tensors:
+    """Contiguous tensors: layout steers rounding, and a state read back from a file has that of none but these."""
+    return {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What no attack may see: the images, and everything else a client fed and kept.
+
+    Attributes:
+        trace: what was fed, step by step.
+        private: every tensor of `ServerView.private`, before training.
+        extractor: the generated weights before training, if the method generates any.
+    """
+
+    trace: Trace
+    private: Tensors
+    extractor: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Tensor:
+        """The images (N, C, H, W)."""
+        return self.trace.inputs
+
+    @property
+    def labels(self) -> Tensor:
+        """Their labels (N,)."""
+        return self.trace.labels
+
+    def candidate(self) -> Candidate:
+        """The guess that is right in everything."""
+        trace = self.trace
+        return Candidate(trace.inputs, trace.labels, self.private, trace.order, trace.draws)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One client's round: what it sends, keeps and fed, and its result before the defence touched the update.
+
+    Attributes:
+        trace: what was fed; empty where another process trained the client.
+        accuracy: share of the client's test images classified right after training, where it was asked for.
+    """
+
+    upload: Upload
+    state: ClientState
+    trace: Trace
+    result: LocalResult
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """One client's round before training: all that enters it.
+
+    Attributes:
+        client: the rule.
+        state: what the client kept.
+        download: what the server sent.
+        trace: what the client feeds.
+        buffers: of the model, all of them.
+        weight: what its upload counts in the server's mean (`Method.weight`).
+        number: of the client.
+        round: number of the round.
+        noise: for the defence.
+        phases: of the training.
+    """
+
+    client: Client
+    state: ClientState
+    download: Download
+    trace: Trace
+    buffers: dict[str, Tensor]
+    weight: float
+    number: int
+    round: int
+    noise: torch.Generator
+    phases: tuple[Phase, ...]
+
+
+def train_client(
+    client: Client,
+    state: ClientState,
+    download: Download,
+    data: Batch,
+    *,
+    augment: Augmentation | None = None,
+    number: int = 0,
+    round: int = 0,
+    seed: int = 0,
+) -> Round:
+    """Run one client's round; every random number is a function of (seed, number, round).
+
+    Args:
+        client: the rule.
+        state: what the client kept.
+        download: what the server sent.
+        data: the client's training images.
+        augment: how these are changed, batch by batch, before they are fed.
+        number: of the client.
+        round: number of the round.
+        seed: of the experiment.
+    """
+    return train(prepare(client, state, download, data, augment=augment, number=number, round=round, seed=seed))
+
+
+def train(start: Start) -> Round:
+    """Run a prepared round by the local rule."""
+    trace = start.trace
+    with torch.no_grad():
+        result = local_update(
+            start.client,
+            start.download.shared,
+            start.state.private,
+            gather(trace.inputs, trace.labels, trace.order),
+            buffers=start.buffers,
+            received=start.download.received,
+            memory=start.state.memory,
+            draws=trace.draws,
+            round=start.round,
+            generator=start.noise,
+            track=True,
+            phases=start.phases,
+        )
+    return finish(start, result)
+
+
+def prepare(
+    client: Client,
+    state: ClientState,
+    download: Download,
+    data: Batch,
+    *,
+    augment: Augmentation | None = None,
+    number: int = 0,
+    round: int = 0,
+    seed: int = 0,
+    phases: tuple[Phase, ...] | None = None,
+) -> Start:
+    """All that enters a client's round; arguments as of `train_client`, and `phases` in place of the method's."""
+    phases = client.method.phases(client.task, round) if phases is None else phases
+    order = sampling.plan(phases, len(data), stream(seed, "order", number, round))
+    trace = _feed(client, data, order, stream(seed, "draws", number, round), augment)
+    buffers = {**client.task.buffers, **download.buffers, **state.buffers}
+    noise = stream(seed, "defense", number, round)
+    weight = client.method.weight(len(data))
+    return Start(client, state, download, trace, buffers, weight, number, round, noise, phases)
+
+
+def finish(start: Start, result: LocalResult) -> Round:
+    """What a client sends and keeps, from the result of its training."""
+    client, buffers = start.client, start.buffers
+    with torch.no_grad():
+        sent = client.defense.transform_update(result.sent(), start.noise)
+    asked = {**start.download.shared, **{k: v for k, v in result.sent().items() if k not in result.update}}
+    check_form(start.number, start.weight, sent, asked)
+    shared = {name for name, scope in client.scopes(buffers).items() if scope is Scope.SHARED}
+    upload = Upload(
+        client=start.number,
+        weight=start.weight,
+        update={name: sent[name] for name in result.update},
+        extra={p: {name: sent[f"{p}/{name}"] for name in part} for p, part in result.extra.items()},
+        buffers={name: buffers[name] - result.buffers[name] for name in sorted(shared)},
+    )
+    own = {k: v for k, v in result.buffers.items() if k not in shared}
+    return Round(upload, ClientState(result.private, result.memory, own, _beside(start)), start.trace, result)
+
+
+def _beside(start: Start) -> Payloads:
+    """The client's personal model after the round, trained on the batches of the other; empty without one."""
+    method, before = start.client.method.beside(), start.state.personal
+    if method is None or not before:
+        return {}
+    client = Client(start.client.base, method, Unknown(wrapped=start.client.defense))
+    with torch.no_grad():
+        result = local_update(
+            client,
+            {},
+            before["parameters"],
+            gather(start.trace.inputs, start.trace.labels, start.trace.order),
+            buffers={name: dense(value) for name, value in before.get("buffers", {}).items()},
+            received={"sent": start.download.shared},
+            draws=start.trace.draws,
+            round=start.round,
+            track=True,
+        )
+    return {"parameters": {name: dense(value) for name, value in result.private.items()}, "buffers": {**result.buffers}}
+
+
+def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator, augment: Augmentation | None) -> Trace:
+    """The images a client feeds; as they are, or batch by batch where augmentation or the defence change them."""
+    if augment is not None or overrides(client.defense, "transform_batch"):
+        fed, index, changed = [], [], []
+        position = 0
+        for steps in order:
+            phase = []
+            for step in steps:
+                batches = []
+                for chosen in step:
+                    batch = data.take(chosen) if augment is None else augment(data.take(chosen), generator)
+                    batch = client.defense.transform_batch(batch, client.task, generator)
+                    fed.append(batch)
+                    index.append(chosen)
+                    batches.append(position + torch.arange(len(batch)))
+                    position += len(batch)
+                phase.append(tuple(batches))
+            changed.append(tuple(phase))
+        # an empty tensor among them would change the layout in memory: only where there is nothing else
+        parts = fed or [data.take(torch.empty(0, dtype=torch.int64))]
+        inputs, labels = (torch.cat(part) for part in zip(*((b.inputs, b.labels) for b in parts), strict=True))
+        order, indices = tuple(changed), torch.cat([*index, torch.empty(0, dtype=torch.int64)])
+    else:
+        flat = [chosen for steps in order for step in steps for chosen in step]
+        indices = torch.cat([*flat, torch.empty(0, dtype=torch.int64)]).unique()
+        inputs, labels = data.inputs[indices], data.labels[indices]
+        order = tuple(
+            tuple(tuple(torch.searchsorted(indices, chosen) for chosen in step) for step in steps) for steps in order
+        )
+    whole = Batch(inputs, labels)
+    draws: Draws = tuple(tuple({} for _ in steps) for steps in order)
+    if client.draws:  # else the batches need not be taken out here, too
+        draws = tuple(tuple(client.draw(whole.take(step[0]), generator) for step in steps) for steps in order)
+    return Trace(order, inputs, labels, indices, draws)
+
+
+def observe(
+    client: Client,
+    state: ClientState,
+    download: Download,
+    data: Batch,
+    *,
+    augment: Augmentation | None = None,
+    threat: ThreatModel | None = None,
+    number: int = 0,
+    round: int = 0,
+    seed: int = 0,
+    private_init: Tensors | None = None,
+    history: tuple[ServerView, ...] = (),
+) -> tuple[ServerView, Truth, Round]:
+    """Run one client's round and split it: what the server sees, and the truth it does not.
+
+    The view shares no memory with the client: overwriting the client's tensors changes nothing in it.
+    """
+    threat = threat or ThreatModel()
+    if threat.rounds and not history and round:
+        raise ValueError(f"expected the earlier views as history under a threat model with rounds={threat.rounds}")
+    done = train_client(client, state, download, data, augment=augment, number=number, round=round, seed=seed)
+    trace, upload = done.trace, done.upload
+    hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
+    if not client.method.train_mode:  # running statistics only matter where batch statistics are not used
+        hidden.update({name: value for name, value in state.buffers.items() if value.is_floating_point()})
+    if threat.knows_defense and not threat.knows_draws:
+        hidden.update(_drawn(trace.draws))
+    truth = Truth(
+        trace=trace,
+        private=hidden,
+        extractor=_generated(client, {**download.shared, **state.private}),
+    )
+    view = ServerView(
+        method=client.method,
+        defense=client.defense,
+        task=public(client),
+        threat=threat,
+        shared=download.shared,
+        update=detached({**upload.update, **flatten(upload.extra)}),
+        private={name: value.shape for name, value in hidden.items()},
+        schedule=sampling.schedule(trace.order) if threat.knows_schedule and threat.knows_batch_size else None,
+        batch_size=len(trace.inputs) if threat.knows_batch_size else None,
+        labels=trace.labels.clone() if threat.knows_labels else None,
+        buffers=download.buffers,
+        buffers_after={k: download.buffers[k] - v for k, v in upload.buffers.items()} if threat.sees_buffers else None,
+        received=download.received,
+        order=_clone_order(trace.order) if threat.knows_order else None,
+        draws=_clone_draws(trace.draws) if threat.knows_draws else None,
+        private_init=detached(private_init) if private_init and threat.knows_private_init else None,
+        round=round,
+        history=history[-threat.rounds :] if threat.rounds else (),
+    )
+    return view, truth, done
+
+
+def public(client: Client) -> Task:
+    """The client's task without what it keeps to itself: private initial weights and buffers are zero."""
+    model = copy.deepcopy(client.base.model)
+    known = frozen(model)
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if name not in known and client.method.scope(name, client.task) is not Scope.SHARED:
+                value.zero_()
+    return replace(client.base, model=model)
+
+
+def _generated(client: Client, params: Tensors) -> dict[str, Tensor]:
+    made = getattr(client.method.parametrisation, "generates", None)
+    if made is None:
+        return {}
+    with torch.no_grad():
+        weights = client.method.parametrisation.network(client.method.parametrisation.lift(params), client.task)
+    return {name: weights[name] for name in made(client.task)}
+
+
+def _drawn(draws: Draws) -> dict[str, Tensor]:
+    """What the defence drew, step by step, as private tensors of the client."""
+    steps = {f"draws/{p}/{s}": drawn for p, steps in enumerate(draws) for s, drawn in enumerate(steps)}
+    return {f"{step}/{name}": x for step, drawn in steps.items() for name, x in drawn.items() if name.startswith(DRAWN)}
+
+
+def _clone_order(order: Order) -> Order:
+    return tuple(tuple(tuple(index.clone() for index in step) for step in steps) for steps in order)
+
+
+def _clone_draws(draws: Draws) -> Draws:
+    return tuple(tuple({k: v.clone() for k, v in step.items()} for step in steps) for steps in draws)

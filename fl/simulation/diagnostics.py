@@ -1,0 +1,179 @@
+"""What the course of training shows beside accuracy: loss, and how models stand to each other and to their last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fl.models.hypernetworks import filter_hypernetwork, hypernetwork, server_hypernetwork
+from fl.simulation.protocol import everything
+from fl.tensors import dense
+
+if TYPE_CHECKING:
+    from fl.simulation.accuracy import Model
+    from fl.simulation.federation import Federation
+    from fl.types import Batch
+
+BINS = 10
+"""Of equal width, over [0, 1], in which `confidences` counts."""
+_EMBEDDED = {
+    hypernetwork.EMBEDDING,
+    filter_hypernetwork.EMBEDDINGS.rstrip("."),
+    server_hypernetwork.EMBEDDINGS,
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """A federation's models at one time, to see how far they move.
+
+    Attributes:
+        weights: `generated` of every participant; empty where nobody asks for movement.
+    """
+
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def before(cls, run: Federation) -> Course:
+        """How they stand before a round."""
+        return cls(_weights(run) if "movement" in run.protocol.measures else [])
+
+    def measured(self, run: Federation) -> dict[str, Any]:
+        """What the protocol asks for of the federation as it stands, as plain data; None stands for no number.
+
+        All is of the model by which a client predicts after the server's step (`Federation.model`), over participants
+        in order, and of weights as in `generated`.
+
+        Returns:
+            "losses": cross entropy (nats, from 0) on each client's training images as they are, mean over images;
+            "loss": mean over clients. "movement": Euclidean distance of each client's weights from those before the
+            round; absent before the first. "similarity": cosine of any two clients' weights, in [-1, 1], row by row.
+            "divergence": for every layer the Euclidean distance of two clients' weights, mean over pairs; None of
+            single clients. "embeddings": the clients' (see `embedding`); absent where a method has none. "confidence":
+            see `confidences`. "server": `Method.server_numbers` of the last round, of its clients in order; {} where a
+            method has none, absent before the first.
+        """
+        asked, found = set(run.protocol.measures), dict[str, Any]()
+        if "loss" in asked:
+            losses = [loss(run.model(number), run.data[number].train) for number in run.participants]
+            found |= {"loss": _plain(sum(losses) / len(losses)), "losses": [_plain(value) for value in losses]}
+        if asked & {"movement", "similarity", "divergence"}:
+            now = _weights(run)
+            if self.weights:
+                found["movement"] = [_plain(distance(*pair)) for pair in zip(self.weights, now, strict=True)]
+            if "similarity" in asked:
+                found["similarity"] = [[_plain(value) for value in row] for row in similarity(now).tolist()]
+            if "divergence" in asked:
+                found["divergence"] = {name: _plain(value) for name, value in divergence(now).items()}
+        if "embeddings" in asked:
+            known = [value for number in run.participants if (value := embedding(run, number)) is not None]
+            if known:
+                found["embeddings"] = [[_plain(x) for x in value.tolist()] for value in known]
+        if "confidence" in asked:
+            found["confidence"] = confidences(run)
+        if run.stepped is not None:
+            found["server"] = {name: [_plain(value) for value in own] for name, own in run.stepped.items()}
+        return found
+
+
+def loss(model: Model, data: Batch) -> float:
+    """Cross entropy in nats, mean over images; penalties that a method adds are not in it (HyperFL, Figure 4a)."""
+    total, size = 0.0, 256
+    for logits, labels in zip(model.logits(data.inputs, size), data.labels.split(size), strict=True):
+        total += float(functional.cross_entropy(logits, labels, reduction="sum"))
+    return total / len(data)
+
+
+def generated(model: Model) -> dict[str, Tensor]:
+    """The weights of a client's network that its own hypernetwork makes, or, without one, all that move in training."""
+    made = getattr(model.client.method.parametrisation, "generates", None)
+    weights = model.weights()
+    return {name: weights[name] for name in made(model.client.task)} if made else weights
+
+
+def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """Euclidean, over all weights together (HyperFL, Figure 4b)."""
+    return float(torch.stack([(second[name] - value).norm() for name, value in first.items()]).norm())
+
+
+def similarity(weights: Sequence[dict[str, Tensor]]) -> Tensor:
+    """Cosines (N, N) of the weights of N clients (HyperFedNet, Figure 5); NaN where one's are all zero."""
+    rows = torch.stack([torch.cat([value.flatten() for value in one.values()]).double() for one in weights])
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    cosines = (rows @ rows.mT).clamp(-1, 1)
+    return torch.where(torch.eye(len(rows)).bool() & cosines.isfinite(), 1.0, cosines)  # the rounding of its own row
+
+
+def divergence(weights: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Euclidean distance of two clients' weights by layer, mean over pairs (hFedF, Figure 5b); NaN for one client."""
+    layers: dict[str, list[str]] = {}
+    for name in weights[0]:
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return {
+        layer: float(
+            torch.pdist(torch.stack([torch.cat([one[name].flatten() for name in names]) for one in weights])).mean()
+        )
+        for layer, names in layers.items()
+    }
+
+
+def embedding(run: Federation, number: int) -> Tensor | None:
+    """What stands for a client before a hypernetwork (E,), wherever it is kept; None where there is no such thing.
+
+    Found by its name: private tensors `embedding` or `embeddings...` of the client, or the server's.
+    """
+    private = run.clients[number].private
+    own = [dense(value).flatten() for name, value in private.items() if name.split(".")[0] in _EMBEDDED]
+    if own:
+        return torch.cat(own)
+    kept = run.server.own.get(f"{server_hypernetwork.HYPERNETWORK}.{number}", {})  # a hypernetwork for each client
+    if (single := kept.get(hypernetwork.EMBEDDING)) is not None:
+        return dense(single)
+    if (single := run.server.own.get(server_hypernetwork.EMBEDDINGS, {}).get(str(number))) is not None:
+        return dense(single)
+    for payload in run.server.own.values():
+        if (single := payload.get(f"{server_hypernetwork.EMBEDDINGS}.{number}")) is not None:
+            return dense(single)
+        if (every := payload.get(server_hypernetwork.EMBEDDINGS)) is not None:
+            return dense(every)[number]
+    return None
+
+
+def confidences(run: Federation) -> dict[str, dict[str, list[int]]]:
+    """How often the predicted class had which probability, of right and of wrong answers (hFedF, Figure 6b).
+
+    Returns:
+        "own": of participants on their test images, "unseen": of clients that never take part on all of theirs, each
+        with the number of images in `BINS` classes of probability under "right" and "wrong"; outputs that are no
+        numbers count as not sure at all.
+    """
+    found = {"own": _counts((run.model(number), run.data[number].test) for number in run.participants)}
+    if run.outsiders and run.download(run.outsiders[0]).numbers():
+        found["unseen"] = _counts(
+            (run.model(number, adapted=False), everything(run, number)) for number in run.outsiders
+        )
+    return found
+
+
+def _counts(models: Iterable[tuple[Model, Batch]]) -> dict[str, list[int]]:
+    counts, size = torch.zeros(2, BINS, dtype=torch.int64), 256
+    for model, data in models:
+        for logits, labels in zip(model.logits(data.inputs, size), data.labels.split(size), strict=True):
+            sure, chosen = logits.softmax(-1).max(-1)
+            place = (sure.nan_to_num() * BINS).long().clamp(max=BINS - 1) + BINS * (chosen != labels)
+            counts += place.cpu().bincount(minlength=2 * BINS).view(2, BINS)
+    return {"right": counts[0].tolist(), "wrong": counts[1].tolist()}
+
+
+def _weights(run: Federation) -> list[dict[str, Tensor]]:
+    return [generated(run.model(number)) for number in run.participants]
+
+
+def _plain(value: float) -> float | None:
+    return value if isfinite(value) else None

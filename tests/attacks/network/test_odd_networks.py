@@ -1,0 +1,212 @@
+"""Networks that exact attacks can't follow: a reason that names what is in the way, not an error from inside torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attacks.base import NotApplicable, Reconstruction, attacks, build
+from benchmarks.reliability.odd_models import STYLES, written
+from fl.seeds import stream
+from fl.simulation.capture import from_batch, from_update
+from fl.types import ServerView
+
+
+class Recurrent(nn.Module):
+    """Reads an image row by row; its LSTM returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rows(x[:, 0])[0][:, -1])
+
+
+class Named(nn.Module):
+    """Hands its layer the input by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(input=x.flatten(1))
+
+
+class Fixed(nn.Module):
+    """Takes batches of one size only."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.head = count, nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.view(self.count, 64))
+
+
+def seen(model: nn.Module) -> ServerView:
+    image = torch.rand(1, 1, 8, 8, generator=stream(0, "image"))
+    return from_batch(model, image, torch.tensor([1]))[0]
+
+
+def reason(attack: str, view: ServerView) -> str:
+    result = build(attack)(view)
+    assert isinstance(result, NotApplicable)
+    return result.reason
+
+
+@pytest.mark.parametrize("attack", ["cascade", "rconv", "rgap"])
+def test_a_module_that_mixes_images_with_what_they_hold_is_named(attack: str) -> None:
+    assert "transpose in rows (LSTM) mixes the dimension of the images with others" in reason(attack, seen(Recurrent()))
+
+
+@pytest.mark.parametrize("attack", ["cascade", "rconv", "rgap"])
+def test_a_module_that_is_called_by_keyword_is_followed(attack: str) -> None:
+    result = build(attack)(seen(Named()))
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+
+
+@pytest.mark.parametrize("attack", ["analytic", "spear"])
+def test_a_network_for_batches_of_one_size_is_refused(attack: str) -> None:
+    assert "does not run on a batch of 8 images" in reason(attack, seen(Fixed(1)))
+
+
+@pytest.mark.parametrize("attack", ["cascade", "rconv", "rgap"])
+def test_a_network_that_takes_no_single_image_is_refused(attack: str) -> None:
+    model = Fixed(2)
+    update = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    view = from_update(model, update, input_shape=(1, 8, 8), num_classes=3, batch_size=2, kind="gradient")
+    said = reason(attack, view)
+    if attack != "rgap":  # it takes one image alone
+        assert "does not run on one image by itself" in said
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_no_style_of_writing_ends_an_attack_with_an_error(style: str) -> None:
+    view = seen(written(style, 1, 3, nn.ReLU()).eval())
+    for name in ("analytic", "rconv", "cascade", "spear", "headless", "rgap", {"name": "ig", "iterations": 1}):
+        result = build(name)(view)
+        assert isinstance(result, Reconstruction) or result.reason
+
+
+def test_a_layer_without_a_second_derivative_is_named() -> None:
+    view = seen(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardsigmoid(), nn.Flatten(), nn.Linear(72, 3)))
+    for name in ("ig", "dlg", "idlg", "gradinversion", "rog"):
+        result = attacks.get(name).example()(view)
+        assert isinstance(result, NotApplicable)
+        assert result.limit
+        assert "torch can't: derivative for aten::hardsigmoid_backward is not implemented" in result.reason
+
+
+@pytest.mark.parametrize("style", ["gated", "own_gradient"])
+def test_networks_that_can_not_be_stacked_are_searched_one_by_one(style: str) -> None:
+    view = seen(written(style, 1, 3, nn.Tanh()))
+    together = build({"name": "ig", "iterations": 2, "restarts": 2})(view)
+    alone = build({"name": "ig", "iterations": 2, "restarts": 2, "stack": 1})(view)
+    assert isinstance(together, Reconstruction)
+    assert isinstance(alone, Reconstruction)
+    assert together.objective == alone.objective
+
+
+def test_a_recurrent_network_is_searched_without_a_record() -> None:
+    result = build({"name": "ig", "iterations": 300, "tv": 0})(seen(Recurrent()))
+    assert isinstance(result, Reconstruction)
+    assert result.objective < 0.5
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9), (1, 9, 1), (2, 1, 1)])
+def test_images_of_one_row_have_a_total_variation(shape: tuple[int, int, int]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(int(torch.tensor(shape).prod()), 4), nn.Tanh(), nn.Linear(4, 3))
+    view = from_batch(model, torch.rand(1, *shape, generator=stream(0, "image")), torch.tensor([1]))[0]
+    result = build({"name": "ig", "iterations": 5})(view)
+    assert isinstance(result, Reconstruction)
+    assert torch.tensor(result.objective).isfinite()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_a_hook_computes_are_no_obstacle_to_a_search(norm: Callable[[nn.Module], nn.Module]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(stream(0, "hooked").get_state())
+        model = nn.Sequential(norm(nn.Conv2d(1, 2, 3)), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)).eval()
+        model(torch.rand(1, 1, 8, 8))
+    view = seen(model)
+    for name in ("rconv", "cascade", "analytic", "headless", {"name": "ig", "iterations": 300}):
+        result = build(name)(view)
+        assert isinstance(result, Reconstruction) or result.reason
+    assert isinstance(result, Reconstruction)
+    assert not result.given_up
+
+
+class Wrapped(nn.Module):
+    """Returns its logits in something else, as `how` makes it."""
+
+    def __init__(self, how: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.how, self.head = how, nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> object:
+        return self.how(self.head(x.flatten(1)))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (lambda z: (z, z), r"got tuple; give a module whose forward returns the logits alone \(output\[0\], say\)"),
+        (lambda z: {"logits": z}, r"got dict; give a module .*output\['logits'\]"),
+        (lambda z: z[:, :, None], r"got \(1, 3, 1\)$"),
+    ],
+)
+def test_outputs_that_are_no_logits_are_refused_by_name(how: Callable[[Tensor], object], said: str) -> None:
+    model, image = Wrapped(how), torch.zeros(1, 1, 8, 8)
+    update = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        from_batch(model, image, torch.tensor([1]))
+    with pytest.raises(ValueError, match=said):
+        from_update(model, update, input_shape=(1, 8, 8), num_classes=3)
+
+
+class Pair(nn.Module):
+    """Takes two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head((x * mask).flatten(1))
+
+
+def test_what_can_not_be_called_on_images_alone_is_refused() -> None:
+    update = {name: torch.rand_like(value) for name, value in Pair().named_parameters()}
+    for refused in (
+        lambda: from_batch(Pair(), torch.zeros(1, 1, 8, 8), torch.tensor([1])),
+        lambda: from_update(Pair(), update, input_shape=(1, 8, 8), num_classes=3),
+    ):
+        with pytest.raises(ValueError, match="missing 1 required positional argument: 'mask'"):
+            refused()
+
+
+def test_a_number_of_classes_that_is_not_the_models_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    update = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    with pytest.raises(ValueError, match="expected num_classes 3, as the model has, got 7"):
+        from_update(model, update, input_shape=(1, 8, 8), num_classes=7, head="1.")
+
+
+def test_rows_of_a_table_are_told_what_to_become() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(30, 3))
+    with pytest.raises(ValueError, match=r"got torch.float32 \(2, 30\): give rows of a table as images of one row"):
+        from_batch(model, torch.zeros(2, 30), torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="undo the scaling in its first layer"):
+        from_batch(model, torch.full((1, 1, 1, 30), -2.0), torch.tensor([1]))
+    view, truth = from_batch(model, torch.rand(1, 1, 1, 30, generator=stream(0, "row")), torch.tensor([1]))
+    result = build("analytic")(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert torch.allclose(result.inputs, truth.inputs, atol=1e-4)

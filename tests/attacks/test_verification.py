@@ -1,0 +1,172 @@
+"""What an attack confirms of an update whose rule nobody stated, or stated wrongly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import chains
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.base import Reconstruction, Result, build
+from benchmarks.reliability import confirmed
+from benchmarks.reliability.rules import RULES, by_torch
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.methods.fedper import FedPer
+from fl.seeds import stream
+from fl.simulation.capture import from_batch, from_update
+from fl.tensors import dense
+from fl.types import ServerView, ThreatModel
+
+SHAPE = (3, 8, 8)
+UNSTATED = ThreatModel(knows_optimizer=False)
+
+
+def mlp() -> nn.Sequential:
+    return chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(192, 48), nn.ReLU(), nn.Linear(48, 10))).float()
+
+
+def image(key: object = 0) -> Tensor:
+    rough = torch.rand(1, 3, 3, 3, generator=stream(0, "borne out", key))
+    return (functional.interpolate(rough, (8, 8), mode="bilinear", align_corners=True) * 255).round() / 255
+
+
+def gradient(model: nn.Module, x: Tensor, label: int = 3) -> dict[str, Tensor]:
+    loss = functional.cross_entropy(model(x), torch.full((len(x),), label))
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return dict(zip([name for name, _ in model.named_parameters()], grads, strict=True))
+
+
+def view_of(model: nn.Module, moved: dict[str, Tensor], method: Method | None = None, classes: int = 10) -> ServerView:
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    sent = {name: value - (value - moved[name]) for name, value in weights.items()}  # a float32 difference
+    return from_update(model, sent, input_shape=SHAPE, num_classes=classes, method=method)
+
+
+def stepped(model: nn.Module, x: Tensor, kind: type[torch.optim.Optimizer], lr: float) -> dict[str, Tensor]:
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    return by_torch(kind, weights, gradient(model, x), lr)
+
+
+def verified(result: Result) -> bool:
+    return isinstance(result, Reconstruction) and result.verified is True
+
+
+ADAPTIVE = [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adamax]
+
+
+@pytest.mark.parametrize("attack", ["analytic", "cascade", "spear", "rconv", "headless+analytic"])
+@pytest.mark.parametrize("kind", ADAPTIVE)
+@pytest.mark.parametrize("method", [None, FedAvg(lr=1e-3, steps=1, batch_size=None)], ids=["unstated", "stated"])
+def test_a_step_of_another_optimizer_is_not_confirmed(
+    attack: str, kind: type[torch.optim.Optimizer], method: Method | None
+) -> None:
+    model, x = mlp(), image()
+    result = build(attack)(view_of(model, stepped(model, x, kind, 1e-3), method))
+    assert not verified(result)
+    assert getattr(result, "fixed", None) is None
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.1, 0.01, 1e-3])
+@pytest.mark.parametrize("attack", ["analytic", "cascade", "spear", "rconv", "headless+analytic"])
+def test_a_step_of_plain_sgd_still_is(attack: str, lr: float) -> None:
+    model, x = mlp(), image()
+    result = build(attack)(view_of(model, stepped(model, x, torch.optim.SGD, lr)))
+    assert verified(result)
+    assert isinstance(result, Reconstruction)
+    torch.testing.assert_close(result.inputs, x, atol=0.5 / 255, rtol=0)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 2.0])
+@pytest.mark.parametrize("method", [None, FedAvg(steps=1, batch_size=None)], ids=["unstated", "stated"])
+def test_biases_at_a_step_size_of_their_own_are_noticed(factor: float, method: Method | None) -> None:
+    """They make the picture darker or brighter, and every layer's update stays an outer product."""
+    model, x = mlp(), image()
+    grads = gradient(model, x)
+    moved = {name: value * (factor if name.endswith("bias") else 1.0) for name, value in grads.items()}
+    result = build("analytic")(view_of(model, moved, method))
+    assert isinstance(result, Reconstruction)
+    assert result.verified is False
+    assert "one step of SGD on it does not make the rest" in result.note
+
+
+def test_where_nothing_else_was_sent_an_unstated_optimizer_stays_open() -> None:
+    """Behind a private classifier, one layer fits whatever brightness its bias asks for."""
+    model, x = mlp(), image()
+    method = FedPer(lr=1.0, steps=1, batch_size=None)
+    for threat, sure in ((ThreatModel(), True), (UNSTATED, None)):
+        view, _ = from_batch(model, x, torch.tensor([3]), method=method, threat=threat)
+        for attack in ("analytic", "headless+analytic", "cascade"):
+            result = build(attack)(view)
+            assert isinstance(result, Reconstruction)
+            assert result.verified is sure
+            assert ("nothing in the update tells" in result.note) is not bool(sure)
+
+
+def test_layers_below_a_private_classifier_bear_each_other_out() -> None:
+    layers = [nn.Linear(192, 40), nn.LeakyReLU(0.2), nn.Linear(40, 30), nn.LeakyReLU(0.2), nn.Linear(30, 10)]
+    model = chains.initialised(nn.Sequential(nn.Flatten(), *layers))
+    method = FedPer(lr=1.0, steps=1, batch_size=None)
+    view, _ = from_batch(model, image().double(), torch.tensor([3]), method=method, threat=UNSTATED)
+    assert verified(build("analytic")(view))
+    weight = "1.weight"
+    half = replace(view, update={**view.update, weight: dense(view.update[weight]) * 0.5})
+    assert not verified(build("analytic")(half))
+
+
+def test_a_batch_is_asked_as_a_whole() -> None:
+    model = mlp()
+    both = gradient(model, image(1), 3), gradient(model, image(2), 5)
+    grads = {name: (both[0][name] + both[1][name]) / 2 for name in both[0]}
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    for moved, sure in ((grads, True), ({n: g / g.norm() for n, g in grads.items()}, False)):
+        sent = {name: value - (value - moved[name]) for name, value in weights.items()}
+        view = from_update(model, sent, input_shape=SHAPE, num_classes=10, batch_size=2)
+        assert verified(build("rconv")(view)) is sure
+
+
+def test_what_is_read_without_pictures_asks_for_a_stated_optimizer() -> None:
+    layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 20), nn.ReLU(), nn.Linear(20, 10)]
+    model = chains.initialised(nn.Sequential(*layers))
+    for threat, sure in ((ThreatModel(), True), (UNSTATED, False)):
+        view, _ = from_batch(model, image().double(), torch.tensor([3]), threat=threat)
+        result = build("analytic")(view)
+        assert isinstance(result, Reconstruction)
+        assert result.inputs is None
+        assert result.verified is (sure or None)
+
+
+def test_none_of_a_sample_of_rules_is_confirmed_wrongly() -> None:
+    """Thirty of the updates of `benchmarks.reliability.confirmed`."""
+    cases = [case for case in confirmed.cases(50) if case.net != "CNN, max pooling"][:30]
+    found, _ = confirmed.figures([(case, confirmed.answers(case)) for case in cases])
+    assert [figure.found.split()[0] for figure in found[:3]] == ["0", "0", "0"]
+    assert found[3].met
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "decay of 0.05"])
+def test_no_rule_of_the_benchmark_is_plain_sgd(rule: str) -> None:
+    model, draw = mlp(), stream(0, rule)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    grads = gradient(model, image())
+    moved = RULES[rule](weights, grads, 0.1, draw)
+    factors = {float((moved[n] * g).sum() / g.square().sum()) for n, g in grads.items()}
+    apart = max(float((moved[n] / max(factors) - g).norm() / g.norm()) for n, g in grads.items())
+    assert apart > 1e-3
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.01])
+def test_where_no_direction_tells_how_bright_an_image_is_the_stated_step_size_has_to(lr: float) -> None:
+    """One layer and two classes: the update is an outer product of (1, -1) and the image, whatever made it."""
+    model, x = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))).float(), image()
+    grads = gradient(model, x, 1)
+    for factor, sure in ((1.0, True), (1.3, None), (2.0, None)):
+        moved = {name: lr * value * (factor if name.endswith("bias") else 1.0) for name, value in grads.items()}
+        for attack in ("analytic", "cascade", "rconv", "spear"):
+            result = build(attack)(view_of(model, moved, FedAvg(lr=lr, steps=1, batch_size=None), classes=2))
+            assert isinstance(result, Reconstruction)
+            assert result.verified is sure, (attack, factor)
+            assert ("of another size" in result.note) is not bool(sure)

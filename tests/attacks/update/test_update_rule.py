@@ -1,0 +1,159 @@
+"""What signs and sizes of an update say of the rule that made it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import chains
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.base import NotApplicable, Reconstruction, build
+from attacks.update.update_rule import looks_like, signs_only
+from benchmarks.reliability import confirmed
+from benchmarks.reliability.rules import PLAIN, RULES
+from defenses.signsgd import SignSGD
+from eval.audit import update_sanity
+from fl.method import Method
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+from fl.simulation.capture import from_batch, from_update
+from fl.types import ServerView, ThreatModel
+
+SIGNS = "signs, or the first step of an adaptive optimizer"
+SAID = {
+    **dict.fromkeys(["Adam", "AdamW", "NAdam", "Adamax", "RMSprop", "Adagrad", "Rprop", "Lion, signs"], SIGNS),
+    "signs, mean size by tensor": "signs with a size of each tensor's own",
+    "LAMB": "signs with a size of each tensor's own",
+    "LARS": "step sizes by layer",
+    "normalised by tensor": "clipping or normalising by tensor",
+    "clipped by value, share of the largest": "clipping by value",
+    "centralised": "centralised gradients",
+    "4 bits": "numbers sent in few bits",
+}
+
+
+def view_of(model: nn.Module, rule: str, lr: float, x: Tensor, method: Method | None = None) -> ServerView:
+    """The view of a float32 difference of weights."""
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    loss = functional.cross_entropy(model(x), torch.arange(len(x)) + 3)
+    grads = dict(zip(weights, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    moved = {**RULES, **PLAIN}[rule](weights, grads, lr, stream(0, rule))
+    sent = {name: value - (value - moved[name]) for name, value in weights.items()}
+    return from_update(
+        model,
+        sent,
+        input_shape=tuple(x.shape[1:]),
+        num_classes=10,
+        batch_size=len(x),
+        method=method,  # type: ignore
+    )
+
+
+def cnn() -> nn.Sequential:
+    layers = [nn.Conv2d(1, 8, 3), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(288, 24), nn.ReLU(), nn.Linear(24, 10)]
+    return chains.initialised(nn.Sequential(*layers)).float()
+
+
+def strokes(count: int = 1) -> Tensor:
+    """White strokes on black, as digits are: many pixels of one value."""
+    rough = torch.rand(count, 1, 4, 4, generator=stream(0, "strokes", count))
+    return (functional.interpolate(rough, (8, 8), mode="bilinear") > 0.5).float()
+
+
+@pytest.mark.parametrize("rule", list(SAID))
+@pytest.mark.parametrize("lr", [0.1, 1e-2])
+def test_other_rules_are_named(rule: str, lr: float) -> None:
+    x = torch.rand(1, 1, 8, 8, generator=stream(0, "image"))
+    for net in (chains.initialised(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
+        view = view_of(net, rule, lr, x)
+        assert looks_like(view).startswith(SAID[rule])
+        assert SAID[rule] in update_sanity.doubt(view)
+
+
+@pytest.mark.parametrize("rule", list(PLAIN))
+@pytest.mark.parametrize("lr", [1.0, 0.1, 0.01, 1e-3, 1e-5])
+@pytest.mark.parametrize("count", [1, 4])
+def test_plain_sgd_is_not(rule: str, lr: float, count: int) -> None:
+    for net in (chains.initialised(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
+        view = view_of(net, rule, lr, strokes(count))
+        assert looks_like(view) == ""
+        assert not signs_only(view)
+        zeroed = net[-1]
+        assert isinstance(zeroed, nn.Linear)
+        with torch.no_grad():  # a classifier that starts at zero sends equal sizes for all classes but those there
+            zeroed.weight.zero_()
+            zeroed.bias.zero_()
+        assert looks_like(view_of(net, rule, lr, strokes(count))) == ""
+
+
+def test_what_is_stated_is_not_named() -> None:
+    x = strokes()
+    method = FedAvg(optimizer="adam", lr=1e-3, steps=1, batch_size=None)
+    assert looks_like(view_of(cnn(), "Adam", 1e-3, x))
+    assert not looks_like(view_of(cnn(), "Adam", 1e-3, x, method))
+    assert SIGNS in looks_like(view_of(cnn(), "Adam", 1e-3, x, FedAvg(lr=1e-3, steps=1, batch_size=None)))
+
+
+def test_the_note_of_a_result_says_what_it_looks_like() -> None:
+    result = build("analytic")(view_of(chains.initialised(confirmed.mlp(64, 40, 10)).float(), "LARS", 1.0, strokes()))
+    assert isinstance(result, Reconstruction)
+    assert not result.verified
+    assert "step sizes by layer" in result.note or "another optimizer" in result.note
+
+
+def test_weights_in_place_of_a_difference_are_no_step_sizes_by_layer() -> None:
+    model = cnn()
+    sent = {name: value.detach().clone() for name, value in model.named_parameters()}
+    assert "step sizes" not in looks_like(from_update(model, sent, input_shape=(1, 8, 8), num_classes=10))
+
+
+# ---- signs alone -----------------------------------------------------------------------------------------------------
+class Scaled(nn.Module):
+    """A learnt scale for a whole image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("first", [Scaled, lambda: nn.Conv2d(1, 1, 1), lambda: nn.Conv2d(1, 1, 1, bias=False)])
+def test_a_matrix_of_one_number_is_no_sign(first) -> None:
+    model = nn.Sequential(first(), nn.Flatten(), nn.Linear(64, 24), nn.LeakyReLU(0.2), nn.Linear(24, 10)).double()
+    view, _ = from_batch(model, strokes().double(), torch.tensor([1]))
+    assert not signs_only(view)
+    for attack in ("rconv", "cascade", "headless"):
+        result = build(attack)(view)
+        assert not isinstance(result, NotApplicable) or "signs" not in result.reason
+
+
+@pytest.mark.parametrize("lr", [1e-6, 3e-7, 1e-7])
+def test_an_update_of_a_unit_of_rounding_is_no_sign(lr: float) -> None:
+    """Most of it is rounded to zero, and what is left is as large as the weights' grid."""
+    view = view_of(cnn(), "SGD", lr, strokes())
+    moved = torch.cat([value.flatten() for value in view.update.values()])  # type: ignore[union-attr]
+    assert float((moved == 0).float().mean()) > 0.3
+    assert not signs_only(view)
+    assert looks_like(view) == ""
+
+
+@pytest.mark.parametrize("rule", ["Lion, signs", "signs, mean size by tensor", "Rprop"])
+def test_signs_are_signs(rule: str) -> None:
+    view = view_of(cnn(), rule, 1e-2, strokes())
+    assert signs_only(view)
+    for attack in ("analytic", "cascade", "headless"):
+        result = build(attack)(view)
+        assert isinstance(result, NotApplicable)
+        assert "signs" in result.reason
+
+
+def test_a_defence_of_signs_that_is_unknown_is_seen() -> None:
+    for known, said in ((True, ""), (False, SIGNS)):
+        threat = ThreatModel(knows_defense=known)
+        x = torch.rand(1, 1, 8, 8, generator=stream(0, "x")).double()
+        view, _ = from_batch(cnn().double(), x, torch.tensor([1]), defense=SignSGD(step=0.1), threat=threat)
+        assert looks_like(view).startswith(said)
+        assert bool(looks_like(view)) is bool(said)

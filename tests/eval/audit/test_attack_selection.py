@@ -1,0 +1,228 @@
+"""What an audit tries by default: attacks that solve before those that search, and nothing that could add nothing."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.runs import tiny
+from support.tiny import Registered
+from typer.testing import CliRunner
+
+import attacks
+from attacks.base import NotApplicable, Reconstruction
+from eval import cli
+from eval.audit import attack_selection
+from eval.audit import findings as auditing
+from eval.audit import user_model as audited
+from eval.audit.request import Request
+from eval.audit.user_model import Subject
+from eval.commands import terminal
+from eval.metrics import self_verification
+from eval.run import runner
+from eval.run import training_cell as training
+from eval.run.run_directory import RunDir
+from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.simulation.capture import from_batch, from_update
+
+MODULE = """
+import torch
+from torch import nn
+
+def pooled():
+    torch.manual_seed(0)
+    one = nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)
+    two = nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*one, *two, nn.Flatten(), nn.Linear(288, 32), nn.ReLU(), nn.Linear(32, 10))
+
+def flat():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 16), nn.ReLU(), nn.Linear(16, 10))
+"""
+FACES = ("--images", "{name: faces, size: 12}", "--count", 2)
+LINEAR = ("--method", "fedavg", "--dataset", "{name: faces, size: 12}", "--count", 2)
+LINEAR += ("--model", "{name: linear, input_shape: [1, 12, 12]}")
+
+
+@pytest.fixture
+def mine(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"tried_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    with Registered(), torch.random.fork_rng():
+        yield name
+
+
+def audit(*words: object):
+    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
+
+
+def test_a_network_with_max_pooling_is_solved_and_not_only_searched(mine):
+    result = audit(f"{mine}:pooled", *FACES, "--max-psnr", 20)
+    assert result.exit_code == terminal.LEAKED, result.output
+    assert "analytic: the attack recovered no images, only features" in result.stdout
+    assert "2 of 2 label(s) recovered\n  confirmed by the attack\nrconv: not applicable: 2 (MaxPool2d)" in result.stdout
+    assert "cascade: image content leaked: 2 of 2 image(s) came back at 20 dB or more" in result.stdout
+    for number in range(2):
+        assert f"  image {number}: PSNR 100.0 dB (best guess" in result.stdout
+    assert result.stdout.count(", exact to 8 bits, confirmed by the attack\n") == 2
+    assert result.stdout.endswith(f"ig: not needed: cascade {attack_selection.FOUND}\n")
+    assert "above the limit: PSNR 100 > 20" in result.stderr
+
+
+def test_what_was_asked_for_is_tried_whatever_came_before(mine):
+    result = audit(f"{mine}:flat", *FACES, "--attack", "analytic", "--attack", "guess", "--json")
+    first, second = json.loads(result.stdout)["findings"]
+    assert first["verified"]
+    assert (second["spared"], len(second["images"])) == (None, 2)
+
+
+def test_the_first_attack_that_confirms_its_pictures_is_the_last(mine, tmp_path):
+    own = audit(f"{mine}:flat", *FACES)
+    assert "image 1: PSNR 100.0 dB" in own.stdout
+    for label in ("rconv", "cascade", "april", "ig"):
+        assert f"\n{label}: not needed: analytic {attack_selection.FOUND}\n" in own.stdout
+    assert "rconv: images" not in own.stderr
+    folder = tmp_path / "kept"
+    for _ in range(2):  # the second time everything is there
+        method = audit(*LINEAR, "--json", "--out", folder)
+        found = json.loads(method.stdout)["findings"]
+        assert [one["attack"] for one in found] == ["analytic", "rconv", "cascade", "april", "ig"]
+        assert [one["spared"] is None for one in found] == [True, False, False, False, False]
+        assert found[0]["verified"]
+    rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
+    assert {row["attack"] for row in rows} == {"analytic"}
+    assert all("ig" not in cell["name"] for cell in json.loads((folder / "run.json").read_text())["cells"])
+    assert "ig" not in (folder / "config.yaml").read_text().split("attack:")[1].split("observe:")[0].split()
+    assert "Not finished" not in (folder / "report.md").read_text()
+
+
+def test_what_was_left_out_keeps_no_checkpoint_and_is_not_prepared_for_again(mine, tmp_path, monkeypatch):
+    folder = tmp_path / "kept"
+    words = (*LINEAR, "--rounds", 1, "--out", folder, "--json")
+    first = audit(*words)
+    assert first.exit_code == 0, first.output
+    assert all(finding["spared"] for finding in json.loads(first.stdout)["findings"][1:])
+    assert not [*folder.rglob("*checkpoint*")]
+    monkeypatch.setattr(training, "federation_of", lambda one: pytest.fail("nothing is left to attack"))
+    assert json.loads(audit(*words).stdout) == json.loads(first.stdout)
+
+
+def test_a_hypernetwork_is_peeled_first():
+    words = {"dataset": "{name: faces, size: 8}", "model": "tiny", "device": "cpu"}
+    for method in ("hyperfl", "dp-hyperfl"):
+        assert [*Request(method=method, **words).attacks] == ["peel+cascade", "peel+ig", "ig"]
+    for method in ("fedper", "pfedhn"):  # the latter sends the update of what its hypernetwork made
+        assert [*Request(method=method, **words).attacks] == ["analytic", "rconv", "cascade", "april", "ig"]
+    (training,) = Request(method="hyperfl", **words).plan().trainings
+    assert [watch.attack.label for watch in training.watches] == ["peel+cascade", "peel+ig", "ig"]
+
+
+def test_what_one_training_spares_is_still_part_of_another(tmp_path):
+    with Registered():
+        plan = runner.prepare(tiny("attack=guess"), device="cpu")
+    one, two = (trained.watches[0].cell.id for trained in plan.trainings)
+    thrift = attack_selection.Thrift(RunDir(tmp_path), {one: "settled"})
+    assert thrift.without(plan) == {}
+    assert [len(trained.watches) for trained in thrift.rest(plan).trainings] == [0, 1]
+    assert [entry.label for entry in thrift.rest(plan).experiment.attack] == ["guess"]
+    thrift.spared[two] = "settled"
+    assert thrift.without(plan) == {"guess": "settled"}
+    assert thrift.rest(plan).experiment.attack == ()
+
+
+def test_batches_are_told_apart_by_what_can():
+    assert attack_selection.defaults(FedAvg(), 2) == ("analytic", "spear", "cascade", "ig")
+    assert attack_selection.defaults(HyperFL(), 2) == attack_selection.defaults(HyperFL(), 1)
+
+
+def row(update, **more):
+    return {"update": update, "images": 1, "candidates": 1, "verified": False, **more}
+
+
+def test_an_attack_is_needed_unless_every_image_is_confirmed_or_it_has_been_peeled():
+    exact = [row("a", verified=True), row("b", fixed=0.95)]
+    assert attack_selection.needless("ig", {"cascade": exact}) == f"not needed: cascade {attack_selection.FOUND}"
+    assert attack_selection.needless("ig", {"rconv": [*exact[:1], row("b")], "cascade": exact[1:]}) == (
+        f"not needed: rconv and cascade {attack_selection.FOUND}"
+    )
+    for other in (row("b"), row("b", fixed=0.5), row("b", verified=None), row("b", verified=True, candidates=0)):
+        assert attack_selection.needless("ig", {"cascade": [exact[0], other]}) == ""
+    refused = {"update": "b", "not_applicable": "no"}
+    assert attack_selection.needless("ig", {"cascade": [exact[0], refused]}) == ""
+    assert attack_selection.needless("ig", {"peel+ig": [row("a", verified=True, candidates=0)]}).startswith(
+        "not needed: peel+ig"
+    )
+    for doubtful in (None, False):  # a peel that is off knows less than the update does
+        assert attack_selection.needless("ig", {"peel+ig": [row("a", verified=doubtful)]}) == ""
+    assert attack_selection.needless("peel+ig", {"peel+cascade": [row("a")]}) == ""
+    assert attack_selection.needless("ig", {"peel+ig": [refused]}) == ""
+    assert attack_selection.needless("ig", {}) == ""
+
+
+def test_a_part_of_a_batch_settles_nothing():
+    pictures = torch.rand(2, 1, 4, 4)
+    whole = Reconstruction(pictures, verified=True)
+    assert self_verification.settled(whole, 2)
+    assert not self_verification.settled(whole, 3)  # `analytic` confirms what one neuron sees alone
+    assert not self_verification.settled(whole, None)
+    assert not self_verification.settled(Reconstruction(None, verified=True), 2)
+    assert not self_verification.settled(Reconstruction(pictures), 2)
+    assert not self_verification.settled(NotApplicable("no"), 2)
+    fixed = torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    fixed[0, 0, 0, 0] = False
+    assert self_verification.settled(Reconstruction(pictures, verified=False, fixed=fixed), 2)
+    assert not self_verification.settled(Reconstruction(pictures, verified=False, fixed=~fixed), 2)
+
+
+def test_only_updates_that_are_open_are_attacked_again(mine):
+    model = __import__(mine).flat()
+    faces = audited.first(audited.whole("{name: faces, size: 12}"), 2, "faces")
+    pairs = [from_batch(model, faces.inputs[i : i + 1], faces.labels[i : i + 1]) for i in range(2)]
+    view, truth = pairs[1]
+    noise = torch.randn(16, 144, generator=torch.Generator().manual_seed(0))
+    weight = view.update["1.weight"]
+    noisy = replace(view, update={**view.update, "1.weight": weight + 0.1 * weight.norm() * noise / noise.norm()})
+    subjects = [Subject(*pairs[0]), Subject(noisy, truth)]
+    named = {name: attacks.build(name) for name in ("analytic", "guess")}
+    first, second = auditing.examine("x", subjects, named, thrifty=True).findings
+    assert [one["verified"] for one in first.rows] == [True, False]
+    assert [one["update"] for one in second.rows] == [1]
+    assert second.verdict.startswith("of the 1 update(s) that no attack before it settled: ")
+    whole = auditing.examine("x", subjects, named).findings[1]
+    assert second.rows[0] == whole.rows[1]  # the same numbers, whatever is left out
+
+
+def test_what_an_attack_says_of_a_captured_update_is_said_without_the_images(mine):
+    face = audited.first(audited.whole("{name: faces, size: 12}"), 1, "faces")
+    view, _ = from_batch(__import__(mine).pooled(), face.inputs, face.labels)
+    np.savez("update.npz", **{name: value.numpy() for name, value in view.update.items()})
+    result = audit("--update", "update.npz", "--model", f"{mine}:pooled", "--input-shape", "1,12,12")
+    said = "only features (the input of a layer behind the first), of which there is no true value to compare with; "
+    assert f"analytic: the attack recovered no images, {said}the attack can't tell how close it came" in result.stdout
+    assert "cascade: the attack confirms that what it recovered is right; give the true images" in result.stdout
+    assert "ig: not needed: cascade" in result.stdout
+
+
+def test_an_update_of_adam_settles_nothing_and_is_named(mine):
+    face = audited.first(audited.whole("{name: faces, size: 12}"), 1, "faces")
+    model = __import__(mine).flat()
+    method = FedAvg(optimizer="adam", lr=1e-3, steps=1, batch_size=None)
+    view, truth = from_batch(model, face.inputs, face.labels, method=method)
+    captured = from_update(model, dict(view.update), input_shape=(1, 12, 12), num_classes=view.task.num_classes)
+    named = {name: attacks.build(name) for name in ("analytic", "cascade", "guess")}
+    findings = auditing.examine("x", [Subject(captured, truth)], named, thrifty=True).findings
+    assert not any(found.spared for found in findings)
+    assert not any(found.verified for found in findings)
+    np.savez("update.npz", **{name: value.numpy() for name, value in view.update.items()})
+    given = ("--update", "update.npz", "--model", f"{mine}:flat", "--input-shape", "1,12,12", "--attack", "analytic")
+    result = audit(*given)
+    assert result.exit_code == 4
+    assert "the first step of an adaptive optimizer" in " ".join(result.stdout.split())
+    stated = audit(*given, "--method", "{name: fedavg, optimizer: adam, lr: 0.001}")
+    assert "adam rescales every number apart" in " ".join(stated.stdout.split())
+    assert "contradiction" not in stated.stdout

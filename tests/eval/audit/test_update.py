@@ -1,0 +1,43 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attacks.base import Reconstruction
+from eval.audit.update import leakage
+from eval.metrics.baselines import guesses
+from fl.seeds import stream
+
+
+@pytest.fixture
+def truth():
+    images = torch.rand(2, 1, 8, 8, generator=stream(0, "images")) * 0.4 + 0.3
+    return SimpleNamespace(inputs=images, labels=torch.tensor([0, 1]), private={}, extractor={})
+
+
+def said(truth, images):
+    return leakage(Reconstruction(images, None, 0.0, (0.0,)), truth).splitlines()[-1]
+
+
+def test_no_guess_counts_as_a_leak(truth):
+    for name, images in guesses(truth.inputs).items():
+        assert not said(truth, images).startswith("image content leaked"), name
+    mean = guesses(truth.inputs)["mean"]
+    assert said(truth, mean).startswith("not told apart from a guess: 0 of 2")
+    slightly = mean + 0.05 * (truth.inputs - mean)  # 0.45 dB above the mean colour
+    assert said(truth, slightly).endswith("on average +0.4 dB")
+    assert said(truth, 1 - truth.inputs).startswith("no image content shown to leak: 0 of 2")
+
+
+def test_a_margin_above_the_best_guess_of_two_images_is_no_leak_yet(truth):
+    mean = guesses(truth.inputs)["mean"]
+    text = said(truth, mean + 0.2 * (truth.inputs - mean))  # 1.9 dB above it
+    assert text.startswith("too few images to tell content from chance: 2 of 2 image(s) at least 1 dB above")
+    assert text.endswith("on average +1.9 dB")
+
+
+def test_one_leaked_image_among_others_counts(truth):
+    images = torch.stack([truth.inputs[0], 0.75 - 0.5 * truth.inputs[1]])  # the second has its contrast reversed
+    text = said(truth, images)
+    assert text.startswith("image content leaked: 1 of 2 image(s) came back at 20 dB or more and at least 10 dB above")
+    assert "the furthest at 100.0 dB" in text

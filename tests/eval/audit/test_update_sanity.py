@@ -1,0 +1,127 @@
+"""What an update says of itself without its images: its sign, its number of images, its loss."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from defenses.noise import Noise
+from eval.audit.findings import examine
+from eval.audit.update_sanity import doubt
+from eval.audit.user_model import Subject
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+from fl.simulation.capture import from_batch, from_update
+
+SHAPE, CLASSES = (1, 6, 6), 10
+TURNED = "the sign of the update is turned"
+
+
+def network(bias=True, classes=CLASSES):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.Sigmoid(), nn.Linear(20, classes, bias=bias))
+    generator = stream(0, "plausible")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def view(images=1, turn=1.0, size=None, change=lambda name, value: value, model=None, like=None, **settings):
+    """The view that a user's captured update belongs to, made of so many images and said to be of `size`."""
+    model = model or network()
+    inputs = torch.rand(images, *SHAPE, generator=stream(images, "images"))
+    classes = model[-1].out_features
+    labels = torch.arange(images) % classes
+    seen, _ = from_batch(model, inputs, labels, **({"method": like} if like else {}))
+    update = {name: change(name, turn * value) for name, value in seen.update.items()}
+    return from_update(model, update, input_shape=SHAPE, num_classes=classes, batch_size=size or images, **settings)
+
+
+@pytest.mark.parametrize("images", [1, 2, 4])
+def test_a_turned_sign_is_told_without_images(images):
+    assert doubt(view(images)) == ""
+    assert doubt(view(images, turn=0.01)) == ""
+    said = doubt(view(images, turn=-1.0))
+    assert said.startswith(TURNED)
+    assert f"where {images} image(s) leave {images} at most; give weights before - after" in said
+
+
+def test_what_can_not_be_told_is_left_unsaid():
+    assert doubt(view(8, turn=-1.0)) == ""  # no more than eight classes are negative either way
+    assert doubt(view(1, turn=-1.0, model=network(classes=2))) == ""
+    assert doubt(view(1, turn=-1.0, model=network(bias=False))) == ""
+    assert doubt(view(1, turn=-1.0, defense=Noise(std=0.1))) == ""
+    assert doubt(view(1, change=lambda name, value: torch.zeros_like(value))) == ""
+    lifted = {"change": lambda name, value: value + 1}
+    assert doubt(view(1, **lifted)).startswith("the update is not that of a softmax")
+    for method in (FedAvg(steps=1, weight_decay=2.0), FedAvg(steps=2, weight_decay=2.0)):
+        assert doubt(view(1, **lifted, method=method)) == ""
+
+
+@pytest.mark.parametrize("like", [FedAvg(steps=3, lr=0.1), FedAvg(steps=3, lr=0.1, momentum=0.9)])
+def test_steps_without_decay_keep_the_signs(like):
+    assert doubt(view(1, like=like)) == ""
+    assert doubt(view(1, like=like, method=like)) == ""
+    assert doubt(view(1, turn=-1.0, like=like, method=like)).startswith(TURNED)
+
+
+def test_more_images_than_were_said_are_told():
+    assert "is negative for 4 classes, where 2 image(s) leave 2 at most; check --batch-size" in doubt(view(4, size=2))
+    assert doubt(view(2, size=4)) == ""
+
+
+def test_an_update_of_another_loss_is_told():
+    noise = stream(0, "noise")
+    said = doubt(view(1, change=lambda name, value: torch.rand(value.shape, generator=noise)))
+    assert "sums to 1 of its size and not to zero" in said
+    rounded = view(1, change=lambda name, value: value.half().float())
+    assert doubt(rounded) == ""
+
+
+def test_rounding_of_weights_is_no_sum():
+    """Steps so small that weights lose most of their digits: the bias's update no longer sums to zero."""
+    model = network()
+    with torch.no_grad():
+        model[-1].bias += 15.0
+
+    def captured(name, value):
+        before = dict(model.named_parameters())[name].detach()
+        return before - (before - 3e-6 * value)
+
+    seen = view(1, model=model, change=captured)
+    assert seen.update["3.bias"].sum().abs() > 0.05 * seen.update["3.bias"].abs().sum()
+    assert doubt(seen) == ""
+
+
+class Negated(nn.Module):
+    """A network whose last linear layer gives the logits with their signs turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x):
+        return -self.body(x)
+
+
+def test_a_model_whose_bias_is_not_that_of_logits_is_left_alone():
+    inputs = torch.rand(1, *SHAPE, generator=stream(1, "images"))
+    seen, _ = from_batch(Negated(), inputs, torch.tensor([0]))
+    captured = from_update(Negated(), seen.update, input_shape=SHAPE, num_classes=CLASSES)
+    assert int((captured.update["body.3.bias"] < 0).sum()) == CLASSES - 1
+    assert doubt(captured) == ""
+
+
+def test_an_audit_says_it():
+    seen = view(1, turn=-1.0)
+    assert examine("x", [Subject(seen, None, doubt=doubt(seen))], {}).mismatch.startswith(TURNED)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-10, 1e-30])
+def test_a_small_gradient_has_its_signs_where_a_small_difference_has_none(size):
+    for turn, said in ((size, ""), (-size, TURNED)):
+        seen = view(1, turn=turn, kind="gradient")
+        assert doubt(seen).startswith(said)
+        assert bool(doubt(seen)) == bool(said)
+    assert doubt(replace(view(1, turn=-1e-10, kind="gradient"), rounded=True)) == ""

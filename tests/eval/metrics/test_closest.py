@@ -1,0 +1,57 @@
+"""The reference images closest to any victim's: found once for all attacks, and as good a floor as the whole set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.worlds import images
+from torch import Tensor
+
+from eval.metrics.baselines import guesses, nearest
+from eval.run import attack_cell
+from eval.run.attack_cell import Seen
+from fl.simulation.client_round import Truth
+from fl.types import Batch, Trace
+
+
+def truth(inputs: Tensor) -> Truth:
+    """Of images alone."""
+    count = torch.arange(len(inputs))
+    return Truth(Trace((), inputs, count, count, {}), {})
+
+
+def seen(*truths: Truth | None) -> Seen:
+    return Seen((), truths, (), ())
+
+
+def test_the_floor_is_that_of_the_whole_reference() -> None:
+    pool = images(40).inputs
+    victims = [truth(images(n, "victim", n).inputs) for n in (1, 3, 2)]
+    pool[11], pool[17] = 90 / 255, 110 / 255
+    tied = torch.tensor([112.0, 100.0], dtype=torch.float64).div(255).view(2, 1, 1, 1).expand(2, 1, 8, 8)
+    found = attack_cell._closest(seen(*victims, None, truth(tied)), Batch(pool, torch.zeros(40)))
+    assert sorted(found) == [0, 1, 2, 4]
+    for number, one in ((0, victims[0]), (1, victims[1]), (2, victims[2]), (4, truth(tied))):
+        whole = guesses(one.inputs, reference=pool)["nearest"]
+        assert torch.equal(guesses(one.inputs, reference=found[number])["nearest"], whole)
+        assert len(found[number]) <= len(one.inputs)
+    second = guesses(tied, reference=found[4])["nearest"][1]  # as far from the one as from the other
+    assert torch.equal(second, pool[11])
+
+
+def test_one_pass_serves_all_victims_and_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+
+    def counted(inputs: Tensor, reference: Tensor) -> Tensor:
+        passes.append(len(inputs))
+        return nearest(inputs, reference)
+
+    monkeypatch.setattr(attack_cell, "nearest", counted)
+    looked, reference = seen(truth(images(1).inputs), truth(images(2).inputs)), images(9, "pool")
+    first = attack_cell._closest(looked, reference)
+    assert attack_cell._closest(looked, reference) is first
+    assert passes == [3]
+
+
+def test_without_a_reference_there_is_no_such_floor() -> None:
+    assert attack_cell._closest(seen(truth(images(1).inputs)), None) == {}

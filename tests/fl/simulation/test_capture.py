@@ -1,0 +1,399 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import attacks
+from defenses.clip import Clip
+from defenses.compose import Chain
+from defenses.secagg import SecAgg
+from eval.audit.update import leakage
+from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.predict import predict
+from fl.seeds import stream
+from fl.simulation.capture import from_batch, from_update
+from fl.types import Candidate, ThreatModel
+
+SHAPE, CLASSES = (1, 6, 6), 3
+
+
+def own_model() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(144, CLASSES))
+    generator = stream(0, "model")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return model
+
+
+@pytest.fixture
+def model():
+    return own_model()
+
+
+@pytest.fixture
+def batch():
+    return torch.rand(2, *SHAPE, generator=stream(0, "images")), torch.tensor([2, 0])
+
+
+@pytest.fixture
+def gradient(model, batch):
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    names = [name for name, _ in model.named_parameters()]
+    return dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+
+
+def test_from_batch_is_one_step_of_the_users_own_gradient(model, batch, gradient):
+    view, truth = from_batch(model, *batch)
+    assert view.update.keys() == gradient.keys()
+    for name, value in gradient.items():
+        torch.testing.assert_close(view.update[name], value, rtol=1e-4, atol=1e-6)
+    assert view.task.head == "3."
+    assert (view.task.num_classes, view.batch_size, view.labels) == (CLASSES, 2, None)
+    assert torch.equal(truth.inputs, batch[0])
+
+
+def test_model_and_batch_are_copied(model, batch):
+    before = copy.deepcopy(model.state_dict())
+    view, truth = from_batch(model, *batch)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+        batch[0].fill_(float("nan"))
+    assert all(value.isfinite().all() for value in view.shared.values())
+    assert truth.inputs.isfinite().all()
+
+
+def test_running_statistics_stay(batch):
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, CLASSES))
+    before = copy.deepcopy(model.state_dict())
+    from_batch(model, *batch)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_from_batch_takes_any_method(model, batch):
+    method = HyperFL(parametrisation=Hypernetwork(embedding=3, hidden=6, init="scaled"), steps=1, head_epochs=0)
+    view, truth = from_batch(model, *batch, method=method, threat=ThreatModel(knows_labels=True))
+    assert set(view.private) == {"embedding", "3.weight", "3.bias"}
+    assert torch.equal(view.labels, batch[1])
+    assert set(truth.extractor) == {"0.weight", "0.bias"}
+
+
+def test_attack_and_leakage(model, batch):
+    view, truth = from_batch(model, *batch, threat=ThreatModel(knows_labels=True))
+    attack = attacks.build({"name": "ig", "iterations": 300, "tv": 0.0})
+    text = leakage(attack(view), truth)
+    assert text.count("PSNR") == 2
+    assert "\nimage content leaked: 2 of 2 image(s) came back at 20 dB or more" in text
+    assert "2 of 2 image(s) at least 1 dB above the best guess" in text
+    assert leakage(attacks.NotApplicable("why not"), truth) == "not applicable: why not"
+    assert "no images" in leakage(attacks.Reconstruction(None), truth)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"inputs": torch.rand(1, 6, 6, generator=stream(0, "x"))}, r"expected floating-point inputs \(B, C, H, W\)"),
+        ({"inputs": torch.full((2, *SHAPE), 1.5)}, r"expected pixels in \[0, 1\], got \[1.5, 1.5\]"),
+        ({"inputs": torch.full((2, *SHAPE), float("nan"))}, r"expected pixels in \[0, 1\]"),
+        ({"inputs": torch.ones(2, *SHAPE, dtype=torch.uint8)}, "floating-point"),
+        ({"inputs": torch.zeros(2, 3, 6, 6)}, "expected inputs that fit the model"),
+        ({"inputs": torch.zeros(2, *SHAPE).double()}, "expected inputs that fit the model"),
+        ({"labels": torch.tensor([0, 3])}, r"expected labels in \[0, 3\), got 0 to 3"),
+        ({"labels": torch.tensor([[0, 1]])}, "expected labels int64"),
+        ({"labels": torch.tensor([0.0, 1.0])}, "expected labels int64"),
+        ({"num_classes": 4}, "expected num_classes 3"),
+        ({"head": "classifier."}, "expected head as a prefix"),
+        ({"model": nn.Sequential(nn.Conv2d(1, 3, 6), nn.Flatten())}, "expected a model with an nn.Linear"),
+        ({"model": nn.Conv2d(1, 3, 6)}, r"expected a model that returns logits \(B, K\)"),
+        ({"model": nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(36, 3))}, "without dropout"),
+    ],
+)
+def test_from_batch_says_what_does_not_fit(model, batch, change, said):
+    arguments = {"model": model, "inputs": batch[0], "labels": batch[1], **change}
+    with pytest.raises(ValueError, match=said):
+        from_batch(arguments.pop("model"), arguments.pop("inputs"), arguments.pop("labels"), **arguments)
+
+
+def test_a_head_that_is_not_last_is_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Unflatten(1, (5, 1)), nn.AvgPool1d(1), nn.Flatten())
+    with pytest.raises(ValueError, match="'1', to have 3 outputs, got 5"):
+        from_update(model, {}, input_shape=SHAPE, num_classes=3)
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.1])
+def test_captured_update_and_gradient_agree_with_the_prediction(model, batch, gradient, lr):
+    method = FedAvg(steps=1, batch_size=None, lr=lr)
+    sent = {"gradient": gradient, "update": {name: lr * value for name, value in gradient.items()}}
+    for kind, values in sent.items():
+        view = from_update(
+            model,
+            values,
+            input_shape=SHAPE,
+            num_classes=CLASSES,
+            method=method,
+            batch_size=2,
+            labels=batch[1],
+            kind=kind,
+        )
+        predicted = predict(view, Candidate(*batch))
+        for name in gradient:
+            torch.testing.assert_close(predicted[name], view.update[name], rtol=1e-3, atol=1e-6)
+        assert view.threat.knows_labels
+    assert not isinstance(attacks.build({"name": "ig", "iterations": 2})(view), attacks.NotApplicable)
+
+
+def test_a_captured_hypernetwork_needs_what_was_sent(model, batch):
+    method = HyperFL(parametrisation=Hypernetwork(embedding=3, hidden=6, init="scaled"), steps=1, head_epochs=0)
+    seen, truth = from_batch(model, *batch, method=method)
+    update = {n: v if isinstance(v, torch.Tensor) else v.dense() for n, v in seen.update.items()}
+    settings = {"input_shape": SHAPE, "num_classes": CLASSES, "method": method, "batch_size": 2}
+    with pytest.raises(ValueError, match="expected what the server sent as `shared`"):
+        from_update(model, update, **settings)
+    view = from_update(model, update, shared=seen.shared, **settings)
+    assert view.private == seen.private
+    predicted = predict(view, truth.candidate())
+    for name, value in update.items():
+        got = predicted[name] if isinstance(predicted[name], torch.Tensor) else predicted[name].dense()
+        torch.testing.assert_close(got, value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"3.weight": None, "4.weight": torch.zeros(3, 144)},
+            r"missing '3.weight'; unexpected '4.weight' \(did you mean '3.w",
+        ),
+        ({"0.bias": None}, "missing '0.bias'"),
+        ({"extra": torch.zeros(1)}, "unexpected 'extra'"),
+        ({"0.bias": torch.zeros(5)}, r"expected '0.bias' of shape \(4,\), got \(5,\)"),
+        ({"0.bias": [0, 0, 0, 0]}, r"expected '0.bias' as a tensor \(4,\), got list"),
+        ({"0.bias": torch.tensor([0.0, float("nan"), 0.0, float("inf")])}, r"in '0.bias' \(2 of them\)"),
+    ],
+)
+def test_from_update_says_which_tensor(model, gradient, change, said):
+    values = {name: value for name, value in {**gradient, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=said):
+        from_update(model, values, input_shape=SHAPE, num_classes=CLASSES)
+
+
+def test_errors_show_a_few_names_and_count_the_rest(gradient):
+    strange = {f"layer{number}.weight": torch.zeros(1) for number in range(40)}
+    with pytest.raises(ValueError, match=r"unexpected .layer0.weight.*, .layer4\.weight. .* and 35 more$") as caught:
+        from_update(own_model(), {**gradient, **strange}, input_shape=SHAPE, num_classes=CLASSES)
+    assert "layer5" not in str(caught.value)
+    deep = nn.Sequential(nn.Flatten(), *(nn.Linear(36, 36) for _ in range(4)), nn.Linear(36, CLASSES))
+    with pytest.raises(ValueError, match=r"missing '1.weight', .* '3.weight' and 5 more$"):
+        from_update(deep, {}, input_shape=SHAPE, num_classes=CLASSES)
+    with pytest.raises(ValueError, match=r"names: 1.weight, .*, 3.weight and 5 more$"):
+        from_update(deep, {}, input_shape=SHAPE, num_classes=CLASSES, head="top.")
+
+
+def test_buffers_are_no_parameters(batch):
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, CLASSES))
+    update = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"'0\.running_mean' .a buffer, not a parameter: leave it out"):
+        from_update(model, update, input_shape=SHAPE, num_classes=CLASSES)
+    update = {name: value for name, value in update.items() if not name.startswith(("0.running", "0.num"))}
+    buffers = {**dict(model.named_buffers()), "0.running_mean": torch.tensor([0.25])}
+    view = from_update(model, update, input_shape=SHAPE, num_classes=CLASSES, buffers=buffers)
+    assert view.buffers["0.running_mean"].item() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kind": "delta"}, "expected kind"),
+        ({"batch_size": 0}, "expected batch_size, an int >= 1"),
+        ({"labels": torch.tensor([0])}, r"expected labels int64 \(2,\)"),
+        ({"labels": torch.tensor([0, 7])}, r"expected labels in \[0, 3\)"),
+        ({"threat": ThreatModel(knows_labels=True)}, "expected labels under a threat model"),
+        ({"kind": "gradient", "method": FedAvg(epochs=2)}, "expected a method of one plain SGD step"),
+        ({"kind": "gradient", "method": FedAvg(steps=1, weight_decay=0.1)}, "decay or clipping"),
+    ],
+)
+def test_from_update_says_which_setting(model, gradient, settings, said):
+    with pytest.raises(ValueError, match=said):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, **{"batch_size": 2, **settings})
+
+
+def normed():
+    return nn.Sequential(nn.Conv2d(1, 2, 6), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, CLASSES))
+
+
+class FunctionalDropout(nn.Module):
+    def __init__(self, always=False):
+        super().__init__()
+        self.linear, self.always = nn.Linear(36, CLASSES), always
+
+    def forward(self, inputs):
+        return self.linear(nn.functional.dropout(inputs.flatten(1), 0.5, training=self.training or self.always))
+
+
+def test_batch_norm_on_one_image_says_what_to_do(batch):
+    one = batch[0][:1], batch[1][:1]
+    evaluated = FedAvg(steps=1, batch_size=None, train_mode=False)
+    with pytest.raises(
+        ValueError, match=r"in train mode on a batch of 1 .* call model\.eval\(\), or pass method=FedAvg"
+    ):
+        from_batch(normed(), *one)
+    with pytest.raises(ValueError, match="; set train_mode=False in the method"):
+        from_batch(normed(), *one, method=FedAvg(steps=1))
+    with pytest.raises(ValueError, match="on a batch of 1 image"):  # the last of three in batches of two
+        from_batch(normed(), batch[0][[0, 1, 0]], batch[1][[0, 1, 0]], method=FedAvg(batch_size=2))
+    for model, method in ((normed().eval(), None), (normed(), evaluated)):
+        view, _ = from_batch(model, *one, method=method)
+        assert all(value.isfinite().all() for value in view.update.values())
+    gradient = {name: torch.zeros_like(value) for name, value in normed().named_parameters()}
+    with pytest.raises(ValueError, match=r"call model\.eval"):
+        from_update(normed(), gradient, input_shape=SHAPE, num_classes=CLASSES)
+
+
+def test_functional_dropout_is_refused(batch):
+    usual, always = FunctionalDropout(), FunctionalDropout(always=True).eval()
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"without random numbers in train mode.* call model\.eval"):
+        from_batch(usual, *batch)
+    with pytest.raises(ValueError, match=r"in evaluation mode.*training=self\.training"):
+        from_batch(always, *batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    from_batch(usual.eval(), *batch)
+
+
+def test_mean_and_std_reach_the_task(model, batch, gradient):
+    view, _ = from_batch(model, *batch, mean=[0.4], std=[0.2])
+    captured = from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, mean=[0.4], std=[0.2])
+    for task in (view.task, captured.task):
+        assert (task.mean, task.std) == ((0.4,), (0.2,))
+    with pytest.raises(ValueError, match="one mean and std for each of 1 channels"):
+        from_batch(model, *batch, mean=[0.4, 0.4, 0.4])
+    with pytest.raises(ValueError, match="expected std > 0"):
+        from_batch(model, *batch, std=[0.0])
+
+
+def test_frozen_parameters_are_not_trained(model, batch, gradient):
+    model[0].requires_grad_(False)
+    trained = {name: value for name, value in gradient.items() if name.startswith("3.")}
+    view, truth = from_batch(model, *batch, threat=ThreatModel(knows_labels=True))
+    captured = from_update(
+        model, trained, input_shape=SHAPE, num_classes=CLASSES, batch_size=2, labels=batch[1], kind="gradient"
+    )
+    for seen in (view, captured):
+        assert seen.update.keys() == trained.keys()
+        assert torch.equal(seen.task.model[0].weight, model[0].weight)
+        assert not seen.buffers
+        predicted = predict(seen, truth.candidate())
+        for name, value in trained.items():
+            torch.testing.assert_close(seen.update[name], value, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(predicted[name], seen.update[name], rtol=1e-4, atol=1e-6)
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"0.weight", "0.bias"}
+    assert not isinstance(attacks.build({"name": "ig", "iterations": 2})(view), attacks.NotApplicable)
+    from_update(model, trained, input_shape=SHAPE, num_classes=CLASSES, buffers=dict(model.named_buffers()))
+    with pytest.raises(ValueError, match=r"unexpected '0\.weight' \(frozen by requires_grad=False"):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES)
+    with pytest.raises(ValueError, match="parameters to train, got none"):
+        from_batch(model.requires_grad_(False), *batch)
+
+
+@pytest.mark.parametrize("knows", ["knows_private_init", "knows_order", "knows_draws", "rounds"])
+def test_a_captured_update_refuses_knowledge_it_lacks(model, gradient, knows):
+    threat = ThreatModel(**{knows: 1 if knows == "rounds" else True})
+    with pytest.raises(ValueError, match=f"expected a threat model without {knows}"):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, threat=threat)
+
+
+class Views(nn.Module):
+    """A convolution that flattens by `view`, as many tutorials do: it takes contiguous tensors only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(256, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        return self.fc(x.view(x.size(0), -1))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_models_that_flatten_by_view_are_taken(count: int) -> None:
+    view, truth = from_batch(Views(), torch.rand(count, 3, 8, 8), torch.arange(count))
+    assert truth.inputs.is_contiguous()
+    assert set(view.update) == {"conv.weight", "conv.bias", "fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_one_client_has_no_group(model, batch, gradient, chained):
+    defense = Chain(parts=(Clip(), SecAgg())) if chained else SecAgg()
+    said = "secagg: a single client's batch or update has no group; leave the defence out"
+    with pytest.raises(ValueError, match=said):
+        from_batch(model, *batch, defense=defense)
+    with pytest.raises(ValueError, match=said):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, batch_size=2, defense=defense)
+
+
+def test_a_captured_updates_shape_and_types_are_checked(model, gradient):
+    for shape in ((6, 6), (1, 6, 6, 1), (1, 6, 0), (1, 6.0, 6), (True, 6, 6)):
+        with pytest.raises(ValueError, match=r"expected input_shape \(C, H, W\), three positive ints"):
+            from_update(model, gradient, input_shape=shape, num_classes=CLASSES)
+    for shape in (None, 16):
+        with pytest.raises(ValueError, match=r"expected input_shape \(C, H, W\), three positive ints"):
+            from_update(model, gradient, input_shape=shape, num_classes=CLASSES)
+    for classes in (3.0, True, {}, "3", 1):
+        with pytest.raises(ValueError, match="expected num_classes, an int >= 2"):
+            from_update(model, gradient, input_shape=SHAPE, num_classes=classes)
+    for size in (1.5, 0, True, {}):
+        with pytest.raises(ValueError, match="expected batch_size, an int >= 1"):
+            from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, batch_size=size)
+    kinds = [("in a floating-point type", torch.Tensor.long), ("in a floating-point type", lambda value: value + 0j)]
+    for said, changed in (*kinds, ("as a dense tensor", torch.Tensor.to_sparse)):
+        odd = {name: changed(value) for name, value in gradient.items()}
+        with pytest.raises(ValueError, match=said):
+            from_update(model, odd, input_shape=SHAPE, num_classes=CLASSES)
+
+
+def test_integers_of_numpy_are_integers(model, gradient):
+    shape = tuple(np.array(SHAPE))
+    one = from_update(model, gradient, input_shape=shape, num_classes=np.int64(CLASSES), batch_size=np.int64(1))
+    other = from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES)
+    for given in (np.array([0.5]), torch.tensor([0.5]), [0.5]):
+        assert from_update(
+            model, gradient, input_shape=SHAPE, num_classes=CLASSES, mean=given, std=(1.0,)
+        ).task.mean == (0.5,)
+    assert one.task.input_shape == other.task.input_shape
+    assert (one.task.num_classes, one.batch_size, one.schedule) == (CLASSES, 1, other.schedule)
+
+
+def test_what_is_no_tensor_is_named(model, gradient):
+    image, label = torch.rand(1, *SHAPE), torch.tensor([1])
+    for inputs, labels, what in ((image.numpy(), label, "inputs"), (image, [1], "labels")):
+        with pytest.raises(ValueError, match=f"expected {what} as a tensor"):
+            from_batch(model, inputs, labels)
+    with pytest.raises(ValueError, match="expected labels as a tensor"):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, labels=[1])
+    for update in (None, list(gradient.values())):
+        with pytest.raises(ValueError, match="update: expected tensors by name"):
+            from_update(model, update, input_shape=SHAPE, num_classes=CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mean": (float("nan"),)}, "expected mean as finite numbers"),
+        ({"mean": 0.5}, "expected mean as finite numbers"),
+        ({"mean": ("a",)}, "expected mean as finite numbers"),
+        ({"mean": (value for value in (0.5,))}, "expected mean as finite numbers"),
+        ({"std": (float("inf"),)}, "expected std > 0 as finite numbers"),
+        ({"mean": (0.5, 0.5), "std": (1.0, 1.0)}, "expected one mean and std for each of 1 channels"),
+    ],
+)
+def test_a_normalisation_that_is_none_is_refused(model, gradient, settings, said):
+    with pytest.raises(ValueError, match=said):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, **settings)
