@@ -1,23 +1,6 @@
-"""Runs an experiment: plans its cells and computes those that are missing: the public names of `eval.run.runner`."""
+"""Plans the cells of an experiment and computes those that are missing: the public names of `eval.run`."""
 
-from eval.run.runner import (
-    Counter,
-    Failure,
-    Needed,
-    Options,
-    Progress,
-    always,
-    run,
-    silent,
-)
+from eval.run.plan import Plan, prepare
+from eval.run.runner import Failure, Options, Progress, run
 
-__all__ = [
-    "Counter",
-    "Failure",
-    "Needed",
-    "Options",
-    "Progress",
-    "always",
-    "run",
-    "silent",
-]
+__all__ = ["Failure", "Options", "Plan", "Progress", "prepare", "run"]

@@ -108,7 +108,11 @@ def test_a_module_goes_by_its_name_and_a_file_elsewhere_by_its_last_part(own, tm
         ("broken.py", "x = 1\ny = 1 / 0\n", r"broken\.py, line 2: ZeroDivisionError: division by zero"),
         ("broken.py", "x = 1\ny = = 2\n", r"broken\.py: SyntaxError: .*line 2"),
         ("broken.py", "\nimport not_there\n", r"broken\.py, line 2: ModuleNotFoundError: No module named 'not_there'"),
-        ("broken.py", ATTACK.replace("own-attack", "ig"), r"broken\.py, line \d+: .*'ig' is taken by attacks\.ig\."),
+        (
+            "broken.py",
+            ATTACK.replace("own-attack", "ig"),
+            r"broken\.py, line \d+: .*'ig' is taken by attacks\.gradient_matching\.ig\.",
+        ),
         ("json.py", "x = 1\n", r"json\.py: there is another module 'json' \(.*\); rename the file"),
         ("bro.ken.py", "x = 1\n", "holds no dot"),
     ],
@@ -126,7 +130,7 @@ def test_what_can_not_be_imported_is_said_in_a_line(tmp_path, word, text, said):
 
 def test_a_name_of_ours_is_taken_in_a_fresh_process_too(tmp_path):
     (tmp_path / "broken.py").write_text(ATTACK.replace("own-attack", "ig"))  # imported before anything of ours is found
-    words = [sys.executable, "-c", "from eval import imports; imports.bring(['broken.py'])"]
+    words = [sys.executable, "-c", "from eval.experiment import plugins; plugins.bring(['broken.py'])"]
     done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert (
         "ValueError: broken.py, line 8: ValueError: attack 'ig' is taken by attacks.gradient_matching.ig" in done.stderr

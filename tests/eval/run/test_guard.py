@@ -135,7 +135,7 @@ def test_a_run_that_ends_with_nothing_points_to_no_report(path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("rain")
 
-    monkeypatch.setattr(runner.training, "train", fail)
+    monkeypatch.setattr(runner.training_cell, "train", fail)
     done, out = run(path), path.parent / "out"
     assert done.exit_code == terminal.FAILURE
     assert "report.html" not in done.output

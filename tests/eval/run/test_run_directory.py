@@ -56,7 +56,7 @@ def test_a_finished_run_computes_nothing_again(tmp_path, monkeypatch, rounds):
     before = left(tmp_path / "a")
     assert rounds == [0, 1, 0, 1]
     monkeypatch.setattr(training_cell, "train", None)
-    monkeypatch.setattr(runner.watching, "attack", None)
+    monkeypatch.setattr(runner.attack_cell, "attack", None)
     run(tiny(), tmp_path / "a")
     assert left(tmp_path / "a") == before
     assert len(rounds) == 4
