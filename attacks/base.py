@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,63 +13,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from attacks.network.double_backward import why_not
+from attacks.result import NotApplicable, Reconstruction, Result
+from attacks.verification import checkable, checked
 from fl.aggregated_view import as_one
 from fl.registry import Registry, UnknownNameError
 from fl.simulation.nonfinite_updates import finite, unfit
-from fl.tensors import Tensors
 from fl.types import Batch, ServerView
 
+__all__ = [
+    "Attack",
+    "Chain",
+    "NotApplicable",
+    "Preset",
+    "Reconstruction",
+    "Result",
+    "ViewAttack",
+    "attacked",
+    "attacks",
+    "build",
+    "label",
+]
+
 attacks = Registry["Attack"]("attack", "attacks")
-
-
-@dataclass(frozen=True)
-class Reconstruction:
-    """What an attack recovered, chosen by its own objective alone.
-
-    Attributes:
-        inputs: (N, C, H, W) in [0, 1], or None where the attack recovers no images.
-        labels: (N,) int64, or None where it recovers none.
-        objective: the attack's objective at `inputs`, relative to where the (first) search began.
-        history: the objective along the search, coarsely.
-        private: recovered private tensors by the names of `ServerView.private`, and a recovered extractor under
-            `extractor/name`.
-        knowledge: what it used or handed on beside the shared parameters, the update, the sizes of the batches, the
-            schedule and the defence, e.g. "labels".
-        verified: whether the attack could check its own success without the truth; None if it can't tell.
-        fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
-            among levels of 8 bits; None if it can't tell.
-        note: how far an attack got that did not get to its end; empty where it did.
-        given_up: what stopped the search before it could explain the update (a budget of iterations or time), in
-            words; empty where nothing did. It is a limit of the search, as `NotApplicable.limit` is one of an attack.
-    """
-
-    inputs: Tensor | None
-    labels: Tensor | None = None
-    objective: float = float("nan")
-    history: tuple[float, ...] = ()
-    private: Tensors = field(default_factory=dict)
-    knowledge: tuple[str, ...] = ()
-    verified: bool | None = None
-    fixed: Tensor | None = None
-    note: str = ""
-    given_up: str = ""
-
-
-@dataclass(frozen=True)
-class NotApplicable:
-    """The attack says nothing about this view, and why: a result, not an error.
-
-    Attributes:
-        reason: in words.
-        limit: whether this is a limit of the attack as it is built, and no fact about the update: how the model is
-            written, a layer that it does not undo, a search given up. Such a refusal says nothing of what leaks.
-    """
-
-    reason: str
-    limit: bool = False
-
-
-Result = Reconstruction | NotApplicable
 
 
 @dataclass(frozen=True)
@@ -132,8 +97,6 @@ class Attack:
 
     def checked(self, view: ServerView, result: Result) -> Result:
         """The result, verified only where the whole update bears it out (`attacks.verification`)."""
-        from attacks.verification import checked  # which asks attacks what they know of a view
-
         return checked(view, result)
 
     def single(self, view: ServerView) -> ServerView | NotApplicable:
@@ -173,8 +136,6 @@ class ViewAttack(Attack):
 
     def lead(self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """What `then` makes of the rewritten views, attacked in one stack, checked where the first view can't be."""
-        from attacks.verification import checkable
-
         single = [self.single(view) for view in views]
         rewritten = [view if isinstance(view, NotApplicable) else self.rewrite(view) for view in single]
         open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
@@ -324,8 +285,6 @@ class Chain(Attack):
 
     def checked(self, view: ServerView, result: Result) -> Result:
         """The result, by the first view where that can be asked; else the rewritten one has been (`lead`)."""
-        from attacks.verification import checkable
-
         return super().checked(view, result) if checkable(view) else result
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:

@@ -17,11 +17,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attacks.base import Reconstruction, Result
 from attacks.labels.assignment import whose
-from attacks.rewriting.headless import Headless, Signal
+from attacks.result import Reconstruction, Result
 from attacks.update.earlier_rounds import same_images
 from attacks.update.float_rounding import ROUNDED
+from attacks.update.layer_signal import Signal, view_below_classifier
 from attacks.update.rescaling import in_unit
 from attacks.update.training_phases import training
 from attacks.update.update_rule import looks_like
@@ -111,7 +111,7 @@ def borne_out(view: ServerView, result: Reconstruction) -> bool | None:
         return None
     whole = result.verified is True
     if view.private:
-        below = Headless().rewrite(view)
+        below = view_below_classifier(view)
         if not isinstance(below, ServerView) or below.private or not isinstance(below.method, Signal):
             return None
         errors = rounded(view)

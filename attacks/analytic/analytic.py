@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
-from attacks.labels.assignment import single
+from attacks.labels.recovery import single
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.types import ServerView

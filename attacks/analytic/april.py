@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.labels.assignment import single
+from attacks.labels.recovery import single
 from attacks.network.interlayer_maps import Scaling
 from attacks.network.layer_chain import graph_of
 from attacks.network.linear_layers import Origin
 from attacks.network.operation_recognition import factors, made_of, merged, recognized, weighs
 from attacks.network.operation_trace import Graph, Ref, Segment
-from attacks.rewriting.headless import exact_gradient
 from attacks.update.float_rounding import rounding
+from attacks.update.step_gradient import exact_gradient
 from attacks.update.training_phases import training
 from fl.ranges import OpenShare
 from fl.seeds import stream

@@ -16,12 +16,13 @@ from attacks.analytic.maxpool.solver import ROUGHLY, solve
 from attacks.analytic.recursive.conv_equations import Returned, equations, pooling, statistics
 from attacks.analytic.recursive.relu_separation import first_told, told_apart
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.labels.assignment import single, whose
+from attacks.labels.assignment import whose
+from attacks.labels.recovery import single
 from attacks.network.layer_chain import Stage, named, unroll
-from attacks.rewriting.headless import exact_gradient
 from attacks.update.earlier_rounds import USED, same_images
 from attacks.update.float_rounding import ROUNDED, rounding
 from attacks.update.rescaling import in_unit
+from attacks.update.step_gradient import exact_gradient
 from attacks.update.training_phases import training
 from fl.tensors import dense
 from fl.types import ServerView

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 from attacks.base import NotApplicable, attacks
 from attacks.gradient_matching.dlg import DLG
 from attacks.gradient_matching.engine.base import SUSPECT
-from attacks.gradient_matching.engine.problem import Problem, fixed_labels
+from attacks.gradient_matching.engine.problem import Problem
+from attacks.labels.recovery import fixed_labels
 from fl.types import ServerView
 
 

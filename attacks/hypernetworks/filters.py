@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.hypernetworks.filter_equations import FilterUpdate
-from attacks.rewriting.headless import astray
+from attacks.update.step_gradient import astray
 from attacks.update.training_phases import rescaled, training
 from attacks.update.update_rule import signs_only
 from fl.local.weight_decay import decay_shares, without_decay

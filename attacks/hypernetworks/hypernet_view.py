@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from attacks.base import NotApplicable
 from attacks.hypernetworks.rank_one_equations import HypernetUpdate, layers
-from attacks.rewriting.headless import astray
+from attacks.result import NotApplicable
+from attacks.update.step_gradient import astray
 from attacks.update.training_phases import rescaled
 from attacks.update.update_rule import signs_only
 from fl.defense import overrides

@@ -14,8 +14,10 @@ from attacks.base import NotApplicable, Reconstruction, Result, ViewAttack, atta
 from attacks.hypernetworks.hypernet_view import Opened, open_view
 from attacks.hypernetworks.layer_inputs import given
 from attacks.hypernetworks.rank_one_equations import HypernetUpdate
-from attacks.rewriting.headless import Headless, Signal, astray
+from attacks.rewriting.headless import Headless
 from attacks.update.earlier_rounds import with_past
+from attacks.update.layer_signal import Signal
+from attacks.update.step_gradient import astray
 from attacks.update.training_phases import rested, training
 from fl.defense import Defense
 from fl.local.weight_decay import decay_shares

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.rewriting.headless import SIGNAL, Signal, exact_gradient, one_gradient, undefended
+from attacks.update.layer_signal import SIGNAL, Signal
+from attacks.update.step_gradient import exact_gradient, one_gradient, undefended
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models.hyperfedzero import JoinedNet, ZeroNet
 from fl.tensors import Tensors, dense

@@ -10,19 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.gradient_matching.engine.problem import Problem, fixed_labels
-from attacks.labels.recovery import TURNED, names, seems_turned
+from attacks.labels.recovery import names
+from fl.aggregated_view import as_one
 from fl.tensors import dense
 from fl.types import ServerView, frozen
 
 FITS = 0.1
 """Distance of two unit vectors over the classes up to which a label explains what an image left in the classifier."""
-
-
-def single(view: ServerView) -> tuple[Tensor | None, str]:
-    """The label (1,) of a view of one image, known or read off its update, and what is to be noted of it."""
-    odd = view.labels is None and seems_turned(view, Problem(view, None, "l2").observed)
-    return fixed_labels(view, "auto") if view.method.uses_labels and not odd else None, TURNED if odd else ""
 
 
 def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tensor | None:
@@ -51,6 +45,19 @@ def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tens
     unit = nn.functional.normalize
     far = (unit(columns.mT, dim=-1) - unit(wanted, dim=-1)).norm(dim=-1)
     return labels.to(view.device) if bool((far <= FITS).all()) else None
+
+
+def told_apart(view: ServerView) -> bool:
+    """Whether it matters which image has which of the labels read off, which come in a row.
+
+    So it is where the known order says which image is in which small batch, and in a group that is not one client with
+    all images: where clients take several steps, are clipped or normalise by their own batch, it matters whose image
+    has which.
+    """
+    if view.parts and isinstance(as_one(view), str):
+        return True
+    batches = [batch for steps in view.order or () for step in steps for batch in step]
+    return any(len(batch) and set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)
 
 
 def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.analytic.recursive.linear_layer import let_through
 from attacks.labels.counts import nearest
-from attacks.rewriting.headless import astray
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.step_gradient import astray, let_through
 from attacks.update.training_phases import rescaled, training
 from fl.defense import overrides
 from fl.seeds import stream
@@ -151,6 +151,30 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
         return None
     counts = head.counts(view.batch_size)
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts.long())
+
+
+def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
+    """The labels a search takes as given: known ones, else read off the classifier's update, else None.
+
+    Those read off are in ascending order: they are not those of the images one by one where these are `told_apart`.
+
+    Args:
+        view: the server's.
+        rule: "auto" as above; by any other they are searched for unless they are known.
+    """
+    if not view.method.uses_labels:
+        return torch.zeros(view.batch_size or 1, dtype=torch.int64, device=view.device)
+    if view.labels is not None:
+        return view.labels
+    if overrides(view.client.defense, "transform_batch"):
+        return None  # what is fed is known to be changed, labels with it: those read off would be whole ones
+    return recovered(view, ObservedUpdate(view).change) if rule == "auto" else None
+
+
+def single(view: ServerView) -> tuple[Tensor | None, str]:
+    """The label (1,) of a view of one image, known or read off its update, and what is to be noted of it."""
+    odd = view.labels is None and seems_turned(view, ObservedUpdate(view).change)
+    return fixed_labels(view, "auto") if view.method.uses_labels and not odd else None, TURNED if odd else ""
 
 
 def _by_signs(view: ServerView, update: Tensors) -> Tensor | None:

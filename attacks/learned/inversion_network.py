@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +10,12 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.utils import _pytree as pytree
 
 from fl.client import func_derivative
 from fl.defense import overrides
 from fl.models.building_blocks.initialization import initialise
 from fl.predict import predict
+from fl.runtime.digests import digest
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Candidate, ServerView, frozen
@@ -256,17 +255,3 @@ def fingerprint(view: ServerView) -> str:
     held = (view.shared, view.buffers, view.received, view.private_init, view.draws, view.order)
     network = (view.task.parameters, frozen(view.task.model), view.task.buffers)
     return digest(repr((settings, shapes, task)), held, network)
-
-
-def digest(*values: object) -> str:
-    """Of trees of tensors and plain values."""
-    total = hashlib.sha256()
-    leaves, tree = pytree.tree_flatten(values)
-    total.update(str(tree).encode())
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            total.update(repr((leaf.shape, leaf.dtype)).encode())
-            total.update(leaf.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().data)
-        else:
-            total.update(repr(leaf).encode())
-    return total.hexdigest()

@@ -10,11 +10,12 @@ from typing import ClassVar, Literal
 import torch
 
 from attacks.base import Attack, NotApplicable, Preset, Reconstruction, Result, attacks
-from attacks.labels.assignment import single
-from attacks.learned.inversion_network import Imitation, Inverter, digest, fingerprint, train
+from attacks.labels.recovery import single
+from attacks.learned.inversion_network import Imitation, Inverter, fingerprint, train
 from fl.data import Dataset, Source
 from fl.data.sources.embedded import Faces
 from fl.ranges import Count, PositiveStep, Seed, Width
+from fl.runtime.digests import digest
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import finite
 from fl.tensors import dense

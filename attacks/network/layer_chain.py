@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from attacks.base import NotApplicable
 from attacks.network.interlayer_maps import Beyond, LinearMap, Monotone, Reshape, Scaling
 from attacks.network.layer_sequence import Piece, pieces_of
 from attacks.network.operation_recognition import Permuted
 from attacks.network.operation_trace import Graph, differing, traced
+from attacks.result import NotApplicable
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import ServerView

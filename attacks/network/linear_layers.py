@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attacks.base import NotApplicable
 from attacks.network.interlayer_maps import Reshape, Scaling
 from attacks.network.layer_chain import graph_of
 from attacks.network.layer_sequence import Piece, layer_of, pieces_of
 from attacks.network.operation_recognition import PRODUCTS, Permuted, weighs
 from attacks.network.operation_trace import Graph, traced
+from attacks.result import NotApplicable
 from fl.types import ServerView
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewAttack, attacks
-from attacks.gradient_matching.engine.problem import fixed_labels, told_apart
+from attacks.labels.assignment import told_apart
+from attacks.labels.recovery import fixed_labels
 from attacks.rewriting.surrogate import APPROXIMATE, Surrogate, mean_gradient, movement, steps
 from attacks.update.training_phases import training
 from fl.aggregated_view import in_turn

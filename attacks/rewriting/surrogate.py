@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.rewriting.headless import astray
 from attacks.update.earlier_rounds import with_past
+from attacks.update.step_gradient import astray
 from attacks.update.training_phases import rescaled, rested, training
 from fl.local.optimizers import OptimState, optimise
 from fl.local.weight_decay import decay_shares, without_decay
@@ -104,11 +104,6 @@ class Surrogate(ViewAttack):
         if exact(view):
             return result
         return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
-
-
-def advice(view: ServerView, link: str) -> str:
-    """`link` and the advice to take all steps for one; nothing for a group: several clients' are not one client's."""
-    return "" if view.parts else f"{link}take all steps for one by surrogate+ before the attack"
 
 
 def steps(view: ServerView) -> int | None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import replace
 
+from attacks.update.hints import SEARCH_HINT
 from fl.types import Phase, Schedule, ServerView, Task, frozen
 
 
@@ -25,11 +26,7 @@ def rescaled(phases: Iterable[Phase]) -> str | None:
     odd = next((phase.optimizer for phase in phases if phase.optimizer != "sgd"), None)
     if odd is None:
         return None
-    return f"{odd} rescales every number apart: its step is not the gradient's direction; {SEARCH}"
-
-
-SEARCH = "a search that takes the same step on its guess can be tried: ig"
-"""What there is where no equation of gradients holds."""
+    return f"{odd} rescales every number apart: its step is not the gradient's direction; {SEARCH_HINT}"
 
 
 def rested(view: ServerView) -> Task:

@@ -10,7 +10,8 @@ from support.compare import assert_near, assert_same
 from torch import Tensor
 
 from attacks.base import Reconstruction, build
-from attacks.gradient_matching.engine.problem import INPUTS, Problem, fixed_labels
+from attacks.gradient_matching.engine.problem import INPUTS, Problem
+from attacks.labels.recovery import fixed_labels
 from defenses.compose import Chain
 from defenses.instahide import InstaHide
 from defenses.mixup import Mixup

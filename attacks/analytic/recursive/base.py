@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from attacks.analytic.recursive.layer_equations import Outputs, Solved, invert, slope_below, solve
 from attacks.analytic.recursive.top_signal import Gradients, Start, starts_of
-from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.base import Attack
 from attacks.labels.assignment import whose
 from attacks.labels.recovery import TURNED, turned
 from attacks.network.layer_chain import Stage, named, unroll
-from attacks.rewriting.headless import exact_gradient
+from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.rescaling import in_unit
+from attacks.update.step_gradient import exact_gradient
 from attacks.update.training_phases import training
 from fl.ranges import OpenShare, Positive
 from fl.tensors import dense

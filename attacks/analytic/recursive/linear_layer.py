@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.base import NotApplicable
 from attacks.network.linear_layers import FlatLayer, Origin, flat_layers, outputs_of
 from attacks.network.operation_trace import FAILURES
-from attacks.rewriting.headless import astray
+from attacks.result import NotApplicable
+from attacks.update.step_gradient import astray, let_through
 from attacks.update.training_phases import rescaled, training
 from attacks.update.update_rule import SIGNS, signs_only
 from fl.defense import overrides
@@ -23,7 +23,7 @@ from fl.local.weight_decay import decay_shares, without_decay
 from fl.method import Step
 from fl.network import Network
 from fl.seeds import stream
-from fl.tensors import Tensors, dense
+from fl.tensors import dense
 from fl.types import Batch, Phase, ServerView, frozen
 
 SIZED = 1e-3
@@ -190,13 +190,6 @@ def _scale(view: ServerView, name: str) -> float | None:
     group = phase.assign({name: None})[name]
     changed = any(overrides(view.client.defense, hook) for hook in ("surrogate", "gradient"))
     return None if group.max_norm is not None or view.scaled or changed else phase.first_step(group)
-
-
-def let_through(view: ServerView, name: str) -> Tensor:
-    """Where a known defence lets an entry of the update's tensor `name` through (bool): a zero may not be one."""
-    seen = dense(view.update[name])
-    probe: Tensors = {name: torch.where(seen != 0, seen, seen.abs().max())}
-    return dense(view.client.defense.passed(probe, view.update)[name]) != 0
 
 
 def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:

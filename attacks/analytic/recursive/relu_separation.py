@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from attacks.analytic.maxpool.batch_separation import Apart, Mixture, Sum, most, separate
 from attacks.analytic.recursive.layer_equations import slope_below
-from attacks.base import NotApplicable
 from attacks.network.layer_chain import Stage
+from attacks.result import NotApplicable
 
 
 def first_told(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> int | None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from attacks.analytic.recursive.bias_free_classifier import biasless
 from attacks.analytic.recursive.relu_separation import first_told, told_apart
 from attacks.analytic.recursive.softmax_separation import Classified, few, likely, told_by_loss
-from attacks.base import NotApplicable
-from attacks.gradient_matching.engine.problem import Problem
 from attacks.labels.recovery import recovered
 from attacks.network.layer_chain import Stage
-from attacks.rewriting.headless import undefended
+from attacks.result import NotApplicable
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.rescaling import in_unit
+from attacks.update.step_gradient import undefended
 from fl.defense import overrides
 from fl.tensors import dense, scaled
 from fl.types import ServerView, frozen
@@ -141,7 +141,7 @@ def _undefended(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
 
 def _guess(view: ServerView, count: int) -> Tensor | None:
     """The likeliest labels of all images, in ascending order."""
-    guess = recovered(replace(view, batch_size=count), Problem(view, None, "l2").observed)
+    guess = recovered(replace(view, batch_size=count), ObservedUpdate(view).change)
     return None if guess is None or len(guess) != count else guess.cpu()
 
 

@@ -18,21 +18,13 @@ from attacks.gradient_matching.engine.fit_check import doubted
 from attacks.gradient_matching.engine.memory_estimate import GIB, cached, per_trial, portions
 from attacks.gradient_matching.engine.objectives import Objective
 from attacks.gradient_matching.engine.optimizers import Adam, Quasi
-from attacks.gradient_matching.engine.problem import (
-    INPUTS,
-    LABELS,
-    Problem,
-    Variables,
-    fixed_labels,
-    guess,
-    opaque,
-    private_key,
-    told_apart,
-)
+from attacks.gradient_matching.engine.problem import INPUTS, LABELS, Problem, Variables, guess, opaque, private_key
 from attacks.gradient_matching.engine.regularizers import Term
 from attacks.gradient_matching.engine.search_space import IMAGES, Space
-from attacks.rewriting.surrogate import advice
+from attacks.labels.assignment import told_apart
+from attacks.labels.recovery import fixed_labels
 from attacks.update.earlier_rounds import USED, repeated
+from attacks.update.hints import surrogate_hint
 from fl.ranges import Count, CountFrom0, Limit, Share, StepSize, Weight
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import finite
@@ -243,7 +235,7 @@ class Matching(Attack):
         steps = sum(map(len, problem.view.schedule or ()))
         return NotApplicable(
             f"{size} trial(s) of {steps} local step(s) would keep about {size * each:.3g} GiB, above "
-            f"memory={self.memory:g}: raise it{advice(problem.view, ', or ')}",
+            f"memory={self.memory:g}: raise it{surrogate_hint(problem.view, ', or ')}",
             limit=True,
         )
 
@@ -264,7 +256,9 @@ class Matching(Attack):
         if view.batch_size is None:
             return NotApplicable("the number of images is unknown")
         if view.schedule is None:
-            return NotApplicable(f"the local schedule is unknown, so no update can be predicted{advice(view, ': ')}")
+            return NotApplicable(
+                f"the local schedule is unknown, so no update can be predicted{surrogate_hint(view, ': ')}"
+            )
         if (reason := opaque(view)) is not None:
             return NotApplicable(reason, limit=True)
         if not finite(view.update):

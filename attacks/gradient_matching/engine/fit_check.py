@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from attacks.base import Reconstruction, Result
 from attacks.gradient_matching.engine.problem import Problem, Variables
+from attacks.result import Reconstruction, Result
 from fl.defense import Defense
 from fl.privacy.private_method import Private
 from fl.types import ServerView

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +12,61 @@ from torch import Tensor
 from attacks.gradient_matching.engine.lbfgs import StackedLBFGS
 from attacks.gradient_matching.engine.problem import INPUTS, LABELS, PRIVATE, Variables
 
-if TYPE_CHECKING:
-    from attacks.gradient_matching.engine.base import Matching
-
-
 LAST_FALL = 7 / 8
 """Share of a search after which the step size falls for the last time."""
+
+
+class Settings(Protocol):
+    """What an optimizer asks of a search's settings (`attacks.gradient_matching.engine.base.Matching`)."""
+
+    @property
+    def iterations(self) -> int:
+        """Length of the search."""
+
+    @property
+    def schedule(self) -> str:
+        """How the step size falls: none, step or cosine."""
+
+    @property
+    def lr(self) -> float:
+        """Step size of images."""
+
+    @property
+    def last_lr(self) -> float:
+        """Share of the step size at the end of a cosine."""
+
+    @property
+    def label_lr(self) -> float:
+        """Step size of labels."""
+
+    @property
+    def warmup(self) -> int:
+        """Iterations in which the step size rises."""
+
+    @property
+    def signed(self) -> bool:
+        """Whether images move by the signs of their gradient."""
+
+    @property
+    def langevin(self) -> float:
+        """Noise of each step, as a share of the step size."""
+
+    @property
+    def history(self) -> int:
+        """Steps that L-BFGS remembers."""
+
+    @property
+    def max_step(self) -> float:
+        """Longest step of L-BFGS."""
+
+    def private_step(self, name: str) -> float:
+        """Step size of a private tensor."""
 
 
 class Adam:
     """Adam, row by row; images optionally by sign, everything else at its own step size."""
 
-    def __init__(self, settings: Matching, noise: Sequence[torch.Generator]) -> None:
+    def __init__(self, settings: Settings, noise: Sequence[torch.Generator]) -> None:
         self.settings = settings
         self.noise = list(noise)
         self.first: Variables = {}
@@ -86,7 +129,7 @@ class Quasi:
 
     settled = 0
 
-    def __init__(self, settings: Matching) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.solver = StackedLBFGS(settings.history, settings.lr, settings.max_step)
 
     def move(self, variables: Variables, grads: Variables) -> Variables:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,15 +15,15 @@ from attacks.gradient_matching.engine.objectives import OBJECTIVES, direction, s
 from attacks.gradient_matching.engine.regularizers import Term, total_variation
 from attacks.gradient_matching.engine.search_space import IMAGES, Space
 from attacks.labels.recovery import recovered, seems_turned
-from attacks.learned.inversion_network import digest
-from attacks.rewriting.headless import astray
-from fl.aggregated_view import as_one, in_turn
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.step_gradient import astray
+from fl.aggregated_view import in_turn
 from fl.client import Client, autograd_derivative, func_derivative
 from fl.defense import Defense, overrides
-from fl.local.weight_decay import decay_shares, without_decay
 from fl.predict import predict
+from fl.runtime.digests import digest
 from fl.tensors import Tensors, rms, scaled, times, total
-from fl.types import Candidate, Order, Part, ServerView, frozen
+from fl.types import Candidate, Order, ServerView, frozen
 
 SMALL = 1e-3
 """Relative to the largest tensor's entries: those of a tensor may be rounding, and count as if they were so large."""
@@ -89,17 +89,9 @@ class Problem:
     earlier: tuple[Problem, ...] = ()
 
     @cached_property
-    def shares(self) -> dict[str, float]:
-        """The share of each shared parameter that weight decay takes away, whatever the data."""
-        view, phases = self.view, self.view.method.phases(self.view.client.task, self.view.round)
-        shares: dict[str, float] = {}
-        if view.parts and view.threat.knows_defense and overrides(view.defense, "surrogate"):
-            return {}  # every client's decay went through its own defence: it is left in on both sides
-        for part in view.parts or (view,):
-            weight = part.weight if isinstance(part, Part) else 1.0
-            for name, share in decay_shares(phases, part.schedule, view.shared).items():
-                shares[name] = shares.get(name, 0.0) + weight * share
-        return {name: share for name, share in shares.items() if share and name in view.update}
+    def update(self) -> ObservedUpdate:
+        """What the update is once weight decay and a known defence are accounted for."""
+        return ObservedUpdate(self.view)
 
     @property
     def guided(self) -> bool:
@@ -109,15 +101,10 @@ class Problem:
         """
         return self.view.threat.knows_defense and not self.view.parts
 
-    def without_decay(self, values: Tensors, shared: Tensors, update: Tensors) -> Tensors:
-        """An update without the part that decay makes of `shared`, as far as the defence lets that part through."""
-        passed = partial(self.view.defense.passed, observed=update) if self.guided else None
-        return without_decay(values, shared, self.shares, passed)
-
     @cached_property
     def observed(self) -> Tensors:
         """The update without its decay."""
-        return self.without_decay(self.view.update, self.view.shared, self.view.update)
+        return self.update.change
 
     @cached_property
     def counted(self) -> Tensor | None:
@@ -140,7 +127,7 @@ class Problem:
         grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
         labels = torch.zeros(size, dtype=torch.int64, device=view.device)
         with torch.no_grad():
-            made = self.without_decay(predict(view, Candidate(grey, labels)), view.shared, view.update)
+            made = self.update.without_decay(predict(view, Candidate(grey, labels)))
         return not seems_turned(view, made, size)
 
     @cached_property
@@ -293,7 +280,7 @@ class Problem:
         predicted = predict(view, candidate, derivative=derivative, client=client, defended=defended, guided=guided)
         if self.guided:
             predicted = view.defense.surrogate(predicted, view.update)
-        predicted = _weighed(self.without_decay(predicted, view.shared, view.update), constants["weights"])
+        predicted = _weighed(self.update.without_decay(predicted, view), constants["weights"])
         if view.scaled:
             predicted = scaled(predicted, _factor(constants["observed"], predicted) * constants["size"])
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
@@ -327,37 +314,6 @@ def opaque(view: ServerView) -> str | None:
             if owner in norms and statistic in {"running_mean", "running_var"}:
                 return f"{name!r} is private, and torch takes no derivative by what batch norm at rest normalises with"
     return None
-
-
-def told_apart(view: ServerView) -> bool:
-    """Whether it matters which image has which of the labels read off, which come in a row.
-
-    So it is where the known order says which image is in which small batch, and in a group that is not one client with
-    all images: where clients take several steps, are clipped or normalise by their own batch, it matters whose image
-    has which.
-    """
-    if view.parts and isinstance(as_one(view), str):
-        return True
-    batches = [batch for steps in view.order or () for step in steps for batch in step]
-    return any(len(batch) and set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)
-
-
-def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
-    """The labels a search takes as given: known ones, else read off the classifier's update, else None.
-
-    Those read off are in ascending order: they are not those of the images one by one where these are `told_apart`.
-
-    Args:
-        view: the server's.
-        rule: "auto" as above; by any other they are searched for unless they are known.
-    """
-    if not view.method.uses_labels:
-        return torch.zeros(view.batch_size or 1, dtype=torch.int64, device=view.device)
-    if view.labels is not None:
-        return view.labels
-    if overrides(view.client.defense, "transform_batch"):
-        return None  # what is fed is known to be changed, labels with it: those read off would be whole ones
-    return Problem(view, None, "l2").counted if rule == "auto" else None
 
 
 def guess(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from attacks import Reconstruction
 from attacks.base import build
 from attacks.labels.assignment import whose
-from attacks.rewriting.headless import exact_gradient
+from attacks.update.step_gradient import exact_gradient
 from fl.data.sources.embedded import Faces
 from fl.method import Method
 from fl.methods.fedavg import FedAvg

@@ -8,8 +8,8 @@ import torch
 from reference.label_counts import best_counts
 from support import worlds
 
-from attacks.gradient_matching.engine.problem import Problem, fixed_labels
-from attacks.labels.recovery import _Head, idlg, recovered
+from attacks.gradient_matching.engine.problem import Problem
+from attacks.labels.recovery import _Head, fixed_labels, idlg, recovered
 from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.prune import Prune

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support import worlds
 
-from attacks.gradient_matching.engine.problem import Problem, fixed_labels
-from attacks.labels.recovery import idlg
+from attacks.gradient_matching.engine.problem import Problem
+from attacks.labels.recovery import fixed_labels, idlg
 from defenses.noise import Noise
 from fl.data.augment import CropFlip
 from fl.defense import Defense

@@ -11,7 +11,8 @@ from torch import nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
-from attacks.rewriting.headless import SIGNAL, Headless, Signal, tapped
+from attacks.rewriting.headless import Headless
+from attacks.update.layer_signal import SIGNAL, Signal, tapped
 from fl.client import Client, func_derivative
 from fl.method import Method
 from fl.methods.fedavg import FedAvg

@@ -14,8 +14,9 @@ from torch import nn
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.labels.recovery import recovered
-from attacks.rewriting.headless import Headless, astray
+from attacks.rewriting.headless import Headless
 from attacks.rewriting.surrogate import Surrogate, exact, steps
+from attacks.update.step_gradient import astray
 from attacks.update.training_phases import training
 from fl.client import Client
 from fl.method import Method

@@ -1,0 +1,59 @@
+"""What an attack returns: a reconstruction, or why it says nothing of the view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fl.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack recovered, chosen by its own objective alone.
+
+    Attributes:
+        inputs: (N, C, H, W) in [0, 1], or None where the attack recovers no images.
+        labels: (N,) int64, or None where it recovers none.
+        objective: the attack's objective at `inputs`, relative to where the (first) search began.
+        history: the objective along the search, coarsely.
+        private: recovered private tensors by the names of `ServerView.private`, and a recovered extractor under
+            `extractor/name`.
+        knowledge: what it used or handed on beside the shared parameters, the update, the sizes of the batches, the
+            schedule and the defence, e.g. "labels".
+        verified: whether the attack could check its own success without the truth; None if it can't tell.
+        fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
+            among levels of 8 bits; None if it can't tell.
+        note: how far an attack got that did not get to its end; empty where it did.
+        given_up: what stopped the search before it could explain the update (a budget of iterations or time), in
+            words; empty where nothing did. It is a limit of the search, as `NotApplicable.limit` is one of an attack.
+    """
+
+    inputs: Tensor | None
+    labels: Tensor | None = None
+    objective: float = float("nan")
+    history: tuple[float, ...] = ()
+    private: Tensors = field(default_factory=dict)
+    knowledge: tuple[str, ...] = ()
+    verified: bool | None = None
+    fixed: Tensor | None = None
+    note: str = ""
+    given_up: str = ""
+
+
+@dataclass(frozen=True)
+class NotApplicable:
+    """The attack says nothing about this view, and why: a result, not an error.
+
+    Attributes:
+        reason: in words.
+        limit: whether this is a limit of the attack as it is built, and no fact about the update: how the model is
+            written, a layer that it does not undo, a search given up. Such a refusal says nothing of what leaks.
+    """
+
+    reason: str
+    limit: bool = False
+
+
+Result = Reconstruction | NotApplicable

@@ -1,0 +1,171 @@
+"""A view cut off below its classifier: what flows back into a linear layer stands in the update itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attacks.result import NotApplicable
+from attacks.update.earlier_rounds import with_past
+from attacks.update.rescaling import in_unit
+from attacks.update.step_gradient import obstacle, one_gradient, undefended
+from fl.method import Method, Step
+from fl.network import Network
+from fl.tensors import Tensors, dense
+from fl.types import Batch, Group, Phase, Scope, ServerView, Task
+
+SIGNAL = "signal"
+"""The payload of a rewritten view that holds `delta` and `features`: read off the update, not sent by the server."""
+
+
+class _Tap:
+    """Keeps one module's output and gives it back in place of the whole model's."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.value = output
+
+    def give(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
+        value, self.value = self.value, None
+        return value
+
+
+def tapped(model: nn.Module, layer: str, head: str) -> nn.Module:
+    """A copy of `model` that returns the output of its module `layer` and has no parameters under `head`.
+
+    The other parameters keep their names.
+    """
+    model = copy.deepcopy(model)
+    for name, module in list(model.named_modules()):
+        if name and f"{name}.".startswith(head) and any(True for _ in module.parameters()):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, nn.Identity())
+    tap = _Tap()
+    model.get_submodule(layer).register_forward_hook(tap.keep)
+    model.register_forward_hook(tap.give)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal(Method):
+    """One step on `<delta, output of a linear layer>`: the loss whose gradient is the network's own below that layer.
+
+    Attributes:
+        layer: name of the linear layer.
+    """
+
+    name = "signal"
+    uses_labels = False
+
+    layer: str
+
+    def client_model(self, task: Task) -> nn.Module:
+        """The network up to the layer."""
+        return tapped(task.model, self.layer, task.head)
+
+    def scope(self, name: str, task: Task) -> Scope:
+        """All there is of it is shared."""
+        return Scope.SHARED
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """One step of size 1."""
+        return (Phase(groups=(Group(lr=1.0),), steps=1),)
+
+    def landmarks(self) -> tuple[str, ...]:
+        """The layer's weight: its update is delta times the layer's input, so it says how far that input is right."""
+        return (f"{self.layer}.weight",)
+
+    def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
+        """The layer's outputs (1, out) weighted by the signal that flowed back (out,)."""
+        return (network(batch.inputs) * dense(step.received[SIGNAL]["delta"])).sum()
+
+
+def view_below_classifier(view: ServerView, layer: str | None = None) -> ServerView | NotApplicable:
+    """Return the view of the network up to a linear layer, without labels, and with earlier rounds on the same image.
+
+    Args:
+        view: of one step on one image.
+        layer: name of the linear layer; None takes the last one with a bias outside the classifier.
+
+    Returns:
+        A view whose method is `LayerSignal`, or why there is none.
+    """
+
+    def below(view: ServerView) -> ServerView | NotApplicable:
+        return _below_classifier(view, layer)
+
+    cut = below(view)
+    return with_past(view, cut, below) if isinstance(cut, ServerView) else cut
+
+
+def _below_classifier(view: ServerView, layer: str | None) -> ServerView | NotApplicable:
+    reason = obstacle(view)
+    if reason is not None:
+        return NotApplicable(reason)
+    layer = layer or _last_linear(view)
+    if layer is None:
+        return NotApplicable("no linear layer with a bias outside the classifier is in the update")
+    gradient = one_gradient(view)
+    if isinstance(gradient, NotApplicable):
+        return gradient
+    weight, bias = f"{layer}.weight", f"{layer}.bias"
+    if not {weight, bias} <= gradient.keys() & view.task.parameters.keys():
+        return NotApplicable(f"{layer!r} has no weight and bias of the network in the update")
+    delta = dense(gradient[bias])
+    if not bool(delta.any()):
+        return NotApplicable(f"no signal flows back into {layer!r}: its bias moved by no more than rounding")
+    # a prediction is as small as the signal, and a difference of weights rounded as they are: that would hide it
+    gradient, _ = in_unit({**gradient, SIGNAL: undefended(view, bias, delta)})
+    delta, signal = dense(gradient[bias]), dense(gradient.pop(SIGNAL))
+    features = delta @ dense(gradient[weight]) / (delta @ delta)
+    return _cut(view, layer, gradient, signal, features)
+
+
+def _last_linear(view: ServerView) -> str | None:
+    """The last linear layer with a bias outside the classifier whose gradient was sent."""
+    found = None
+    for name, module in view.task.model.named_modules():
+        sent = f"{name}.weight" in view.update and f"{name}.bias" in view.update
+        if isinstance(module, nn.Linear) and sent and not f"{name}.".startswith(view.task.head):
+            found = name
+    return found
+
+
+def _cut(
+    view: ServerView, layer: str, gradient: Tensors, delta: Tensor, features: Tensor
+) -> ServerView | NotApplicable:
+    model = tapped(view.client.predictor, layer, view.task.head)
+    weights = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
+    probe = torch.full((1, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
+    try:
+        output = torch.func.functional_call(model, weights, (probe,))
+    except RuntimeError as error:  # what comes behind the layer takes something else than the layer gives
+        return NotApplicable(f"the network does not run up to {layer!r} alone: {error}", limit=True)
+    if not isinstance(output, Tensor) or output.shape != (1, *delta.shape):
+        return NotApplicable(f"{layer!r} sees more than one input per image", limit=True)
+    grads = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
+    below = [n for n, g in zip(weights, grads, strict=True) if g is not None]
+    method = Signal(layer=layer, train_mode=view.method.train_mode)
+    buffers = dict(model.named_buffers())
+    return replace(
+        view,
+        method=method,
+        defense=view.defense.rescaled(),
+        shared={n: v for n, v in view.shared.items() if n in weights and n in view.task.parameters},
+        update={n: gradient[n] for n in below if n in gradient},
+        private={n: shape for n, shape in view.private.items() if n in weights or n in buffers},
+        private_init=None,
+        schedule=(((1,),),),
+        order=None,
+        draws=None,
+        buffers={n: v for n, v in view.buffers.items() if n in buffers},
+        scaled=False,  # the signal has the update's own factor
+        received={SIGNAL: {"delta": delta, "features": features}},
+        history=(),
+    )
