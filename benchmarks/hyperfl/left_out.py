@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 
 from eval.io.jsonl import read_rows
-from eval.report import figures
-from eval.report.figures import Curve
-from eval.report.markdown import standalone
+from eval.report.charts.render import render_file
+from eval.report.charts.specs import Curve, LineChart
+from eval.report.charts.style import WIDE
 from fl.runtime.atomic_files import replacing
 
 WHERE, LABEL = "accuracy_unseen", "accuracy on the domain left out (%)"
@@ -36,11 +36,11 @@ def main(run: Path, picture: Path) -> None:
         ends = sorted(rounds.items())
         points = [(float(number), fmean(seeds.values())) for number, seeds in ends]
         band = [(float(number), min(seeds.values()), max(seeds.values())) for number, seeds in ends]
-        curves.append(Curve(series, points, band))
+        curves.append(Curve(method, series, points, band))
         spoken.append(f"{method}: first {points[0][1]:.1f}, last {points[-1][1]:.1f}.")
     alt = f"Accuracy on the domain left out, mean over domains. {' '.join(spoken)}"
     with replacing(picture) as file:
-        file.write(standalone(figures.lines(curves, ylabel=LABEL, alt=alt, percent=True)))
+        file.write(render_file(LineChart(LABEL, curves), "svg", WIDE, alt=alt))
 
 
 if __name__ == "__main__":

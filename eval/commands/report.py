@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,23 +11,37 @@ import typer
 from eval.commands.terminal import USAGE, Json, emit, errors, tell
 
 
+class Format(StrEnum):
+    """Formats of figures."""
+
+    PDF = "pdf"
+    PNG = "png"
+    SVG = "svg"
+
+
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `hyperleak run` has written.")],
     hide_pictures: Annotated[
         bool, typer.Option("--hide-pictures", help="Leave out pictures of private data, originals and recovered ones.")
     ] = False,
+    figures: Annotated[
+        list[Format] | None,
+        typer.Option(help="Also write every chart to figures/, for papers and slides; may be given more than once."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write report.html and report.md into a run's folder."""
     with errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
-        from eval import report as reports
+        from eval.report.files import write, write_figures
         from eval.run.run_directory import RunDir
 
         if why := RunDir(folder).unfinished():
             raise ValueError(why)
-        paths = reports.write(folder, show=not hide_pictures)
+        paths = [*write(folder, show=not hide_pictures)]
+        for kind in figures or []:
+            paths += write_figures(folder, kind.value)
     if json:
         emit([str(path) for path in paths])
         return

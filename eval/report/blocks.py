@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from eval.report.charts.render import render_svg
+from eval.report.charts.specs import Chart, Marker
+from eval.report.charts.style import NARROW, WIDE
 
 
 @dataclass(frozen=True)
@@ -52,21 +57,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What a series looks like in a figure.
-
-    Attributes:
-        series: number of its shape, colour and dash.
-        hollow: drawn as an outline.
-        line: drawn as a line with marks on it.
-    """
-
-    series: int
-    hollow: bool = False
-    line: bool = False
-
-
-@dataclass(frozen=True)
 class Grid:
     """A table.
 
@@ -82,7 +72,7 @@ class Grid:
     columns: list[str]
     rows: list[list[str]]
     lesser: list[list[str]] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[Marker] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
@@ -97,24 +87,35 @@ class Grid:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing.
+    """A chart with its title, caption and legend.
 
     Attributes:
         name: of its file, without ending.
         title: above it.
-        wide, narrow: SVG elements for a page and for a phone.
-        alt: what it shows, for those who can't see it.
+        chart: what it shows.
+        alt: the same in words, for those who can't see it.
         caption: how to read it.
         legend: what its marks stand for.
+        widths: of the chart in pixels, on a page and on a phone.
     """
 
     name: str
     title: str
-    wide: str
-    narrow: str
+    chart: Chart
     alt: str
     caption: str
     legend: Grid | None = None
+    widths: tuple[int, int] = (WIDE, NARROW)
+
+    @cached_property
+    def wide(self) -> str:
+        """The SVG of a page, as matplotlib writes it; drawn when it is first asked for."""
+        return render_svg(self.chart, self.widths[0])
+
+    @cached_property
+    def narrow(self) -> str:
+        """The SVG of a phone, as matplotlib writes it; drawn when it is first asked for."""
+        return render_svg(self.chart, self.widths[1])
 
 
 @dataclass(frozen=True)

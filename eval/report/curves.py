@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from eval.report import figures
-from eval.report.blocks import Figure, Grid, Mark
-from eval.report.figures import NARROW, WIDE, Curve
+from eval.report.blocks import Figure, Grid
+from eval.report.charts.specs import Curve, LineChart, Marker
 from eval.report.rounds import Course
 from eval.report.words import number
 
@@ -29,11 +28,14 @@ def figure(
         found: the courses.
         series: the look of each.
     """
-    curves = [Curve(i, course.points, course.band) for i, course in zip(series, found, strict=True)]
     percents = ylabel.endswith("(%)")
     whose = list(zip(*labels.values(), strict=True))
     rows = [[*label, *_words(course, small=not percents)] for label, course in zip(whose, found, strict=True)]
-    marks = [Mark(curve.series, line=True) for curve in curves]
+    curves = [
+        Curve(_short(label), look, course.points, course.band)
+        for label, look, course in zip(whose, series, found, strict=True)
+    ]
+    marks = [Marker(curve.series, line=True) for curve in curves]
     legend = Grid("What the lines stand for", [*labels, ">first", ">highest", ">last"], rows, marks=marks)
     spoken = [f"{', '.join(row[:-3])}: first {row[-3]}, highest {row[-2]}, last {row[-1]}." for row in rows]
     alt = f"{title}. {' '.join(spoken)}"
@@ -41,11 +43,12 @@ def figure(
     seeds = band if any(course.band for course in found) else "One seed: no band."
     untrained = "Round 0 is before training. " if any(at == 0 for course in found for at, _ in course.points) else ""
     caption = f"{seeds} {untrained}In the legend, values with their rounds in brackets."
+    return Figure(name, title, LineChart(ylabel, curves), alt, caption, legend)
 
-    def draw(width: int) -> str:
-        return figures.lines(curves, ylabel=ylabel, alt=alt, width=width, percent=percents)
 
-    return Figure(name, title, draw(WIDE), draw(NARROW), alt, caption, legend)
+def _short(label: Sequence[str]) -> str:
+    """A line's name in a chart's key; no defence goes unsaid."""
+    return ", ".join(word for word in label if word != "none")
 
 
 def _words(course: Course, *, small: bool) -> list[str]:

@@ -7,11 +7,15 @@ from pathlib import Path
 
 from eval.io import jsonl
 from eval.report import html, markdown
+from eval.report.blocks import Figure, Report
+from eval.report.charts.render import render_file
 from eval.report.content import build
 from eval.report.load import reading
 from fl.runtime.atomic_files import make, refuse_link, remove, replacing, sweep
 
 HTML, MARKDOWN = "report.html", "report.md"
+FIGURES = "figures"
+"""Where charts lie that were asked for as files."""
 _OURS = re.compile(r"(picture-\d+-(best|median|worst|only)-(original|reconstruction)\.png|[a-z0-9-]+\.svg)")
 
 
@@ -36,6 +40,46 @@ def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
     refuse_link(beside)  # before the work
     with jsonl.locked(folder):  # a run that puts its files in place is waited for
         return _write(folder, beside, show=show)
+
+
+def write_figures(folder: str | Path, kind: str) -> list[Path]:
+    """Write the charts of a run's report as files for papers and slides, into `figures/` in the run directory.
+
+    Every chart is there twice: for the width of a page, and (`-column`) for a column. Each says itself what its marks
+    stand for. The same run gives the same bytes. Charts of that format from before are removed.
+
+    Args:
+        folder: that `hyperleak run` has written.
+        kind: one of `render.FORMATS`.
+
+    Returns:
+        The files.
+
+    Raises:
+        FileNotFoundError: it is no run directory.
+        ValueError: a file in it is damaged, or there are no such figures; says which.
+    """
+    folder = Path(folder)
+    beside = folder / FIGURES
+    refuse_link(beside)
+    with jsonl.locked(folder):
+        files: dict[str, bytes] = {}
+        with reading(folder):
+            for figure in _figures(build(folder, show=False)):
+                for width, suffix in zip(figure.widths, ("", "-column"), strict=True):
+                    files[f"{figure.name}{suffix}.{kind}"] = render_file(figure.chart, kind, width, alt=figure.alt)
+        make(beside)
+        sweep(beside)
+        for path in [*beside.glob(f"*.{kind}")]:
+            if path.name not in files:
+                remove(path)
+        for name, content in files.items():
+            _put(beside / name, content)
+    return [beside / name for name in files]
+
+
+def _figures(report: Report) -> list[Figure]:
+    return [block for section in report.sections for block in section.blocks if isinstance(block, Figure)]
 
 
 def _write(folder: Path, beside: Path, *, show: bool) -> tuple[Path, Path]:

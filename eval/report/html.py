@@ -10,15 +10,17 @@ from itertools import groupby
 from jinja2 import Environment, StrictUndefined
 
 from eval.io.sanitize import visible
-from eval.report import svg
-from eval.report.blocks import Block, Mark, Report
+from eval.report.blocks import Block, Figure, Report
+from eval.report.charts import style
+from eval.report.charts.render import render_swatch
+from eval.report.charts.svg import to_element
 
 
 def render(report: Report) -> str:
     """The page; all words are escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     environment.filters["groupby_kind"] = _by_kind
-    environment.globals |= {"kind_of": _kind, "png": _png, "swatch": _swatch}
+    environment.globals |= {"kind_of": _kind, "png": _png, "swatch": render_swatch, "wide": _wide, "narrow": _narrow}
     template = environment.from_string(_file("report.html.j2"))
     return template.render(report=report, css=_css())
 
@@ -33,9 +35,9 @@ def _file(name: str) -> str:
 
 
 def _css() -> str:
-    colours = {"/*light*/": svg.variables(), "/*dark*/": svg.variables(svg.DARK)}
-    css = _file("report.css") + svg.style()
-    for place, words in colours.items():
+    colors = {"/*light*/": style.css_variables(style.SERIES), "/*dark*/": style.css_variables(style.SERIES_DARK)}
+    css = _file("report.css")
+    for place, words in colors.items():
         css = css.replace(place, words)
     return css
 
@@ -54,5 +56,9 @@ def _png(picture: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(picture).decode("ascii")
 
 
-def _swatch(mark: Mark) -> str:
-    return svg.swatch(mark.series, hollow=mark.hollow, dashed=mark.line)
+def _wide(figure: Figure) -> str:
+    return to_element(figure.wide, name=f"{figure.name}-wide", alt=figure.alt)
+
+
+def _narrow(figure: Figure) -> str:
+    return to_element(figure.narrow, name=f"{figure.name}-narrow", alt=figure.alt)

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 from eval.io.sanitize import in_markdown as escape
 from eval.io.sanitize import visible
-from eval.report import svg
-from eval.report.blocks import Absent, Block, Code, Figure, Finding, Gallery, Grid, Items, Mark, Note, Report, Text
+from eval.report.blocks import Absent, Block, Code, Figure, Finding, Gallery, Grid, Items, Note, Report, Text
+from eval.report.charts import style
+from eval.report.charts.specs import Marker
+from eval.report.charts.svg import to_file
 
 FOLDER = "report"
 """Where the files lie, beside `report.md`."""
-_LIGHT = (
-    "--paper:#fff;--ink:#1c1e21;--muted:#5a6068;--rule:#d9dce0;--sans:system-ui,'Liberation Sans',Arial,sans-serif;"
-)
 
 
 def render(report: Report) -> tuple[str, dict[str, bytes]]:
@@ -26,14 +25,6 @@ def render(report: Report) -> tuple[str, dict[str, bytes]]:
         parts.append(f"## {escape(section.title)}")
         parts += [_block(block, files) for block in section.blocks]
     return "\n\n".join(parts) + "\n", files
-
-
-def standalone(drawing: str) -> bytes:
-    """An SVG file of an SVG element, on white, with its own styles."""
-    head, rest = drawing.split(">", 1)
-    head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    style = f"<style>svg{{{_LIGHT}{svg.variables()}}}{svg.style()}</style>"
-    return f'{head}>{style}<rect width="100%" height="100%" fill="#fff"></rect>{rest}\n'.encode()
 
 
 def _block(block: Block, files: dict[str, bytes]) -> str:
@@ -77,14 +68,14 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(escape(cell) for cell in cells)} |"
 
 
-def _mark(mark: Mark) -> str:
-    shape = svg.SHAPES[mark.series % len(svg.SHAPES)]
+def _mark(mark: Marker) -> str:
+    shape = style.SHAPES[mark.series % len(style.SHAPES)]
     return f"{'hollow ' if mark.hollow else ''}{shape}"
 
 
 def _figure(figure: Figure, files: dict[str, bytes]) -> str:
     name = f"{figure.name}.svg"
-    files[name] = standalone(figure.wide)
+    files[name] = to_file(figure.wide, alt=figure.alt)
     shown = f"![{escape(figure.alt)}]({FOLDER}/{name})"
     parts = [f"### {escape(figure.title)}", shown, escape(figure.caption)]
     return "\n\n".join([*parts, *([_table(figure.legend)] if figure.legend else [])])

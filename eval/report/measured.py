@@ -7,13 +7,12 @@ from itertools import combinations
 from statistics import fmean
 
 from eval.metrics.score import Row
-from eval.report import svg
 from eval.report.blocks import Absent, Block, Figure, Grid
+from eval.report.charts.specs import Heatmap
 from eval.report.load import Run
 from eval.report.rounds import Value
 from eval.report.words import join, number, percent
 
-Matrix = Sequence[Sequence[float]]
 MOST = 50
 """Clients whose similarities are drawn."""
 SAME = 1e-6
@@ -81,33 +80,14 @@ def _map(which: int, row: Row) -> Block:
         cosines, shades = "All cosines are 1", "All are alike: full colour is a cosine of 1"
     alt = f"{title}. {cosines}, clients 0 to {len(matrix) - 1} to the right and downwards."
     caption = f"{shades}. Clients by number, from 0."
-
-    def draw(width: int) -> str:
-        return _drawn(matrix, low, width, alt)
-
-    return Figure(f"similarity-{which}", title, draw(420), draw(300), alt, caption)
+    chart = Heatmap(matrix, 1.0 if 1 - low < SAME else low, 1.0)
+    return Figure(f"similarity-{which}", title, chart, alt, caption, widths=(420, 300))
 
 
 def _told_from_one(low: float) -> str:
     """With three digits, or as many as it takes not to read as 1."""
     words = [number(low, digits) for digits in range(3, 8)]
     return next((word for word in words if not word.startswith("1")), words[-1])
-
-
-def _drawn(matrix: Matrix, low: float, width: int, alt: str) -> str:
-    left, top = 30, 24
-    size = (width - left - 4) / len(matrix)
-    parts = []
-    for i, line in enumerate(matrix):
-        for j, value in enumerate(line):
-            shade = 1.0 if 1 - low < SAME else (value - low) / (1 - low)
-            place = {"x": left + j * size, "y": top + i * size, "width": size, "height": size}
-            parts.append(svg.tag("rect", class_="f0", fill_opacity=min(max(shade, 0.0), 1.0), **place))
-    for i in range(0, len(matrix), max(1, round(24 / size))):
-        middle = (i + 0.5) * size
-        parts.append(svg.text(left + middle, top - 7, str(i), class_="small muted", text_anchor="middle"))
-        parts.append(svg.text(left - 7, top + middle + 4, str(i), class_="small muted", text_anchor="end"))
-    return svg.drawing(width, int(top + size * len(matrix)) + 4, *parts, alt=alt)
 
 
 def _confidences(rows: Sequence[Row]) -> list[Block]:

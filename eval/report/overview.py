@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.metrics import validity_flags
-from eval.report.blocks import Block, Finding, Items, Mark, Note, Section, Text
+from eval.report.blocks import Block, Finding, Items, Note, Section, Text
+from eval.report.charts.specs import Marker
 from eval.report.findings import findings, floor_names, strongest, subject
 from eval.report.load import Run
 from eval.report.summary import FEWEST, NOT_ATTACKED, Group
@@ -77,11 +78,11 @@ class Numbered:
         """The cells that there are columns for."""
         return [key, method, *([defense] if self.defended else []), attack, *([at] if self.rounds else [])]
 
-    def mark(self, group: Group) -> Mark:
-        """Shape and colour of the group's method; hollow under a defence."""
+    def mark(self, group: Group) -> Marker:
+        """Shape and color of the group's method; hollow under a defence."""
         methods = list(dict.fromkeys(other.method for other in self.run.groups))
         defended = self.run.setting.kind(group.defense) != "none"
-        return Mark(methods.index(group.method), hollow=defended)
+        return Marker(methods.index(group.method), hollow=defended)
 
     def name(self, group: Group) -> str:
         """`hyperfl under peel+ig`, with the round where several were watched."""

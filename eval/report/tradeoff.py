@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
 from eval.metrics.statistics import Interval
-from eval.report import curves, figures, measured, server_step
-from eval.report.blocks import Absent, Block, Figure, Grid, Mark, Section
-from eval.report.figures import NARROW, WIDE, Curve, Floor, Point, Strip
+from eval.report import curves, measured, server_step
+from eval.report.blocks import Absent, Block, Figure, Grid, Section
+from eval.report.charts.specs import Baseline, Curve, LineChart, Marker, Point, ScatterPlot, Strip, StripPlot
 from eval.report.overview import Numbered
 from eval.report.rounds import Value, accuracy, accuracy_interval, courses, diagnostics
 from eval.report.summary import FLOORS, Group, floor_means
@@ -31,10 +31,6 @@ def section(numbered: Numbered) -> Section:
     return Section("tradeoff", "Accuracy against leakage", blocks)
 
 
-def _figure(name: str, title: str, draw: Callable[[int], str], alt: str, caption: str, legend: Grid) -> Figure:
-    return Figure(name, title, draw(WIDE), draw(NARROW), alt, caption, legend)
-
-
 def _scatter(numbered: Numbered) -> list[Block]:
     """One point for every method, defence and attack."""
     points, rows, marks, spoken = [], [], [], []
@@ -46,7 +42,7 @@ def _scatter(numbered: Numbered) -> list[Block]:
             continue
         mark, clients = numbered.mark(group), accuracy_interval(numbered.run, group)
         x, y = _ends(group.psnr), _ends(clients, 100)
-        points.append(Point(key, mark.series, mark.hollow, group.psnr.value, 100 * group.accuracy, x, y))
+        points.append(Point(key, numbered.name(group), mark, group.psnr.value, 100 * group.accuracy, x, y))
         reached = accuracy(numbered.run, group)
         rows.append([*numbered.row(key, group), reached, interval(group.psnr)])
         marks.append(mark)
@@ -67,17 +63,14 @@ def _scatter(numbered: Numbered) -> list[Block]:
         )
     columns = [*numbered.columns(), ">accuracy", ">PSNR (dB)"]
     legend = Grid("What the marks stand for", columns, rows, marks=marks)
-
-    def draw(width: int) -> str:
-        return figures.scatter(points, lines, alt=alt, width=width)
-
-    return [_figure("tradeoff", "Each attack on each method", draw, alt, caption, legend), *absent]
+    chart = ScatterPlot(points, lines)
+    return [Figure("tradeoff", "Each attack on each method", chart, alt, caption, legend), *absent]
 
 
 def _accuracy_words(points: Sequence[Point]) -> str:
-    if all(point.y_range for point in points):
+    if all(point.y_interval for point in points):
         return "of accuracy over clients and seeds."
-    if any(point.y_range for point in points):
+    if any(point.y_interval for point in points):
         return "of accuracy over clients and seeds where the accuracy of every client is on file."
     return "of accuracy none, as that of every single client is not on file."
 
@@ -91,8 +84,7 @@ def _strips(numbered: Numbered) -> list[Block]:
         Strip(
             key,
             numbered.name(group),
-            numbered.mark(group).series,
-            numbered.mark(group).hollow,
+            numbered.mark(group),
             [row["psnr"] for row in group.pictured],
             group.psnr.value,
             _ends(group.psnr),
@@ -102,7 +94,7 @@ def _strips(numbered: Numbered) -> list[Block]:
     ]
     lines = _floors(list(shown.values()))
     alt = "PSNR of every attacked image. " + " ".join(
-        f"{row.number}, {row.name}: from {min(row.values):.1f} to {max(row.values):.1f} dB, mean {row.mean:.1f} dB."
+        f"{row.number}, {row.label}: from {min(row.values):.1f} to {max(row.values):.1f} dB, mean {row.mean:.1f} dB."
         for row in rows
     )
     caption = (
@@ -110,11 +102,7 @@ def _strips(numbered: Numbered) -> list[Block]:
         "images that came back exact, and single failures. From about 20 dB a person recognises the "
         f"content.{_floor_words(lines)}"
     )
-
-    def draw(width: int) -> str:
-        return figures.strips(rows, lines, alt=alt, width=width)
-
-    return [Figure("images", "Every image on its own", draw(WIDE), draw(NARROW), alt, caption)]
+    return [Figure("images", "Every image on its own", StripPlot(rows, lines), alt, caption)]
 
 
 def _training(numbered: Numbered) -> list[Block]:
@@ -190,18 +178,15 @@ def _leak(name: str, title: str, lots: Mapping[tuple[str, ...], list[Group]]) ->
     for i, (key, lot) in enumerate(lots.items()):
         found = sorted(((group.round, group.psnr) for group in lot if group.psnr is not None), key=itemgetter(0))
         ends = [(float(at), *span) for at, psnr in found if (span := _ends(psnr))]
-        curves.append(Curve(i, [(float(at), psnr.value) for at, psnr in found], ends))
+        label = ", ".join(word for word in key if word != "none")
+        curves.append(Curve(label, i, [(float(at), psnr.value) for at, psnr in found], ends))
         rows.append([*key, "; ".join(f"{number(psnr.value)} ({at})" for at, psnr in found)])
     lines = _floors([group for lot in lots.values() for group in lot])
     alt = "Mean PSNR in dB over rounds. " + " ".join(f"{', '.join(row[:3])}: {row[3]}." for row in rows)
     caption = f"Whiskers or bands are 95 % intervals over images and seeds.{_floor_words(lines)}"
-    marks = [Mark(curve.series, line=True) for curve in curves]
+    marks = [Marker(curve.series, line=True) for curve in curves]
     legend = Grid("What the lines stand for", ["method", "defence", "attack", ">PSNR in dB (round)"], rows, marks=marks)
-
-    def draw(width: int) -> str:
-        return figures.lines(curves, ylabel="PSNR (dB)", alt=alt, floors=lines, width=width)
-
-    return _figure(name, title, draw, alt, caption, legend)
+    return Figure(name, title, LineChart("PSNR (dB)", curves, lines), alt, caption, legend)
 
 
 def _lots(items: Mapping[tuple[str, ...], T]) -> list[tuple[str, str, dict[tuple[str, ...], T]]]:
@@ -215,15 +200,15 @@ def _lots(items: Mapping[tuple[str, ...], T]) -> list[tuple[str, str, dict[tuple
     ]
 
 
-def _floors(groups: Sequence[Group]) -> list[Floor]:
+def _floors(groups: Sequence[Group]) -> list[Baseline]:
     found = floor_means([row for group in groups for row in group.pictured])
-    return [Floor(guess, FLOORS[guess], found[guess]) for guess in LINES if guess in found]
+    return [Baseline(guess, FLOORS[guess], found[guess]) for guess in LINES if guess in found]
 
 
-def _floor_words(found: Sequence[Floor]) -> str:
+def _floor_words(found: Sequence[Baseline]) -> str:
     if not found:
         return ""
-    words = join([f"{floor.words} ({number(floor.value)} dB)" for floor in found])
+    words = join([f"{floor.label} ({number(floor.value)} dB)" for floor in found])
     return f" Broken lines: what a guess without the update scores on the same images, {words}."
 
 

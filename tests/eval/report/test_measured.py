@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -64,27 +63,26 @@ def test_every_measure_has_a_curve(tmp_path: Path) -> None:
     assert words["Divergence of clients' weights"] == ["2.000 (5)", "2.000 (5)", "0.250 (10)"]
     assert words["Similarity of clients' weights"] == ["0.200 (5)", "0.800 (10)", "0.800 (10)"]
     matrix = drawn["Similarity of clients' weights: fedavg, none, round 10, seed 0"]
-    assert matrix.wide.count("<rect") == 9
-    assert matrix.wide.count('fill-opacity="1"') == 3
-    assert matrix.wide.count('fill-opacity="0.75"') == 4  # 0.9 between 0.6 and 1
-    assert matrix.wide.count('fill-opacity="0"') == 2
+    shades = [round(shade, 9) for row in matrix.chart.shades for shade in row]
+    assert len(shades) == 9
+    assert [shades.count(one) for one in (1, 0.75, 0)] == [3, 4, 2]  # 0.9 between 0.6 and 1
     assert "from 0.600 to 1" in matrix.alt
 
 
 @pytest.mark.parametrize(
     ("least", "shades", "said"),
     [
-        (1 - 1.2e-14, {"1"}, "All cosines are 1"),
-        (1 + 2e-16, {"1"}, "All cosines are 1"),
-        (0.99996, {"1", "0"}, "from 0.99996 to 1"),
-        (0.9999, {"1", "0"}, "from 0.9999 to 1"),
+        (1 - 1.2e-14, {1.0}, "All cosines are 1"),
+        (1 + 2e-16, {1.0}, "All cosines are 1"),
+        (0.99996, {1.0, 0.0}, "from 0.99996 to 1"),
+        (0.9999, {1.0, 0.0}, "from 0.9999 to 1"),
     ],
 )
-def test_equal_clients_are_drawn_alike(tmp_path: Path, least: float, shades: set[str], said: str) -> None:
+def test_equal_clients_are_drawn_alike(tmp_path: Path, least: float, shades: set[float], said: str) -> None:
     found = measured(tmp_path, {"similarity": [[1.0, least], [least, 1.0]]})
     matrix = found["Similarity of clients' weights: fedavg, none, round 10, seed 0"]
     assert isinstance(matrix, Figure)
-    assert set(re.findall(r'fill-opacity="(.*?)"', matrix.wide)) == shades
+    assert {shade for row in matrix.chart.shades for shade in row} == shades
     assert said in matrix.alt
 
 

@@ -3,6 +3,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from support.reports import blocks, grid, reasons
 from eval import report
 from eval.metrics import statistics
 from eval.report.blocks import Figure, Finding, Gallery, Grid, Items, Note
+from eval.report.charts.svg import to_element
+from eval.report.files import write_figures
 from eval.report.overview import knowledge
 from eval.report.words import error, interval
 
@@ -380,11 +383,43 @@ def test_folders_that_are_no_runs(tmp_path):
 
 
 def test_drawings_hold_finite_coordinates_inside_their_frame(folder):
-    for figure in blocks(report.build(folder), Figure):
+    figures = blocks(report.build(folder), Figure)
+    assert {figure.name for figure in figures} == {"tradeoff", "images", "accuracy", "accuracy-local", "diagnostic-1"}
+    for figure in figures:
         for drawing in (figure.wide, figure.narrow):
-            width, height = (float(size) for size in re.search(r'width="(\d+)" height="(\d+)"', drawing).groups())
-            places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([^"]+)" cy="([^"]+)"', drawing)]
-            places += [(float(x), float(y)) for x, y in re.findall(r'<text x="([^"]+)" y="([^"]+)"', drawing)]
+            root = ElementTree.fromstring(to_element(drawing, name="a", alt="A"))
+            width, height = (float(root.attrib[size]) for size in ("width", "height"))
+            marks = [e for e in root.iter() if e.tag in {"use", "text"}]
+            assert {e.tag for e in marks} == {"use", "text"}
+            places = [(float(e.attrib["x"]), float(e.attrib["y"])) for e in marks if "x" in e.attrib]
             assert places
             assert np.isfinite(places).all()
             assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+
+
+def test_every_value_on_file_is_in_a_chart(folder):
+    rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
+    charts = {figure.name: figure.chart for figure in blocks(report.build(folder), Figure)}
+    for strip in charts["images"].strips:
+        method, attack = strip.label.split(" under ")
+        own = [row["psnr"] for row in rows if (row["method"], row["attack"]) == (method, attack)]
+        assert list(strip.values) == own
+        assert strip.mean == pytest.approx(fmean(own))
+        (point,) = [point for point in charts["tradeoff"].points if point.label == strip.label]
+        assert (point.x, point.x_interval, point.number) == (strip.mean, strip.interval, strip.number)
+        assert point.y == pytest.approx({"fedavg": 62.0, "hyperfl": 71.0}[method])
+    curves = {curve.label: [y for _, y in curve.points] for curve in charts["accuracy"].curves}
+    assert curves == {"fedavg": pytest.approx([10, 50, 62]), "hyperfl": pytest.approx([10, 60, 71])}
+
+
+def test_figures_for_papers_are_written_on_request(folder):
+    paths = write_figures(folder, "pdf")
+    names = {"tradeoff", "images", "accuracy", "accuracy-local", "diagnostic-1"}
+    assert {path.name for path in paths} == {f"{name}{suffix}.pdf" for name in names for suffix in ("", "-column")}
+    assert set((folder / "figures").iterdir()) == set(paths)
+    before = {path: path.read_bytes() for path in paths}
+    (folder / "figures" / "old.pdf").write_bytes(b"")
+    (folder / "figures" / "mine.txt").write_bytes(b"")
+    write_figures(folder, "pdf")
+    assert {path: path.read_bytes() for path in (folder / "figures").glob("*.pdf")} == before
+    assert (folder / "figures" / "mine.txt").exists()
