@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -18,7 +19,25 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich" if sys.stdout is not None and sys.stdout.isatty() else None,
 )
-app.callback()(leave_if_unguarded)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"hyperleak {version('hyperleak')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _start(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    leave_if_unguarded()
+
+
 app.command()(run.run)
 app.command()(audit.audit)
 app.command()(report.report)
