@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from eval.io import jsonl
+from eval.io.text import join
 from eval.metrics.score import Row
 from eval.metrics.self_verification import rows_settled
-from eval.report.words import join
 from eval.run.attack_cell import IMAGES
 from eval.run.plan import Plan, Training, Watch
 from eval.run.run_directory import RunDir

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from defenses import Defense
 from eval.audit import image_identity, update_sanity
 from eval.audit.input_shape import classes, said_for_the_command
-from eval.audit.update import MISMATCH, prediction_error
 from eval.audit.user_model import Subject
+from eval.metrics.forward_error import MISMATCH, prediction_error
 from fl.method import Method
 from fl.runtime import tensor_archives
 from fl.simulation.capture import from_update

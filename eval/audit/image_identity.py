@@ -7,7 +7,7 @@ from itertools import islice, permutations
 
 import torch
 
-from eval.audit.update import prediction_error
+from eval.metrics.forward_error import prediction_error
 from fl.simulation.client_round import Truth
 from fl.types import Batch, ServerView, Trace
 

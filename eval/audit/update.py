@@ -1,24 +1,12 @@
-"""One update on its own: what an attack recovered of its images, and whether its view of the training is right."""
+"""What an attack recovered of one update, in words."""
 
 from __future__ import annotations
 
-import torch
-
 from attacks.base import NotApplicable, Result
 from eval.audit.verdict import line, verdict
-from eval.metrics.score import relative_error, score
+from eval.metrics.score import score
 from eval.metrics.self_verification import columns, confirmed
-from fl.client import Client, gather, local_update
-from fl.defense import Defense, overrides
-from fl.method import Download
-from fl.predict import predict
-from fl.seeds import stream
-from fl.simulation.client_round import ClientState, Truth
-from fl.tensors import Tensors, dense
-from fl.types import ServerView, Trace
-
-MISMATCH = 1e-2
-"""Relative error from which on a captured update is not what the model makes of the images."""
+from fl.simulation.client_round import Truth
 
 
 def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
@@ -43,68 +31,3 @@ def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
     if result.inputs is None:
         return "; ".join(words for words in (said, confirmed(result.verified)) if words)
     return "\n".join([*(line(row, row["image"]) for row in rows), said])
-
-
-def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientState, download: Download) -> float:
-    """How far the attacker's own model of training is from what was observed, given the truth.
-
-    No one can predict noise, so where the defence draws any, both are taken without it: training is run once more on
-    the client's side, and the defence itself says what is expected of it.
-    """
-    with torch.no_grad():
-        predicted, observed = predict(view, truth.candidate()), view.update
-        if _draws(client.defense, observed):
-            undefended = _noiseless(truth.trace, client, state, download, view.round)
-            observed = client.defense.transform_update(undefended, None)
-    return relative_error(predicted, {name: observed[name] for name in predicted})
-
-
-def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) -> float | None:
-    """The same of an update that was captured: what the view predicts of the truth against what was observed.
-
-    Args:
-        view: what the server knows.
-        truth: what the client fed.
-        scaled: whether the step size is unknown: the prediction is then taken times the positive factor that fits best.
-
-    Returns:
-        The relative error; None where it can't be told, as the defence draws noise, private tensors are not known, or
-        nothing says which images are whose in a group.
-    """
-    hidden = set(view.private) - set(truth.private)
-    if view.parts and view.schedule is None:
-        return None
-    if hidden or _draws(view.defense, view.update) or overrides(view.defense, "transform_batch"):
-        return None
-    with torch.no_grad():
-        predicted = predict(view, truth.candidate())
-        pairs = [(dense(predicted[name]).double(), dense(value).double()) for name, value in view.update.items()]
-        norm = sum((mine * mine).sum().item() for mine, _ in pairs)
-        if scaled and norm > 0:
-            factor = max(0.0, sum((mine * seen).sum().item() for mine, seen in pairs) / norm)
-            predicted = {name: dense(value).double() * factor for name, value in predicted.items()}
-    return relative_error({name: predicted[name] for name in view.update}, view.update)
-
-
-def _draws(defense: Defense, update: Tensors) -> bool:
-    """Whether the defence may draw noise on the way to this update."""
-    noise = stream(0, "probe")
-    untouched = noise.get_state()
-    defense.transform_update(update, noise)
-    return not torch.equal(noise.get_state(), untouched) or overrides(defense, "gradient")
-
-
-def _noiseless(trace: Trace, client: Client, state: ClientState, download: Download, number: int) -> Tensors:
-    """What the client would have sent in round `number` without its defence's noise."""
-    return local_update(
-        client,
-        download.shared,
-        state.private,
-        gather(trace.inputs, trace.labels, trace.order),
-        buffers={**client.task.buffers, **download.buffers, **state.buffers},
-        received=download.received,
-        memory=state.memory,
-        draws=trace.draws,
-        round=number,
-        track=True,
-    ).sent()

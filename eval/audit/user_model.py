@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from defenses import Defense
 from eval.audit.input_shape import classes, said_for_the_command
-from eval.audit.update import prediction_error
 from eval.experiment.plugins import line_in
 from eval.io import yaml12
-from eval.io.errors import IMPORTING
-from eval.report.load import DAMAGED
+from eval.io.errors import DAMAGED, IMPORTING
+from eval.metrics.forward_error import prediction_error
 from fl.data import Source, datasets
 from fl.data.sources.stored import KEYS, read
 from fl.method import Method

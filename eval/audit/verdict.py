@@ -8,10 +8,10 @@ from statistics import fmean
 
 from attacks.base import Reconstruction
 from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from eval.io.text import join
 from eval.metrics.score import Row
 from eval.metrics.self_verification import confirmed
 from eval.report.summary import CLEAR, FEWEST, IMAGE, RECOGNISED, RECOVERED, Group, secrets, shown
-from eval.report.words import join
 
 MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shlex
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.commands.system_errors import explained
+from eval.io.paths import relative_to_cwd
 from eval.io.sanitize import cut, visible
 from fl.runtime.main_guard import UnguardedError
 
@@ -219,19 +219,10 @@ def told(words: Sequence[str], config: str = "") -> str:
     own = list(words)
     for number, word in enumerate(words):
         if number and words[number - 1] in {"--out", "--import"}:
-            own[number] = below(word)
+            own[number] = relative_to_cwd(word)
         elif word.startswith(("--out=", "--import=")):
             option, _, path = word.partition("=")
-            own[number] = f"{option}={below(path)}"
+            own[number] = f"{option}={relative_to_cwd(path)}"
         elif word == config and Path(word).is_absolute():
-            own[number] = below(word)
+            own[number] = relative_to_cwd(word)
     return shlex.join(["hyperleak", *own])
-
-
-def below(path: str) -> str:
-    """A path relative to the current folder where it lies below it, else its last part."""
-    here, whole = Path.cwd(), Path(os.path.abspath(path))
-    for place in (whole, whole.resolve()):
-        if place.is_relative_to(here):
-            return str(place.relative_to(here))
-    return whole.name

@@ -14,8 +14,8 @@ from typing import Any
 
 import attacks
 from defenses import defenses
-from eval.commands.terminal import below
 from eval.io.errors import IMPORTING
+from eval.io.paths import relative_to_cwd
 from fl.data import datasets
 from fl.data.augment import augmentations
 from fl.data.partitions.base import partitions
@@ -84,7 +84,7 @@ def _bring(word: str, folders: Sequence[Path]) -> str:
     if origin is None or not Path(origin).is_file() or not path.samefile(origin):
         raise ValueError(f"{word}: there is another module {path.stem!r} ({origin}); rename the file")
     _import(path.stem, word)
-    return below(str(path))
+    return relative_to_cwd(str(path))
 
 
 def _search(folder: Path) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from attacks.base import NotApplicable, Reconstruction, Result
 from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from eval.io.text import join
 from eval.metrics.score import Row
-from eval.report.words import join
 
 FIXED = 0.9
 """Share of an image's pixels that the update must fix for it to count as settled: corners are often left open."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +18,11 @@ from numpy.typing import NDArray
 
 from eval.experiment.serialization import LABEL, LABEL_WORDS
 from eval.io import file_digests, jsonl, manifest, yaml12
+from eval.io.run_layout import PARTITIONS
 from eval.io.sanitize import cut
 from eval.metrics.score import Row
 from eval.report.setting import Setting
 from eval.report.summary import NOT_ATTACKED, Group, groups
-from eval.run.partition_files import FOLDER
 from fl.runtime import tensor_archives
 from fl.runtime.safe_paths import inside
 
@@ -38,8 +36,6 @@ LONGEST = 200
 Pixels = NDArray[np.float32]
 Pictured = tuple[str, str, str, int, int]
 """What an attack's pictures go by: the values of `KEYS`."""
-DAMAGED = (ArithmeticError, OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""What reading a damaged `.npz` may raise; RuntimeError where flags say it is encrypted or packed in another way."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +211,7 @@ def _load(folder: Path) -> Run:
         raise ValueError(f"{folder / manifest.MANIFEST} is missing; {manifest.AGAIN}")
     # what the run is at now need not be what it was when it wrote these
     about = stated.get("about") or {key: value for key, value in about.items() if key != file_digests.SEAL}
-    parts, digests = _partitions(folder / FOLDER), stated.get("files", {})
+    parts, digests = _partitions(folder / PARTITIONS), stated.get("files", {})
     return Run(folder, config, setting, rows, rounds, about, environment, privacy, parts, digests)
 
 
@@ -240,7 +236,7 @@ def _check(row: Row, keys: Iterable[str], where: str) -> None:
 
 def _partitions(folder: Path) -> list[dict[str, Any]]:
     """What the files of a run's partitions say, in their order, without the lists."""
-    paths = [inside(folder.parent, FOLDER, path.name) for path in folder.glob("*.json")]
+    paths = [inside(folder.parent, PARTITIONS, path.name) for path in folder.glob("*.json")]
     paths.sort(key=lambda path: (len(path.name), path.name))
     found = [{key: value for key, value in _json(path).items() if key not in {"train", "test"}} for path in paths]
     for path, about in zip(paths, found, strict=True):

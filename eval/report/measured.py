@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 
+from eval.io.text import join
 from eval.metrics.score import Row
 from eval.report.blocks import Absent, Block, Figure, Grid
 from eval.report.charts.specs import Heatmap
 from eval.report.load import Run
 from eval.report.rounds import Value
-from eval.report.words import join, number, percent
+from eval.report.words import number, percent
 
 MOST = 50
 """Clients whose similarities are drawn."""

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eval.io.text import count, join, sentence
 from eval.metrics import validity_flags
 from eval.report.blocks import Block, Finding, Items, Note, Section, Text
 from eval.report.charts.specs import Marker
 from eval.report.findings import findings, floor_names, strongest, subject
 from eval.report.load import Run
+from eval.report.partition_notes import shared_images
 from eval.report.summary import FEWEST, NOT_ATTACKED, Group
-from eval.report.words import count, join, sentence
-from eval.run import partition_files
 
 FEW = 3
 """Attacks that a flag names; more go by their numbers."""
@@ -166,7 +166,7 @@ def _mixed(run: Run) -> list[Block]:
 
 
 def _shared(run: Run) -> list[Block]:
-    said = partition_files.notes(run.partitions)
+    said = shared_images(run.partitions)
     return [Note("To know of the split", [("overlap", words) for words in said])] if said else []
 
 

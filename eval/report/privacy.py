@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from eval.io.text import join, sentence
 from eval.metrics import statistics
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
 from eval.privacy import epsilon_bounds as epsilon
+from eval.privacy.claim_rows import BOUND, EPSILON, OF_UPDATE, of_row
 from eval.report.blocks import Absent, Block, Grid, Items, Note, Section, Text
 from eval.report.load import PRIVACY, Run
 from eval.report.overview import Numbered
 from eval.report.setting import section as section_of
 from eval.report.summary import Group
-from eval.report.words import error, join, number, percent, sentence
-from eval.run.privacy_claims import BOUND, EPSILON, OF_UPDATE, of_row
+from eval.report.words import error, number, percent
 
 CONFIDENCE = 0.95
 """Of everything at once that a table holds against its bounds."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from eval.io.text import join
 from eval.metrics.score import Row
 from eval.report import curves
 from eval.report.blocks import Absent, Block
 from eval.report.load import Run
 from eval.report.rounds import Course
-from eval.report.words import join
 
 MOST = 8
 """Clients in one figure: as many as there are looks of lines."""

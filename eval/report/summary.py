@@ -11,12 +11,12 @@ from statistics import fmean
 from statistics import median as middle
 from typing import Any
 
+from eval.io.text import count
 from eval.metrics import statistics, validity_flags
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import NO_RECONSTRUCTION, Row
 from eval.metrics.statistics import Interval
 from eval.report.setting import Setting
-from eval.report.words import count
 
 IMAGE = "picture"
 """Column that tells images apart across an experiment."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from eval.io.text import join, sentence
 from eval.metrics import statistics, validity_flags
 from eval.metrics.score import Row
 from eval.report import levels, naming, published
@@ -12,18 +13,7 @@ from eval.report.blocks import Absent, Block, Grid, Items, Section
 from eval.report.overview import Numbered
 from eval.report.rounds import accuracy, costs
 from eval.report.summary import FLOORS, Group, floors, lpips, pictures, reaching
-from eval.report.words import (
-    ACCURACIES,
-    NONE,
-    SCORES,
-    error,
-    interval,
-    join,
-    number,
-    percent,
-    percent_interval,
-    sentence,
-)
+from eval.report.words import ACCURACIES, NONE, SCORES, error, interval, number, percent, percent_interval
 from fl.simulation.protocol import NOTHING_SENT
 
 BYTES, MEBI = 4, 2**20

@@ -7,6 +7,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
+from eval.io.text import join
 from eval.metrics.statistics import Interval
 from eval.report import curves, measured, server_step
 from eval.report.blocks import Absent, Block, Figure, Grid, Section
@@ -14,7 +15,7 @@ from eval.report.charts.specs import Baseline, Curve, LineChart, Marker, Point, 
 from eval.report.overview import Numbered
 from eval.report.rounds import Value, accuracy, accuracy_interval, courses, diagnostics
 from eval.report.summary import FLOORS, Group, floor_means
-from eval.report.words import SCORES, interval, join, number
+from eval.report.words import SCORES, interval, number
 
 T = TypeVar("T")
 MOST = 8

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from eval.metrics.statistics import Interval
 
 NONE = "\N{EN DASH}"
@@ -66,21 +64,3 @@ def error(value: float | None) -> str:
         return f"{value:.2g}" if value < 10 else f"{value:.0f}"
     digits, _, power = f"{value:.0e}".partition("e")
     return f"{digits}\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}10{str(int(power)).translate(_RAISED)}"
-
-
-def count(amount: int, one: str, several: str = "") -> str:
-    """`1 image`, `8 images`."""
-    return f"{amount:,} {one if amount == 1 else several or one + 's'}"
-
-
-def join(words: Sequence[str], last: str = "and") -> str:
-    """`a, b and c`; `none` of nothing."""
-    if not words:
-        return "none"
-    return f"{', '.join(words[:-1])} {last} {words[-1]}" if len(words) > 1 else words[0]
-
-
-def sentence(words: str) -> str:
-    """With a capital letter in front and one full stop behind."""
-    words = words.strip()
-    return f"{words[:1].upper()}{words[1:].rstrip('.')}." if words else ""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.parallel import Spread
-from eval.audit.update import forward_error, prediction_error
 from eval.io import jsonl
 from eval.metrics import self_verification
 from eval.metrics.baselines import ceiling, nearest
+from eval.metrics.forward_error import forward_error, prediction_error
 from eval.metrics.image import psnr
 from eval.metrics.lineup import Lineup
 from eval.metrics.perceptual import Perceptual

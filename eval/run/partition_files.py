@@ -7,17 +7,16 @@ set that it splits and every way in which it does; neither depends on what was c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from eval.io import jsonl
+from eval.io.run_layout import PARTITIONS
 from eval.run.federation_data import World
 from eval.run.plan import Plan
 from fl.data.partitions import overlap
 from fl.runtime.atomic_files import replacing_folder
-
-FOLDER = "partitions"
 
 
 def worlds(plan: Plan) -> list[tuple[World, dict[str, Any]]]:
@@ -30,35 +29,12 @@ def worlds(plan: Plan) -> list[tuple[World, dict[str, Any]]]:
 
 def write(plan: Plan, folder: Path) -> None:
     """Put the partitions of a run in place of those that were in its folder."""
-    with replacing_folder(folder / FOLDER) as new:
+    with replacing_folder(folder / PARTITIONS) as new:
         for number, (world, about) in enumerate(worlds(plan), 1):
             world.partition.save(new / f"{number}.json", world.dataset, about)
             words = [f"methods: {', '.join(about['methods'])}"]
             words += overlap.lines(overlap.report(world.partition, world.dataset))
             jsonl.write_text(new / f"{number}.txt", "\n".join(words) + "\n")
-
-
-def notes(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence on every partition in which clients share images.
-
-    Args:
-        found: for each partition of the run the labels of its `methods`, how many `images` there are, and how many of
-            them are `shared`, in the parts `train` and `test`.
-    """
-    said = []
-    for number, about in enumerate(found, 1):
-        shared = [
-            f"{about['shared'][part]} of {about['images'][part]} {name} images"
-            for part, name in (("train", "training"), ("test", "test"))
-            if about["shared"][part]
-        ]
-        if shared:
-            whose = f" ({', '.join(about['methods'])})" if len(found) > 1 else ""
-            said.append(
-                f"Clients share images{whose}: {' and '.join(shared)} belong to more than one client, so that accuracy "
-                f"and leakage of different clients are not independent; {FOLDER}/{number}.txt says who shares how many."
-            )
-    return said
 
 
 def _about(world: World, methods: Iterable[str]) -> dict[str, Any]:

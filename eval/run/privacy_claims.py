@@ -11,13 +11,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 
 from eval.io import jsonl
 from eval.metrics.score import Row
 from eval.privacy import canaries
+from eval.privacy.claim_rows import BOUND, EPSILON, OF_UPDATE
 from eval.privacy.reconstruction_robustness import from_charges
 from eval.run.federation_data import Victim
 from eval.run.plan import Training, Watch
@@ -29,9 +30,6 @@ from fl.privacy.private_method import Private
 
 CLAIM = "privacy.json"
 """In a training's cell; `null` where the method claims nothing."""
-BOUND, OF_UPDATE, EPSILON = "identified_bound", "identified_bound_update", "identified_epsilon"
-"""Columns of an attacked image: how often anybody can name it at most, from all that is seen and from the update alone,
-and the epsilon of all that is seen."""
 UNALIKE = {"domains": "clients hold images of different domains, so that candidates can be told apart by their style"}
 """Partitions under which images of a class are not alike across clients, and why."""
 
@@ -109,11 +107,6 @@ def _audited(training: Training, sizes: Sequence[int], rounds: int) -> canaries.
         return canaries.audit(method, sizes, rounds, seed=training.seed)
     client = Client(training.world.task(training.seed), method, defense)
     return canaries.audit_defense(client, sizes, rounds, seed=training.seed)
-
-
-def of_row(row: Mapping[str, object]) -> PrivacyStatement:
-    """The statement that a claim was made of."""
-    return PrivacyStatement(**{field.name: row[field.name] for field in fields(PrivacyStatement)})  # type: ignore[arg-type]
 
 
 def _plain(statement: PrivacyStatement) -> Row:

@@ -27,7 +27,7 @@ from eval.experiment import yaml_config
 from eval.experiment.spec import ACCURACIES
 from eval.io import jsonl, manifest
 from eval.metrics.score import Row
-from eval.report import privacy, results_table
+from eval.report import partition_notes, privacy, results_table
 from eval.report.load import PRIVACY, load, picture_names, read_pictures
 from eval.report.overview import Numbered, other_code
 from eval.report.results_table import Table
@@ -90,7 +90,7 @@ def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder
 def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
     """What to know of the table as a whole: what failed or other code computed, images shared, privacy claimed."""
     found = [note for note in (incomplete(failures, plan), other_code(folder.about_run())) if note]
-    found += partition_files.notes([about for _, about in partition_files.worlds(plan)])
+    found += partition_notes.shared_images([about for _, about in partition_files.worlds(plan)])
     return [*found, *(privacy.notes(Numbered.of(load(folder.path))) if (folder.path / PRIVACY).is_file() else [])]
 
 

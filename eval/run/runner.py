@@ -14,6 +14,7 @@ from typing import Protocol
 from attacks.parallel import Spread
 from eval.io import file_digests, jsonl
 from eval.io.errors import FAULTS
+from eval.report import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
 from eval.run.cache_keys import Cell, code, run_id, version
 from eval.run.plan import Plan, Scene, Training, Watch, prepare
@@ -112,7 +113,7 @@ class _Job:
     def whole(self) -> list[Failure]:
         """All cells."""
         self.say("running")
-        for note in partition_files.notes([about for _, about in partition_files.worlds(self.plan)]):
+        for note in partition_notes.shared_images([about for _, about in partition_files.worlds(self.plan)]):
             log.warning(note)
         done = {cell.id: cell for _, cell in self.plan.cells() if self.folder.finished(cell)}
         if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != code()]:

@@ -10,9 +10,11 @@ from support.runs import run, tiny
 from support.tiny import Registered
 
 from eval import report
+from eval.io.run_layout import PARTITIONS
+from eval.report import partition_notes
 from eval.report.blocks import Note
 from eval.report.results_table import markdown
-from eval.run import partition_files, results, runner
+from eval.run import results, runner
 from eval.run.run_directory import RunDir
 from fl.data.partitions.base import Partition
 
@@ -39,7 +41,7 @@ def whole(folder: Path, *overrides: str, **changed) -> dict[str, str]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / partition_files.FOLDER).iterdir()}
+    return {path.name: path.read_bytes() for path in (folder / PARTITIONS).iterdir()}
 
 
 def test_shared_images_are_said_everywhere(tmp_path):
@@ -77,7 +79,7 @@ def test_every_split_has_a_file_of_its_own(tmp_path):
     assert [about["methods"] for about in found] == [["fedavg", "c"], ["b"]]
     assert found[0]["digest"] != found[1]["digest"]
     shared = [{**about, "shared": {"train": number, "test": 0}} for number, about in enumerate(found)]
-    (said,) = partition_files.notes(shared)
+    (said,) = partition_notes.shared_images(shared)
     assert said.startswith(f"Clients share images (b): 1 of {found[1]['images']['train']} training images belong to")
     run(tiny(*QUICK), tmp_path / "a")  # another config in the same folder
     assert sorted(files(tmp_path / "a")) == ["1.json", "1.txt"]

@@ -15,7 +15,7 @@ from support.tiny import Registered
 
 from eval.experiment.spec import Experiment
 from eval.io.jsonl import read_rows
-from eval.privacy import reconstruction_robustness
+from eval.privacy import claim_rows, reconstruction_robustness
 from eval.run import privacy_claims, results, runner
 from eval.run.privacy_claims import BOUND, EPSILON, OF_UPDATE
 from eval.run.run_directory import RunDir
@@ -69,7 +69,7 @@ def test_every_private_training_says_what_it_may_claim(done):
     assert (rows["clients"]["unit"], rows["clients"]["missing"]) == ("client", {})
     assert 0 <= rows["clients"]["audit"]["lower"] < rows["clients"]["audit"]["claimed"] == rows["clients"]["epsilon"]
     assert rows["clients"]["audit"]["steps"] == 2  # rounds
-    assert privacy_claims.of_row(said).sentence().startswith("record-level (")
+    assert claim_rows.of_row(said).sentence().startswith("record-level (")
 
 
 def test_images_are_bounded_by_everything_that_was_seen_of_them(done):
@@ -231,10 +231,10 @@ def test_an_infinite_epsilon_is_none_with_a_reason() -> None:
     assert said is not None
     row: dict[str, Any] = privacy_claims._plain(replace(said, epsilon=math.inf, epsilon_rdp=math.inf))
     assert row["epsilon"] is row["epsilon_rdp"] is None
-    assert "no finite epsilon" in privacy_claims.of_row(row).sentence()
+    assert "no finite epsilon" in claim_rows.of_row(row).sentence()
     row = privacy_claims._plain(replace(said, epsilon_rdp=math.inf))
-    assert "record-level" in privacy_claims.of_row(row).sentence()
-    assert "RDP" not in privacy_claims.of_row(row).sentence()
+    assert "record-level" in claim_rows.of_row(row).sentence()
+    assert "RDP" not in claim_rows.of_row(row).sentence()
 
 
 def test_under_secure_aggregation_the_member_who_is_charged_most_counts() -> None:

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from attacks.base import NotApplicable, Result
 from attacks.verification import CONTRADICTED, SIZE, UNTOLD
+from eval.io.text import join
 from eval.metrics import self_verification
 from eval.metrics.score import Row
 from eval.report.summary import FEWEST
-from eval.report.words import join
 
 Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind"]
 """What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from attacks.base import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine.fit_check import DOUBTFUL, falling
 from eval import cli
-from eval.audit import inconclusive
-from eval.audit.inconclusive import Outcome
 from eval.commands import terminal
+from eval.report import inconclusive
+from eval.report.inconclusive import Outcome
 from fl.simulation.capture import from_batch
 
 MODULE = """
