@@ -2,7 +2,7 @@
 # make demo    set up, then train, attack and print a table of what leaked
 # make test    set up, then run the tests, a process a core (PYTEST_ARGS="-m slow tests/fl" is passed on; "-n 0": one process)
 # make nightly set up, then run the slow tests, and make up files for an hour (see docs/security.md)
-# make check   lint, formatting and types
+# make check   lint, formatting, types and which way imports point
 # make clean   remove caches and builds; the environment and results stay
 
 PY ?= python3
@@ -31,9 +31,10 @@ check: .venv/ok
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 clean:
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find attacks benchmarks defenses eval fl tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment that is there already is kept, and so is a torch installed in it.

@@ -1,180 +1,103 @@
-"""House rules that no linter knows: which way imports point, what may not be called, how long a file may be."""
+"""Which way imports point: the contracts in pyproject.toml hold, they can fail, and no modules import each other."""
 
-import ast
-from collections.abc import Iterator
+import graphlib
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ("fl", "defenses", "attacks", "eval")
-SOURCES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
-LONGEST = 800
-
-BANNED_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "random"}
-BANNED_CALLS = {"print", "eval", "exec", "torch.seed", "torch.set_rng_state", "torch.random.set_rng_state"}
-DRAWS = {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")}
-DRAWS |= {f"torch.{name}_like" for name in ("rand", "randn", "randint")}
-DRAWS_IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_")
-NUMPY_SEEDED = {f"numpy.random.{name}" for name in ("default_rng", "Generator", "SeedSequence", "Philox")}
+PACKAGES = ("fl", "defenses", "attacks", "eval")
+FREE_OF_CIRCLES = ("defenses", "attacks")
+CONTRACTS = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of all imported modules, wherever in the file."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module
+def imports(*packages: str) -> grimp.ImportGraph:
+    """All imports among some packages, those inside of functions included."""
+    return grimp.build_graph(*packages, cache_dir=None)
 
 
-def aliases(tree: ast.AST) -> dict[str, str]:
-    """What the names bound by imports stand for: `np` -> `numpy`, `nn` -> `torch.nn`."""
-    bound = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            bound |= {a.asname: a.name for a in node.names if a.asname}
-        elif isinstance(node, ast.ImportFrom):
-            bound |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    return bound
+def circle(graph: grimp.ImportGraph, package: str) -> list[str]:
+    """One circle of modules of a package that import each other; empty where there is none."""
+    modules = {name for name in graph.modules if name.partition(".")[0] == package}
+    known = {name: graph.find_modules_directly_imported_by(name) & modules for name in modules}
+    try:
+        graphlib.TopologicalSorter(known).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
-def upward_imports(tree: ast.AST, layer: str) -> list[str]:
-    """Imports of a package that stands further right than `layer` in fl <- defenses <- attacks <- eval."""
-    above = LAYERS[LAYERS.index(layer) + 1 :]
-    return [name for name in imported(tree) if name.partition(".")[0] in above]
+def check_contracts(tree: Path) -> subprocess.CompletedProcess[str]:
+    """What import-linter says of a tree of sources."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "200"}
+    command = [*CONTRACTS, "--no-cache"]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
 
 
-def offences(tree: ast.AST) -> list[str]:
-    """What a file does that the house rules forbid."""
-    bound = aliases(tree)
-    found = [f"import {name}" for name in imported(tree) if name.partition(".")[0] in BANNED_MODULES]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ExceptHandler) and is_broad(node):
-            found.append(f"{node.lineno}: broad except")
-        elif isinstance(node, ast.Call):
-            root, dot, rest = ast.unparse(node.func).partition(".")
-            name = bound.get(root, root) + dot + rest
-            keywords = {k.arg: k.value for k in node.keywords}
-            if is_unsafe_load(name, keywords) or name in BANNED_CALLS or draws_globally(name, node, keywords):
-                found.append(f"{node.lineno}: {name}")
-    return found
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the sources, to plant imports in."""
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=lambda _, names: {"__pycache__"} & {*names})
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
 
 
-def is_broad(handler: ast.ExceptHandler) -> bool:
-    """`except:`, or `except Exception` or `BaseException` that does more than clean up and raise it again."""
-    if handler.type is None:
-        return True
-    if isinstance(last := handler.body[-1], ast.Raise) and last.exc is None:
-        return False
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(ast.unparse(kind) in {"Exception", "BaseException"} for kind in kinds)
+def plant(tree: Path, importer: str, imported: str) -> None:
+    """Import a module inside of a function of another."""
+    path = tree / f"{importer.replace('.', '/')}.py"
+    code = path.read_text(encoding="utf-8")
+    path.write_text(f"{code}\n\ndef planted() -> None:\n    import {imported}  # noqa\n", encoding="utf-8")
 
 
-def is_unsafe_load(name: str, keywords: dict[str | None, ast.expr]) -> bool:
-    """A load that could run code from the file."""
-
-    def says(key: str, wanted: bool) -> bool:
-        value = keywords.get(key)
-        return isinstance(value, ast.Constant) and value.value is wanted
-
-    if name == "torch.load":
-        return not says("weights_only", True)
-    return name == "numpy.load" and "allow_pickle" in keywords and not says("allow_pickle", False)
-
-
-def draws_globally(name: str, call: ast.Call, keywords: dict[str | None, ast.expr]) -> bool:
-    """Random numbers, or a seed, for the global generators of torch and numpy."""
-    if name.startswith("numpy.random.") and "(" not in name:
-        return name not in NUMPY_SEEDED or not (call.args or keywords)
-    if name.startswith("torch.") and name.endswith((".manual_seed", ".manual_seed_all")):
-        return "(" not in name
-    return (name in DRAWS or name.endswith(DRAWS_IN_PLACE)) and "generator" not in keywords
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-def test_packages_have_files():
-    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == set(LAYERS)
-
-
-def test_imports_point_one_way():
-    found = {}
-    for path in SOURCES:
-        place = path.relative_to(ROOT)
-        if upward := upward_imports(parse(path), place.parts[0]):
-            found[str(place)] = upward
-    assert not found
-
-
-def test_no_forbidden_calls():
-    assert not {str(p.relative_to(ROOT)): found for p in SOURCES if (found := offences(parse(p)))}
-
-
-def test_files_are_short():
-    paths = [*SOURCES, *(p for folder in ("tests", "benchmarks") for p in (ROOT / folder).rglob("*.py"))]
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in paths}
-    assert not {path: length for path, length in lengths.items() if length > LONGEST}
-
-
-def test_tests_are_no_packages():
-    """An `__init__.py` in tests/attacks would shadow the package `attacks`."""
-    assert not list((ROOT / "tests").rglob("__init__.py"))
+def test_contracts_hold():
+    found = check_contracts(ROOT)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.parametrize(
-    ("layer", "code", "expected"),
+    ("importer", "imported", "broken"),
     [
-        ("fl", "import attacks", ["attacks"]),
-        ("defenses", "def f():\n    from eval.metrics.image import psnr", ["eval.metrics.image"]),
-        ("attacks", "from fl import types\nimport defenses.noise", []),
-        ("eval", "from attacks import ig\nimport attacksome", []),
+        ("fl.tensors", "eval.cli", "Packages: "),
+        ("defenses.clip", "attacks.base", "Packages: "),
+        ("attacks.result", "attacks.base", "Rooms of attacks"),
+        ("attacks.labels.counts", "attacks.gradient_matching.ig", "Rooms of attacks"),
+        ("attacks.update.rescaling", "attacks.update.layer_signal", "No circle "),
     ],
 )
-def test_upward_imports_are_found(layer: str, code: str, expected: list[str]):
-    assert upward_imports(ast.parse(code), layer) == expected
+def test_contracts_can_fail(tree: Path, importer: str, imported: str, broken: str):
+    plant(tree, importer, imported)
+    found = check_contracts(tree)
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert any(line.startswith(broken) and line.endswith("BROKEN") for line in found.stdout.splitlines())
+
+
+@pytest.mark.parametrize("package", FREE_OF_CIRCLES)
+def test_no_modules_import_each_other(package: str):
+    assert not circle(imports(*PACKAGES), package)
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("importer", "imported"),
     [
-        "print('x')",
-        "eval('1')",
-        "import pickle",
-        "from random import shuffle",
-        "try:\n    f()\nexcept:\n    pass",
-        "try:\n    f()\nexcept (ValueError, Exception):\n    pass",
-        "import torch\ntorch.load(p)",
-        "import torch as t\nt.load(p, weights_only=False)",
-        "import numpy as np\nnp.load(p, allow_pickle=True)",
-        "import torch\ntorch.manual_seed(0)",
-        "import torch\ntorch.cuda.manual_seed_all(0)",
-        "from torch import randn\nrandn(3)",
-        "from torch import nn\nnn.init.uniform_(w)",
-        "x.clone().normal_()",
-        "import numpy as np\nnp.random.seed(0)",
-        "from numpy import random\nrandom.rand(3)",
-        "import numpy\nnumpy.random.default_rng()",
+        ("attacks.update.rescaling", "attacks.update.layer_signal"),
+        ("attacks.result", "attacks"),
     ],
 )
-def test_offences_are_found(code: str):
-    assert offences(ast.parse(code))
+def test_circles_are_found(importer: str, imported: str):
+    graph = imports(*PACKAGES)
+    graph.add_import(importer=importer, imported=imported)
+    assert {importer, imported} <= {*circle(graph, "attacks")}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import torch\ntorch.load(p, weights_only=True)",
-        "import numpy as np\nnp.load(p, allow_pickle=False)",
-        "import torch\ng = torch.Generator().manual_seed(0)\ntorch.randn(3, generator=g)",
-        "x.normal_(generator=g)",
-        "model.eval()",
-        "import numpy as np\nnp.random.default_rng(3).normal()",
-        "try:\n    f()\nexcept (OSError, ValueError):\n    pass",
-        "try:\n    f()\nexcept BaseException:\n    undo()\n    raise",
-    ],
-)
-def test_permitted_code_is_no_offence(code: str):
-    assert not offences(ast.parse(code))
+def test_imports_inside_of_functions_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "planted").mkdir()
+    for name, code in (("__init__", ""), ("a", "import planted.b\n"), ("b", "def f():\n    from planted import a\n")):
+        (tmp_path / "planted" / f"{name}.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {*circle(imports("planted"), "planted")} == {"planted.a", "planted.b"}

@@ -1,0 +1,152 @@
+"""House rules that no linter knows: what may not be imported or called, how long a file may be."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("fl", "defenses", "attacks", "eval")
+SOURCES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+LONGEST = 800
+
+BANNED_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "random"}
+BANNED_CALLS = {"print", "eval", "exec", "torch.seed", "torch.set_rng_state", "torch.random.set_rng_state"}
+DRAWS = {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")}
+DRAWS |= {f"torch.{name}_like" for name in ("rand", "randn", "randint")}
+DRAWS_IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_")
+NUMPY_SEEDED = {f"numpy.random.{name}" for name in ("default_rng", "Generator", "SeedSequence", "Philox")}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of all imported modules, wherever in the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """What the names bound by imports stand for: `np` -> `numpy`, `nn` -> `torch.nn`."""
+    bound = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {a.asname: a.name for a in node.names if a.asname}
+        elif isinstance(node, ast.ImportFrom):
+            bound |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return bound
+
+
+def offences(tree: ast.AST) -> list[str]:
+    """What a file does that the house rules forbid."""
+    bound = aliases(tree)
+    found = [f"import {name}" for name in imported(tree) if name.partition(".")[0] in BANNED_MODULES]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and is_broad(node):
+            found.append(f"{node.lineno}: broad except")
+        elif isinstance(node, ast.Call):
+            root, dot, rest = ast.unparse(node.func).partition(".")
+            name = bound.get(root, root) + dot + rest
+            keywords = {k.arg: k.value for k in node.keywords}
+            if is_unsafe_load(name, keywords) or name in BANNED_CALLS or draws_globally(name, node, keywords):
+                found.append(f"{node.lineno}: {name}")
+    return found
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """`except:`, or `except Exception` or `BaseException` that does more than clean up and raise it again."""
+    if handler.type is None:
+        return True
+    if isinstance(last := handler.body[-1], ast.Raise) and last.exc is None:
+        return False
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(ast.unparse(kind) in {"Exception", "BaseException"} for kind in kinds)
+
+
+def is_unsafe_load(name: str, keywords: dict[str | None, ast.expr]) -> bool:
+    """A load that could run code from the file."""
+
+    def says(key: str, wanted: bool) -> bool:
+        value = keywords.get(key)
+        return isinstance(value, ast.Constant) and value.value is wanted
+
+    if name == "torch.load":
+        return not says("weights_only", True)
+    return name == "numpy.load" and "allow_pickle" in keywords and not says("allow_pickle", False)
+
+
+def draws_globally(name: str, call: ast.Call, keywords: dict[str | None, ast.expr]) -> bool:
+    """Random numbers, or a seed, for the global generators of torch and numpy."""
+    if name.startswith("numpy.random.") and "(" not in name:
+        return name not in NUMPY_SEEDED or not (call.args or keywords)
+    if name.startswith("torch.") and name.endswith((".manual_seed", ".manual_seed_all")):
+        return "(" not in name
+    return (name in DRAWS or name.endswith(DRAWS_IN_PLACE)) and "generator" not in keywords
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def test_packages_have_files():
+    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == set(LAYERS)
+
+
+def test_no_forbidden_calls():
+    assert not {str(p.relative_to(ROOT)): found for p in SOURCES if (found := offences(parse(p)))}
+
+
+def test_files_are_short():
+    paths = [*SOURCES, *(p for folder in ("tests", "benchmarks") for p in (ROOT / folder).rglob("*.py"))]
+    lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in paths}
+    assert not {path: length for path, length in lengths.items() if length > LONGEST}
+
+
+def test_tests_are_no_packages():
+    """An `__init__.py` in tests/attacks would shadow the package `attacks`."""
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('x')",
+        "eval('1')",
+        "import pickle",
+        "from random import shuffle",
+        "try:\n    f()\nexcept:\n    pass",
+        "try:\n    f()\nexcept (ValueError, Exception):\n    pass",
+        "import torch\ntorch.load(p)",
+        "import torch as t\nt.load(p, weights_only=False)",
+        "import numpy as np\nnp.load(p, allow_pickle=True)",
+        "import torch\ntorch.manual_seed(0)",
+        "import torch\ntorch.cuda.manual_seed_all(0)",
+        "from torch import randn\nrandn(3)",
+        "from torch import nn\nnn.init.uniform_(w)",
+        "x.clone().normal_()",
+        "import numpy as np\nnp.random.seed(0)",
+        "from numpy import random\nrandom.rand(3)",
+        "import numpy\nnumpy.random.default_rng()",
+    ],
+)
+def test_offences_are_found(code: str):
+    assert offences(ast.parse(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.load(p, weights_only=True)",
+        "import numpy as np\nnp.load(p, allow_pickle=False)",
+        "import torch\ng = torch.Generator().manual_seed(0)\ntorch.randn(3, generator=g)",
+        "x.normal_(generator=g)",
+        "model.eval()",
+        "import numpy as np\nnp.random.default_rng(3).normal()",
+        "try:\n    f()\nexcept (OSError, ValueError):\n    pass",
+        "try:\n    f()\nexcept BaseException:\n    undo()\n    raise",
+    ],
+)
+def test_permitted_code_is_no_offence(code: str):
+    assert not offences(ast.parse(code))
