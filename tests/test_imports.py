@@ -11,8 +11,8 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("fl", "defenses", "attacks", "eval")
-FREE_OF_CIRCLES = ("defenses", "attacks")
+PACKAGES = ("fl", "defenses", "attacks", "eval", "hyperleak")
+FREE_OF_CIRCLES = ("defenses", "attacks", "eval", "hyperleak")
 CONTRACTS = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
 
 
@@ -67,6 +67,7 @@ def test_contracts_hold():
         ("defenses.clip", "attacks.base", "Packages: "),
         ("attacks.result", "attacks.base", "Rooms of attacks"),
         ("attacks.labels.counts", "attacks.gradient_matching.ig", "Rooms of attacks"),
+        ("eval.io.text", "eval.metrics.image", "Rooms of eval"),
         ("attacks.update.rescaling", "attacks.update.layer_signal", "No circle "),
     ],
 )
