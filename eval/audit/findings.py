@@ -21,9 +21,9 @@ from eval.audit.verdict import agreed, few, floor, leaked, unscored, verdict
 from eval.io import jsonl
 from eval.metrics import self_verification, validity_flags
 from eval.metrics.score import Row, score
-from eval.report import inconclusive as undecided
-from eval.report.inconclusive import Open, Outcome
-from eval.report.summary import secrets
+from eval.report.result_groups import secrets
+from eval.report.sections import inconclusive as undecided
+from eval.report.sections.inconclusive import Open, Outcome
 from eval.run import auxiliary_overlap
 from eval.run.runner import FAULTS, Counter, Progress, silent
 from fl.seeds import derive
@@ -47,7 +47,7 @@ class Finding:
         flags: what to know before trusting the figures (see `eval.metrics.validity_flags`).
         notes: what the attack noted of how far it got.
         spared: why it was not tried on some updates or any, or nothing.
-        outcomes: what it came to on every update (`eval.report.inconclusive`).
+        outcomes: what it came to on every update (`eval.report.sections.inconclusive`).
         leaked: whether content or identity of images leaked, by the bar of reports.
         few: how many images there are where they are too few to tell content from chance; else 0.
         doubtful: whether the labels are guesses of a search that did not explain the update.

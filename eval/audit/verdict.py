@@ -11,7 +11,7 @@ from attacks.gradient_matching.engine.fit_check import DOUBTFUL
 from eval.io.text import join
 from eval.metrics.score import Row
 from eval.metrics.self_verification import confirmed
-from eval.report.summary import CLEAR, FEWEST, IMAGE, RECOGNISED, RECOVERED, Group, secrets, shown
+from eval.report.result_groups import CLEAR, FEWEST, IMAGE, RECOGNISED, RECOVERED, Group, secrets, shown
 
 MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
@@ -66,8 +66,9 @@ def bare(rows: Sequence[Row]) -> str:
 def content(rows: Sequence[Row], tests: int = 1) -> str:
     """What became of the images of one attack, beside the best guess without the update; empty where none is judged.
 
-    Content leaked where a report says so (`eval.report.findings`): an image came back recognisable and far above every
-    guess of itself, the mean over enough images lies above the best guess, or more images are named than by chance.
+    Content leaked where a report says so (`eval.report.sections.findings`): an image came back recognizable and far
+    above every guess of itself, the mean over enough images lies above the best guess, or more images are named than
+    by chance.
 
     Args:
         rows: one per image (see `eval.metrics.score`).

@@ -34,7 +34,7 @@ def report(
     with errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
-        from eval.report.files import write, write_figures
+        from eval.report.writer import write, write_figures
         from eval.run.run_directory import RunDir
 
         if why := RunDir(folder).unfinished():

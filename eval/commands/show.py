@@ -82,7 +82,7 @@ def meanings(kind: type) -> dict[str, str]:
 
 
 def _about(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
-    from eval.report.describe import citations
+    from eval.report.glossary import citations
 
     text = inspect.cleandoc(entry.__doc__ or "")
     about: dict[str, Any] = {
@@ -140,7 +140,7 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
 def _outline(path: Path) -> dict[str, Any]:
     """What a config says of itself as it stands, without looking anything up."""
     from eval.io import yaml12
-    from eval.report.setting import Setting
+    from eval.report.settings import Setting
 
     setting = Setting.of(yaml12.parse(yaml12.read(path)))
     entries = {"method": setting.methods, "defense": setting.defenses, "attack": setting.attacks}

@@ -1,7 +1,7 @@
 """Words that came from files, names and errors, as they may be shown: on a terminal, in Markdown, in a message.
 
 Whoever made a file chose the words in it. Shown as they are they could move the cursor, forge lines, turn the order of
-reading round, or be markup. HTML is escaped where it is made (`eval.report.html`), from words that went through
+reading round, or be markup. HTML is escaped where it is made (`eval.report.render_html`), from words that went through
 `visible`.
 """
 

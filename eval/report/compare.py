@@ -19,11 +19,11 @@ from eval.io.sanitize import in_markdown, visible
 from eval.metrics import statistics
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
+from eval.report.formatting import NONE, interval, percent_interval
 from eval.report.load import Run, load, reading
-from eval.report.rounds import accuracy
-from eval.report.setting import label
-from eval.report.summary import IMAGE, Group, identity
-from eval.report.words import NONE, interval, percent_interval
+from eval.report.result_groups import IMAGE, Group, identity
+from eval.report.round_series import accuracy
+from eval.report.settings import label
 
 PAIRED, UNPAIRED = "paired", "unpaired"
 ABSENT = "(not set)"

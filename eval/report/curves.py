@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from eval.report.blocks import Figure, Grid
 from eval.report.charts.specs import Curve, LineChart, Marker
-from eval.report.rounds import Course
-from eval.report.words import number
+from eval.report.formatting import number
+from eval.report.round_series import Course
 
 
 def figure(

@@ -21,8 +21,8 @@ from eval.io import file_digests, jsonl, manifest, yaml12
 from eval.io.run_layout import PARTITIONS
 from eval.io.sanitize import cut
 from eval.metrics.score import Row
-from eval.report.setting import Setting
-from eval.report.summary import NOT_ATTACKED, Group, groups
+from eval.report.result_groups import NOT_ATTACKED, Group, groups
+from eval.report.settings import Setting
 from fl.runtime import tensor_archives
 from fl.runtime.safe_paths import inside
 

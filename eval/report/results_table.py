@@ -15,11 +15,8 @@ from eval.metrics import validity_flags
 from eval.metrics.lineup import BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
-from eval.report.describe import summary
-from eval.report.findings import subject
-from eval.report.overview import UNATTACKED
-from eval.report.setting import Setting
-from eval.report.summary import (
+from eval.report.glossary import summary
+from eval.report.result_groups import (
     CLEAR,
     FEWEST,
     FLOORS,
@@ -35,6 +32,9 @@ from eval.report.summary import (
     reaching,
     shown,
 )
+from eval.report.sections.findings import subject
+from eval.report.sections.overview import UNATTACKED
+from eval.report.settings import Setting
 
 __all__ = ["COLUMNS", "FIGURES", "FLOORS", "IMAGE", "Table", "markdown", "summary", "table"]
 

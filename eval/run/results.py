@@ -27,11 +27,12 @@ from eval.experiment import yaml_config
 from eval.experiment.spec import ACCURACIES
 from eval.io import jsonl, manifest
 from eval.metrics.score import Row
-from eval.report import partition_notes, privacy, results_table
+from eval.report import results_table
 from eval.report.load import PRIVACY, load, picture_names, read_pictures
-from eval.report.overview import Numbered, other_code
+from eval.report.result_groups import NOT_ATTACKED
 from eval.report.results_table import Table
-from eval.report.summary import NOT_ATTACKED
+from eval.report.sections import partition_notes, privacy
+from eval.report.sections.overview import Numbered, other_code
 from eval.run import partition_files, privacy_claims
 from eval.run.attack_cell import IMAGES, PICTURES
 from eval.run.plan import Plan, Training

@@ -14,7 +14,7 @@ from typing import Protocol
 from attacks.parallel import Spread
 from eval.io import file_digests, jsonl
 from eval.io.errors import FAULTS
-from eval.report import partition_notes
+from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
 from eval.run.cache_keys import Cell, code, run_id, version
 from eval.run.plan import Plan, Scene, Training, Watch, prepare

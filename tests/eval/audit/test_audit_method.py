@@ -16,7 +16,7 @@ from eval.audit.user_model import first, whole
 from eval.audit.verdict import verdict
 from eval.commands import terminal
 from eval.metrics.score import score
-from eval.report.summary import IMAGE, Group, Named, share
+from eval.report.result_groups import IMAGE, Group, Named, share
 
 WORDS = {"dataset": "{name: faces, size: 8}", "model": "tiny", "attack": ("guess",), "device": "cpu"}
 FOR = ("--dataset", WORDS["dataset"], "--model", "tiny", "--attack", "guess", "--count", "2", "--device", "cpu")

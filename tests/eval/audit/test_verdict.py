@@ -11,7 +11,7 @@ from eval.audit.findings import verdict
 from eval.audit.verdict import content
 from eval.report.blocks import Finding
 from eval.report.load import load
-from eval.report.overview import facts
+from eval.report.sections.overview import facts
 
 
 @pytest.mark.parametrize(

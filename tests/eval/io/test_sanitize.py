@@ -13,9 +13,9 @@ from rich.console import Console
 
 from eval.commands import terminal
 from eval.io.sanitize import MOST, cut, in_markdown, visible
-from eval.report import html
+from eval.report import render_html
 from eval.report.blocks import Report, Section, Text
-from eval.report.markdown import render
+from eval.report.render_markdown import render
 from eval.report.results_table import Table, markdown
 
 HOSTILE = (
@@ -115,6 +115,6 @@ def test_tables_in_markdown_keep_their_cells():
 
 def test_reports_show_control_characters():
     report = Report(HOSTILE, HOSTILE, [], [Section("a", HOSTILE, [Text(HOSTILE)])])
-    for text in (html.render(report), render(report)[0]):
+    for text in (render_html.render(report), render(report)[0]):
         assert not set(text) & set("\r\x1b\x9b\u202e\u2066\ud800\x07")
         assert "owned" in text

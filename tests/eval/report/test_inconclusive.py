@@ -12,8 +12,8 @@ from attacks.base import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine.fit_check import DOUBTFUL, falling
 from eval import cli
 from eval.commands import terminal
-from eval.report import inconclusive
-from eval.report.inconclusive import Outcome
+from eval.report.sections import inconclusive
+from eval.report.sections.inconclusive import Outcome
 from fl.simulation.capture import from_batch
 
 MODULE = """

@@ -14,9 +14,9 @@ from eval import report
 from eval.metrics import statistics
 from eval.report.blocks import Figure, Finding, Gallery, Grid, Items, Note
 from eval.report.charts.svg import to_element
-from eval.report.files import write_figures
-from eval.report.overview import knowledge
-from eval.report.words import error, interval
+from eval.report.formatting import error, interval
+from eval.report.sections.overview import knowledge
+from eval.report.writer import write_figures
 
 VOID = {"meta", "img", "br"}
 NASTY = "<script>alert('x')</script>|`*"

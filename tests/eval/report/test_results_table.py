@@ -8,7 +8,7 @@ from eval.experiment import yaml_config
 from eval.io import yaml12
 from eval.report import results_table
 from eval.report.blocks import Finding, Grid
-from eval.report.words import NONE, error
+from eval.report.formatting import NONE, error
 
 
 def experiment(text: str = CONFIG):

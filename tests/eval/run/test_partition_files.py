@@ -11,9 +11,9 @@ from support.tiny import Registered
 
 from eval import report
 from eval.io.run_layout import PARTITIONS
-from eval.report import partition_notes
 from eval.report.blocks import Note
 from eval.report.results_table import markdown
+from eval.report.sections import partition_notes
 from eval.run import results, runner
 from eval.run.run_directory import RunDir
 from fl.data.partitions.base import Partition

@@ -19,7 +19,7 @@ from eval import report
 from eval.experiment.spec import Entry
 from eval.io.jsonl import read_rows
 from eval.report import results_table
-from eval.report.words import SCORES
+from eval.report.formatting import SCORES
 from eval.run import attack_cell, federation_data, runner
 from eval.run import training_cell as training
 from fl.defense import Defense

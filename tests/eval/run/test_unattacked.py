@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from eval import cli
 from eval.experiment import yaml_config
 from eval.io import yaml12
-from eval.report.overview import UNATTACKED
+from eval.report.sections.overview import UNATTACKED
 
 QUIET = yaml12.parse(CONFIG)
 del QUIET["attack"]

@@ -9,13 +9,15 @@ from typing import TypeVar
 
 from eval.io.text import join
 from eval.metrics.statistics import Interval
-from eval.report import curves, measured, server_step
+from eval.report import curves
 from eval.report.blocks import Absent, Block, Figure, Grid, Section
 from eval.report.charts.specs import Baseline, Curve, LineChart, Marker, Point, ScatterPlot, Strip, StripPlot
-from eval.report.overview import Numbered
-from eval.report.rounds import Value, accuracy, accuracy_interval, courses, diagnostics
-from eval.report.summary import FLOORS, Group, floor_means
-from eval.report.words import SCORES, interval, number
+from eval.report.formatting import SCORES, interval, number
+from eval.report.result_groups import FLOORS, Group, floor_means
+from eval.report.round_series import Value, accuracy, accuracy_interval, courses, diagnostics
+from eval.report.sections import diagnostics as measured
+from eval.report.sections import server_step
+from eval.report.sections.overview import Numbered
 
 T = TypeVar("T")
 MOST = 8

@@ -14,11 +14,11 @@ from eval.metrics.score import Row
 from eval.privacy import epsilon_bounds as epsilon
 from eval.privacy.claim_rows import BOUND, EPSILON, OF_UPDATE, of_row
 from eval.report.blocks import Absent, Block, Grid, Items, Note, Section, Text
+from eval.report.formatting import error, number, percent
 from eval.report.load import PRIVACY, Run
-from eval.report.overview import Numbered
-from eval.report.setting import section as section_of
-from eval.report.summary import Group
-from eval.report.words import error, number, percent
+from eval.report.result_groups import Group
+from eval.report.sections.overview import Numbered
+from eval.report.settings import section as section_of
 
 CONFIDENCE = 0.95
 """Of everything at once that a table holds against its bounds."""

@@ -11,9 +11,9 @@ from PIL import Image
 from eval.metrics.image import PSNR_CAP
 from eval.metrics.score import Row
 from eval.report.blocks import Case, Gallery
+from eval.report.formatting import number
 from eval.report.load import Pixels, Run
-from eval.report.summary import IMAGE, Group, failed
-from eval.report.words import number
+from eval.report.result_groups import IMAGE, Group, failed
 
 SIDE = 112
 """Pixels that small images are enlarged to, at least; whole pixels only, so that nothing is smoothed away."""

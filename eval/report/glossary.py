@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from eval.report.setting import Setting, Spec, section
+from eval.report.settings import Setting, Spec, section
 from fl.registry import Registry, UnknownNameError
 
 _CITED = re.compile(r"\(([^()]*\b(?:19|20)\d\d\b[^()]*)\)")

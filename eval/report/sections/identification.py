@@ -5,9 +5,9 @@ from __future__ import annotations
 from eval.io.text import join
 from eval.metrics.lineup import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.report.blocks import Absent, Block, Grid, Items
-from eval.report.overview import Numbered
-from eval.report.summary import Group, Named
-from eval.report.words import NONE, percent
+from eval.report.formatting import NONE, percent
+from eval.report.result_groups import Group, Named
+from eval.report.sections.overview import Numbered
 
 READING = [
     (

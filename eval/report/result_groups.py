@@ -16,7 +16,7 @@ from eval.metrics import statistics, validity_flags
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import NO_RECONSTRUCTION, Row
 from eval.metrics.statistics import Interval
-from eval.report.setting import Setting
+from eval.report.settings import Setting
 
 IMAGE = "picture"
 """Column that tells images apart across an experiment."""

@@ -10,9 +10,9 @@ from eval.io.text import join
 from eval.metrics.score import Row
 from eval.report.blocks import Absent, Block, Figure, Grid
 from eval.report.charts.specs import Heatmap
+from eval.report.formatting import number, percent
 from eval.report.load import Run
-from eval.report.rounds import Value
-from eval.report.words import number, percent
+from eval.report.round_series import Value
 
 MOST = 50
 """Clients whose similarities are drawn."""

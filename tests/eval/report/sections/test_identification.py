@@ -13,7 +13,7 @@ from eval.experiment import yaml_config
 from eval.io import yaml12
 from eval.metrics.lineup import BY_FEATURES, BY_UPDATE
 from eval.report import results_table
-from eval.report.words import NONE
+from eval.report.formatting import NONE
 
 CAPTION = "Images named among others of their class"
 PRIVATE_HEAD = "updates depend on what the client keeps to itself (head.weight), so nobody else can compute them"

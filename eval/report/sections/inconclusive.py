@@ -11,7 +11,7 @@ from attacks.verification import CONTRADICTED, SIZE, UNTOLD
 from eval.io.text import join
 from eval.metrics import self_verification
 from eval.metrics.score import Row
-from eval.report.summary import FEWEST
+from eval.report.result_groups import FEWEST
 
 Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind"]
 """What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right

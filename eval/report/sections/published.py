@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.report.blocks import Block, Grid, Items
-from eval.report.findings import subject
-from eval.report.levels import alone, is_of, share
+from eval.report.formatting import ACCURACIES, NONE, interval, number, percent
 from eval.report.load import Run
-from eval.report.overview import Numbered
-from eval.report.rounds import accuracy, costs
-from eval.report.summary import Group, lpips
-from eval.report.words import ACCURACIES, NONE, interval, number, percent
+from eval.report.result_groups import Group, lpips
+from eval.report.round_series import accuracy, costs
+from eval.report.sections.findings import subject
+from eval.report.sections.overview import Numbered
+from eval.report.sections.rounds_to_accuracy import alone, is_of, share
 
 OF_PICTURES = {"psnr": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS"}
 OF_MODELS = {name: f"accuracy {words}" for name, words in ACCURACIES.items()}

@@ -9,11 +9,11 @@ from support.fakerun import CONFIG, FakeRun
 
 from eval import report
 from eval.experiment import yaml_config
-from eval.report import levels
 from eval.report.blocks import Grid, Items
-from eval.report.levels import Reached, until, until_best
+from eval.report.formatting import NONE
 from eval.report.load import load
-from eval.report.words import NONE
+from eval.report.sections import rounds_to_accuracy
+from eval.report.sections.rounds_to_accuracy import Reached, until, until_best
 
 UP, DOWN = 1000, 2000  # of every round of a `FakeRun`
 
@@ -98,9 +98,9 @@ published:
 """
     built(tmp_path, words, ("fedavg", COURSE, 0), ("hyperfl", [0.1, 0.2, 0.9, *[0.3] * 8], 0))
     run = load(tmp_path / "run")
-    assert levels.share(run, ("hyperfl", "none"), "fedavg") == pytest.approx(2 / 6)
-    assert levels.share(run, ("fedavg", "none"), "hyperfl") == pytest.approx(6 / 2)
-    assert levels.share(run, ("fedavg", "none"), "fedprox") is None
+    assert rounds_to_accuracy.share(run, ("hyperfl", "none"), "fedavg") == pytest.approx(2 / 6)
+    assert rounds_to_accuracy.share(run, ("fedavg", "none"), "hyperfl") == pytest.approx(6 / 2)
+    assert rounds_to_accuracy.share(run, ("fedavg", "none"), "fedprox") is None
     found = grid(tmp_path / "run", "Published figures and ours")
     assert found is not None
     cells = [dict(zip(found.names[3::2], zip(row[3::2], row[4::2], strict=True), strict=True)) for row in found.rows]
@@ -123,10 +123,10 @@ def test_a_papers_figures_are_of_all_that_a_sweep_made(tmp_path: Path) -> None:
     assert found is not None
     assert [row[0] for row in found.rows if row[2] == "Table III"] == ["fedavg@lr=0.1", "fedavg@lr=1"]
     run = load(tmp_path / "run")
-    assert levels.share(run, ("hyperfl@lr=0.1", "none"), "fedavg") == pytest.approx(2 / 6)
-    assert levels.share(run, ("hyperfl@steps=1", "none"), "fedavg") is None  # of which one can't be told
+    assert rounds_to_accuracy.share(run, ("hyperfl@lr=0.1", "none"), "fedavg") == pytest.approx(2 / 6)
+    assert rounds_to_accuracy.share(run, ("hyperfl@steps=1", "none"), "fedavg") is None  # of which one can't be told
     built(tmp_path / "one", words, ("fedavg@lr=0.1", COURSE, 0), ("hyperfl", COURSE, 0))
-    assert levels.share(load(tmp_path / "one" / "run"), ("hyperfl", "none"), "fedavg") == 1
+    assert rounds_to_accuracy.share(load(tmp_path / "one" / "run"), ("hyperfl", "none"), "fedavg") == 1
 
 
 def test_what_a_paper_adds_to_its_rounds_stands_once(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_levels_are_of_an_accuracy_that_is_taken(name: str, settings: dict[str, 
 
 def test_nobody_is_compared_with_one_that_was_best_before_training(tmp_path: Path) -> None:
     built(tmp_path, "score: {lpips: auto}", ("fedavg", [0.9, 0.2, 0.1], 0), ("hyperfl", COURSE, 0))
-    assert levels.share(load(tmp_path / "run"), ("hyperfl", "none"), "fedavg") is None
+    assert rounds_to_accuracy.share(load(tmp_path / "run"), ("hyperfl", "none"), "fedavg") is None
 
 
 BASE = {"task": {"dataset": "faces", "model": "tiny"}, "method": ["fedavg", "hyperfl"]}

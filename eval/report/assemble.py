@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eval.report import method, overview, pictures, privacy, tables, tradeoff
 from eval.report.blocks import Absent, Block, Report, Section, Text
-from eval.report.findings import lead
 from eval.report.load import load
-from eval.report.overview import Numbered
+from eval.report.sections import figures, gallery, methodology, overview, privacy, tables
+from eval.report.sections.findings import lead
+from eval.report.sections.overview import Numbered
 
 MOST = 24
 """Attacks of which pictures are shown."""
@@ -33,11 +33,11 @@ def build(folder: str | Path, *, show: bool = True) -> Report:
         first,
         *([overview.attacker(numbered)] if run.attacked else []),
         *privacy.section(numbered),
-        tradeoff.section(numbered),
+        figures.section(numbered),
         *([_pictures(numbered, show)] if run.attacked else []),
         tables.section(numbered),
-        method.section(run),
-        method.again(run),
+        methodology.section(run),
+        methodology.again(run),
     ]
     facts = [*overview.facts(run), *([("Differential privacy", words)] if (words := privacy.fact(run)) else [])]
     return Report(run.title, told, facts, sections, privacy.alarms(numbered))
@@ -52,7 +52,7 @@ def _pictures(numbered: Numbered, show: bool) -> Section:
     blocks: list[Block] = []
     for key, group in list(numbered.shown.items())[:MOST]:
         try:
-            blocks.append(pictures.gallery(numbered.run, group, f"picture-{key}", f"{key}  {numbered.name(group)}"))
+            blocks.append(gallery.gallery(numbered.run, group, f"picture-{key}", f"{key}  {numbered.name(group)}"))
         except ValueError as error:
             blocks.append(Absent(f"pictures of {numbered.name(group)}", str(error)))
     if not blocks:

@@ -18,10 +18,11 @@ from eval.metrics.lineup import BY_UPDATE
 from eval.metrics.statistics import at_least
 from eval.privacy import reconstruction_robustness
 from eval.privacy.epsilon_bounds import from_naming
-from eval.report import html, markdown, privacy
+from eval.report import render_html, render_markdown
 from eval.report.blocks import Items, Report, Text
 from eval.report.load import load
-from eval.report.overview import Numbered
+from eval.report.sections import privacy
+from eval.report.sections.overview import Numbered
 from fl.client import Client
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -100,7 +101,7 @@ def test_a_violated_bound_is_an_error_above_everything_else(tmp_path):
     (name, words), *_ = told(content).items()
     assert name == "dp-fedavg under ig"
     assert "7 of 8 images were named" in words
-    page, (text, _) = html.render(content), markdown.render(content)
+    page, (text, _) = render_html.render(content), render_markdown.render(content)
     for written in (page, text):
         assert 0 < written.index(privacy.ALARM) < written.index(content.lead)
         assert "noise, clipping, sampling or accounting is at fault" in written

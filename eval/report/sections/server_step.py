@@ -9,7 +9,7 @@ from eval.metrics.score import Row
 from eval.report import curves
 from eval.report.blocks import Absent, Block
 from eval.report.load import Run
-from eval.report.rounds import Course
+from eval.report.round_series import Course
 
 MOST = 8
 """Clients in one figure: as many as there are looks of lines."""

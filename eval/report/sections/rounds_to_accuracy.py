@@ -10,8 +10,8 @@ from typing import Any
 
 from eval.metrics.score import Row
 from eval.report.blocks import Block, Grid, Items
+from eval.report.formatting import ACCURACIES, NONE, number, percent
 from eval.report.load import Run
-from eval.report.words import ACCURACIES, NONE, number, percent
 
 Key = tuple[str, str]
 """Method and defence."""

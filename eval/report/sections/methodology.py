@@ -8,9 +8,9 @@ from typing import Any
 
 from eval.io.text import sentence
 from eval.report.blocks import Absent, Block, Code, Grid, Items, Note, Section, Text
-from eval.report.describe import glossary, papers
+from eval.report.glossary import glossary, papers
 from eval.report.load import Run
-from eval.report.summary import CLEAR, RECOGNISED, RECOVERED
+from eval.report.result_groups import CLEAR, RECOGNISED, RECOVERED
 
 ACCURACY = (
     "Accuracy",

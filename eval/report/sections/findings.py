@@ -9,8 +9,8 @@ from eval.io.text import count, join
 from eval.metrics import statistics
 from eval.metrics.statistics import Interval
 from eval.report.blocks import Finding
-from eval.report.summary import CLEAR, FEWEST, FLOORS, RECOGNISED, Group, Secret, shown
-from eval.report.words import error, interval, number, percent, percent_interval
+from eval.report.formatting import error, interval, number, percent, percent_interval
+from eval.report.result_groups import CLEAR, FEWEST, FLOORS, RECOGNISED, Group, Secret, shown
 
 GUESSES = {
     "mean": "every image's own mean colour",
@@ -59,7 +59,7 @@ def findings(groups: Sequence[Group], *, labels_given: bool = False) -> list[Fin
 
 def _open(groups: Sequence[Group]) -> list[str]:
     """What attacks leave open of a subject."""
-    from eval.report.inconclusive import of_rows, opened  # which is written in words of this package
+    from eval.report.sections.inconclusive import of_rows, opened  # which is written in words of this package
 
     return [
         f"Not decided: {one}." for one in opened([one for group in groups for one in of_rows(group.attack, group.rows)])

@@ -8,12 +8,12 @@ from statistics import fmean
 from eval.io.text import join, sentence
 from eval.metrics import statistics, validity_flags
 from eval.metrics.score import Row
-from eval.report import levels, naming, published
 from eval.report.blocks import Absent, Block, Grid, Items, Section
-from eval.report.overview import Numbered
-from eval.report.rounds import accuracy, costs
-from eval.report.summary import FLOORS, Group, floors, lpips, pictures, reaching
-from eval.report.words import ACCURACIES, NONE, SCORES, error, interval, number, percent, percent_interval
+from eval.report.formatting import ACCURACIES, NONE, SCORES, error, interval, number, percent, percent_interval
+from eval.report.result_groups import FLOORS, Group, floors, lpips, pictures, reaching
+from eval.report.round_series import accuracy, costs
+from eval.report.sections import identification, published, rounds_to_accuracy
+from eval.report.sections.overview import Numbered
 from fl.simulation.protocol import NOTHING_SENT
 
 BYTES, MEBI = 4, 2**20
@@ -23,14 +23,14 @@ def section(numbered: Numbered) -> Section:
     """All tables, with the flags explained."""
     blocks: list[Block] = []
     if numbered.numbers:
-        blocks += [_closeness(numbered), _successes(numbered), *naming.blocks(numbered)]
+        blocks += [_closeness(numbered), _successes(numbered), *identification.blocks(numbered)]
     blocks += [
         *published.blocks(numbered),
         *_accuracies(numbered),
         *_secrets(numbered),
         *_refusals(numbered),
         *_costs(numbered),
-        *levels.blocks(numbered.run),
+        *rounds_to_accuracy.blocks(numbered.run),
         *_explained(numbered),
     ]
     return Section("tables", "All figures", blocks)

@@ -9,8 +9,8 @@ from eval import report
 from eval.experiment import yaml_config
 from eval.metrics import statistics
 from eval.report.blocks import Grid
-from eval.report.summary import IMAGE
-from eval.report.words import NONE, interval
+from eval.report.formatting import NONE, interval
+from eval.report.result_groups import IMAGE
 
 BASE = {"task": {"dataset": "faces", "model": "tiny"}, "method": ["fedavg", "hyperfl"], "attack": ["ig"]}
 FIGURES = {"method": "fedavg", "attack": "ig", "psnr": 16.16, "source": "Paper, Table 3"}

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from eval.io import jsonl
-from eval.report import html, markdown
+from eval.report import render_html, render_markdown
+from eval.report.assemble import build
 from eval.report.blocks import Figure, Report
 from eval.report.charts.render import render_file
-from eval.report.content import build
 from eval.report.load import reading
 from fl.runtime.atomic_files import make, refuse_link, remove, replacing, sweep
 
@@ -36,7 +36,7 @@ def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
         ValueError: a file in it is damaged; says which.
     """
     folder = Path(folder)
-    beside = folder / markdown.FOLDER
+    beside = folder / render_markdown.FOLDER
     refuse_link(beside)  # before the work
     with jsonl.locked(folder):  # a run that puts its files in place is waited for
         return _write(folder, beside, show=show)
@@ -85,8 +85,8 @@ def _figures(report: Report) -> list[Figure]:
 def _write(folder: Path, beside: Path, *, show: bool) -> tuple[Path, Path]:
     with reading(folder):
         report = build(folder, show=show)
-        page = html.render(report)
-        text, shown = markdown.render(report)
+        page = render_html.render(report)
+        text, shown = render_markdown.render(report)
     make(beside)
     sweep(beside)
     for name, content in shown.items():

@@ -13,7 +13,7 @@ from support.tiny import Registered
 from eval import report
 from eval.io.jsonl import read_rows
 from eval.report.blocks import Absent, Figure, Grid
-from eval.report.words import NONE
+from eval.report.formatting import NONE
 from eval.run import runner
 from eval.run.cache_keys import short_hash
 

@@ -10,10 +10,10 @@ from eval.io.text import count, join, sentence
 from eval.metrics import validity_flags
 from eval.report.blocks import Block, Finding, Items, Note, Section, Text
 from eval.report.charts.specs import Marker
-from eval.report.findings import findings, floor_names, strongest, subject
 from eval.report.load import Run
-from eval.report.partition_notes import shared_images
-from eval.report.summary import FEWEST, NOT_ATTACKED, Group
+from eval.report.result_groups import FEWEST, NOT_ATTACKED, Group
+from eval.report.sections.findings import findings, floor_names, strongest, subject
+from eval.report.sections.partition_notes import shared_images
 
 FEW = 3
 """Attacks that a flag names; more go by their numbers."""

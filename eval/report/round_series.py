@@ -9,9 +9,9 @@ from statistics import fmean
 from eval.metrics import statistics
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
+from eval.report.formatting import percent, percent_interval
 from eval.report.load import Run
-from eval.report.summary import Group
-from eval.report.words import percent, percent_interval
+from eval.report.result_groups import Group
 
 Value = Callable[[Row], float | None]
 
