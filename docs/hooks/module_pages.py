@@ -10,20 +10,33 @@ from docs.hooks.registry_pages import escape
 from docs.hooks.registry_pages import table as markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = ("module", "what it is for")
 
 
-def table(folder: str) -> str:
-    """Return the modules directly in a folder of the repository as a Markdown table."""
-    rows = [(f"`{path.name}`", escape(_first_sentence(path))) for path in _modules(ROOT / folder)]
-    return markdown_table(("module", "what it is for"), rows)
+def tables(package: str) -> str:
+    """Return a table of a package's own modules, and one for each folder in it, as Markdown.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    place = ROOT / package
+    if not place.is_dir():
+        raise ValueError(f"no folder {package} to list the modules of")
+    parts = [_table(place)]
+    for folder in sorted(path.parent for path in place.rglob("__init__.py") if path.parent != place):
+        if own := _table(folder):
+            about = escape(first_sentence(folder / "__init__.py"))
+            parts.append(f"### `{folder.relative_to(ROOT).as_posix()}`\n\n{about}\n\n{own}")
+    return "\n\n".join(parts)
 
 
-def _modules(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder.relative_to(ROOT)} to list the modules of")
-    return [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
-
-
-def _first_sentence(path: Path) -> str:
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a module's docstring."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
     return re.split(r"(?<=[.]) (?=[A-Z])", text)[0]
+
+
+def _table(folder: Path) -> str:
+    modules = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+    rows = [(f"`{path.name}`", escape(first_sentence(path))) for path in modules]
+    return markdown_table(COLUMNS, rows) if rows else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import types
@@ -13,12 +12,12 @@ from typing import Annotated, Any, Literal
 import click
 import typer
 
-from eval import catalogue
 from eval.cli import app
 from eval.commands.list_ import registries
-from eval.commands.show import describe
-from eval.experiment import Experiment
-from eval.plain import LISTS, SECTIONS
+from eval.commands.show import describe, meanings
+from eval.experiment import config_catalog
+from eval.experiment.serialization import LISTS, SECTIONS
+from eval.experiment.spec import Experiment
 from fl.ranges import Length, Range
 from fl.settings import hints
 
@@ -124,7 +123,7 @@ def _config_page() -> str:
         "A config is a YAML file with the sections below. `task` and `method` are required. Every default is written out "
         "in the `config.yaml` of a run. `hyperleak show SECTION` prints a section in a terminal.",
     ]
-    words = _meanings(Experiment)
+    words = meanings(Experiment)
     types_of = hints(Experiment)
     rows = []
     for key in ("title", "imports", "seeds"):
@@ -149,12 +148,8 @@ def _config_page() -> str:
 _COLUMNS = ("key", "type", "default", "meaning")
 
 
-def _meanings(kind: type) -> dict[str, str]:
-    return typing.cast("dict[str, str]", importlib.import_module("eval.commands.show").meanings(kind))
-
-
 def _catalogue_page() -> str:
-    rows = [(f"`{name}`", escape(catalogue.title(name))) for name in catalogue.names()]
+    rows = [(f"`{name}`", escape(config_catalog.title(name))) for name in config_catalog.names()]
     text = "# Configs that come with hyperleak\n\n`hyperleak show NAME` says how many cells one comes to, `hyperleak run NAME` runs it. "
     text += "The first folders of a name may be left out.\n\n"
     return text + table(("name", "title"), rows)
@@ -176,7 +171,7 @@ def _commands(group: Any, context: Any, path: str, level: int = 2) -> Iterator[s
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         own = f"{path} {name}"
-        usage = " ".join(p.make_metavar(context) for p in command.params if p.param_type_name == "argument")
+        usage = " ".join(_argument(param) for param in command.params if param.param_type_name == "argument")
         text = f"{'#' * level} `{own}`\n\n{prose(command.help or '')}\n\n```\n{own} {usage} [OPTIONS]\n```"
         rows = list(_options(command.params, context))
         yield text + ("\n\n" + table(("option", "default", "meaning"), rows) if rows else "")
@@ -184,12 +179,17 @@ def _commands(group: Any, context: Any, path: str, level: int = 2) -> Iterator[s
             yield from _commands(command, context, own, level + 1)
 
 
+def _argument(param: Any) -> str:
+    word = param.metavar or str(param.name).strip("_").upper()
+    return word if param.required else f"[{word}]"
+
+
 def _options(params: Iterable[Any], context: Any) -> Iterator[tuple[str, ...]]:
     for param in params:
         if getattr(param, "hidden", False):
             continue
         argument = param.param_type_name == "argument"
-        names = param.make_metavar(context) if argument else ", ".join([*param.opts, *param.secondary_opts])
+        names = _argument(param) if argument else ", ".join([*param.opts, *param.secondary_opts])
         default = param.default() if callable(param.default) else param.default
         shown = "" if default is None or default == () or default is False or "Sentinel" in repr(default) else default
         yield f"`{names}`", code(str(shown)), escape(getattr(param, "help", "") or "")
@@ -208,7 +208,7 @@ def type_words(hint: Any) -> str:
 
 
 def _range(rule: Range) -> str:
-    low = "" if rule.low == float("-inf") else f"{'>' if rule.above else '>='} {rule.low:g}"
+    low = "" if rule.low < -1e5 else f"{'>' if rule.above else '>='} {rule.low:g}"
     high = "" if rule.high == float("inf") or rule.high >= 1e5 else f"{'<' if rule.below else '<='} {rule.high:g}"
     return " and ".join(filter(None, [low, high]))
 

@@ -24,7 +24,7 @@ SHOWN_AT = "results/benchmarks"
 SUMMARIES = {"index.md", "hyperfl.md", "searches.md", "exact-inversion.md", "papers.md", "commands.md"}
 """Pages on results that are no report of one run."""
 KINDS = ("methods", "attacks", "defenses", "datasets", "models", "partitions", "augmentations")
-BLOCK = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -53,11 +53,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Write what stands for generated lists, and turn links into the repository into links within the site."""
     source = page.file.src_uri
-    markdown = re.sub(r"<!-- modules: ([\w/]+) -->", lambda m: module_pages.table(m[1]), markdown)
+    markdown = re.sub(r"<!-- modules: ([\w/]+) -->", lambda m: module_pages.tables(m[1]), markdown)
     home = repository_path(source)
     return "".join(
-        part if part.startswith("`") else LINK.sub(lambda m: _link(m, home, source, files), part)
-        for part in BLOCK.split(markdown)
+        part if part.startswith("```") else LINK.sub(lambda m: _link(m, home, source, files), part)
+        for part in FENCED.split(markdown)
     )
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 from IPython.display import Image, display
 
-from eval import catalogue, config, harness, results, store
+from eval import config, harness, results, store
+from eval.experiment import config_catalog
 from eval.rundir import RunDir
 
 # %% [markdown]
@@ -21,7 +22,7 @@ from eval.rundir import RunDir
 # The first comment of a config says what a paper leaves open.
 
 # %%
-path = catalogue.find("hyperfl/table3-emnist")
+path = config_catalog.find("hyperfl/table3-emnist")
 print(path.read_text()[:460])
 
 # %% [markdown]
