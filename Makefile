@@ -3,6 +3,7 @@
 # make test    set up, then run the tests, a process a core (PYTEST_ARGS="-m slow tests/fl" is passed on; "-n 0": one process)
 # make nightly set up, then run the slow tests, and make up files for an hour (see docs/security.md)
 # make check   lint, formatting, types and which way imports point
+# make docs    run the tutorials and build the site into build/site, strictly; open build/site/index.html
 # make clean   remove caches and builds; the environment and results stay
 
 PY ?= python3
@@ -10,7 +11,7 @@ BIN := .venv/bin
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: cpu demo test nightly check clean
+.PHONY: cpu demo test nightly check docs clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ok
@@ -32,6 +33,11 @@ check: .venv/ok
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: .venv/ok
+	@$(BIN)/python -c 'import ipykernel, jupytext, material, mkdocstrings_handlers.python, nbclient, pandas' 2>/dev/null || \
+	  $(BIN)/python -m pip install -q -e '.[dev,docs]' -c constraints.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -58,7 +58,7 @@ class Cascade(Attack):
     All is solved in float64 where the view lies, but for what sorts out a batch or a few loose pixels.
 
     `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
-    Every search is bounded (docs/sharp-edges.md says by what), and `note` names the layers whose equations it did not
+    Every search is bounded (docs/design/exact.md says by what), and `note` names the layers whose equations it did not
     satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
     the end: its input is returned under `features/layer`, image by image, and no picture.
 

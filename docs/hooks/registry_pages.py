@@ -34,7 +34,7 @@ INTRODUCTIONS = {
     "methods": "How clients train, what they send and what the server makes of it.",
     "attacks": "What a server can make of what it sees. `A+B` chains a rewriting attack with the one that follows.",
     "defenses": "What a client does to its update before it is sent. A list is a chain.",
-    "datasets": "Images to train on and to attack. Some come with scikit-image; the others are read from `HYPERLEAK_DATA`.",
+    "datasets": "Images to train on and to attack. Some come with scikit-image, others are read from `HYPERLEAK_DATA`.",
     "models": "Networks, by the name that `task.model` takes.",
     "partitions": "Which client holds which image, for `federation.partition`.",
     "augmentations": "How images are changed before they are fed, for `federation.augment`.",
@@ -120,8 +120,8 @@ def _settings(fields: dict[str, dict[str, Any]], types_of: dict[str, Any]) -> It
 def _config_page() -> str:
     parts = [
         "# Config keys",
-        "A config is a YAML file with the sections below. `task` and `method` are required. Every default is written out "
-        "in the `config.yaml` of a run. `hyperleak show SECTION` prints a section in a terminal.",
+        "A config is a YAML file with the sections below. `task` and `method` are required. Every default is written "
+        "out in the `config.yaml` of a run. `hyperleak show SECTION` prints a section in a terminal.",
     ]
     words = meanings(Experiment)
     types_of = hints(Experiment)
@@ -134,9 +134,10 @@ def _config_page() -> str:
     rows.append(("`sweep`", "a mapping", "Lists of values for settings, by key: a grid of entries."))
     parts.append("## Top level\n\n" + table(("key", "what it holds", "meaning"), rows))
     parts.append(
-        "## Lists\n\nAn entry of `method`, `attack` or `defense` is a name, or a mapping with `name` and settings. Three more "
-        "keys may stand in it: a label of its own, which methods an attack runs on, and settings of other sections "
-        "for this entry alone. [Change settings](../how-to/change-settings.md) shows them."
+        "## Lists\n\nAn entry of `method`, `attack` or `defense` is a name, or a mapping with `name` and settings. "
+        "Three more keys may stand in it: a label of its own, which methods an attack runs on, and settings of other "
+        "sections for this entry alone. "
+        "[Change settings](../how-to/change-settings.md) shows them."
     )
     for section in SECTIONS:
         about = _only(describe(section), "config section")
@@ -150,8 +151,8 @@ _COLUMNS = ("key", "type", "default", "meaning")
 
 def _catalogue_page() -> str:
     rows = [(f"`{name}`", escape(config_catalog.title(name))) for name in config_catalog.names()]
-    text = "# Configs that come with hyperleak\n\n`hyperleak show NAME` says how many cells one comes to, `hyperleak run NAME` runs it. "
-    text += "The first folders of a name may be left out.\n\n"
+    text = "# Configs that come with hyperleak\n\n`hyperleak show NAME` says how many cells one comes to, "
+    text += "`hyperleak run NAME` runs it. The first folders of a name may be left out.\n\n"
     return text + table(("name", "title"), rows)
 
 
@@ -197,7 +198,7 @@ def _options(params: Iterable[Any], context: Any) -> Iterator[tuple[str, ...]]:
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 def type_words(hint: Any) -> str:
-    """Return what a setting's type takes, in words: "int >= 1", "one of "mean", "median"", "list of floats in [0, 1]"."""
+    """Return what a setting's type takes, in words: "int >= 1", "list of float >= 0 and <= 1, 2 or more of them"."""
     rules: list[Any] = []
     while typing.get_origin(hint) is Annotated:
         hint, *inner = typing.get_args(hint)
@@ -231,7 +232,9 @@ def _type(hint: Any) -> str:
     registry = getattr(hint, "registry", None)
     if registry is not None and hasattr(registry, "kind"):
         return f"{registry.kind}, by name or settings"
-    return {"bool": "true or false", "str": "text"}.get(getattr(hint, "__name__", ""), getattr(hint, "__name__", str(hint)))
+    return {"bool": "true or false", "str": "text"}.get(
+        getattr(hint, "__name__", ""), getattr(hint, "__name__", str(hint))
+    )
 
 
 def plain_json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that are made at the build, the navigation over them, and links that work there and on a forge."""
+"""Hooks of mkdocs: pages that are made at the build, the navigation over them, and links that work here and there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from docs.hooks import module_pages, registry_pages, tutorials  # noqa: E402 - the line above makes it importable
+from docs.hooks import SUMMARIES, module_pages, registry_pages, tutorials  # noqa: E402 - the line above makes it importable
 
 BENCHMARKS = "benchmarks/results"
 """Where benchmarks keep their pages, in the repository."""
 SHOWN_AT = "results/benchmarks"
 """Where the site has them."""
-SUMMARIES = {"index.md", "hyperfl.md", "searches.md", "exact-inversion.md", "papers.md", "commands.md"}
-"""Pages on results that are no report of one run."""
 KINDS = ("methods", "attacks", "defenses", "datasets", "models", "partitions", "augmentations")
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

@@ -71,7 +71,7 @@ print(leakage(searched, truth))
 
 # %%
 def show(*pictures: tuple[str, torch.Tensor]) -> None:
-    figure, axes = plt.subplots(1, len(pictures), figsize=(2.2 * len(pictures), 2.5))
+    _, axes = plt.subplots(1, len(pictures), figsize=(2.2 * len(pictures), 2.5))
     for axis, (name, picture) in zip(axes, pictures, strict=True):
         axis.imshow(picture.squeeze(), cmap="gray", vmin=0, vmax=1)
         axis.set_title(name)

@@ -73,7 +73,9 @@ table.sort_values("adapts").round(1)
 # %%
 ordered = table.sort_values("adapts")
 figure, axis = plt.subplots(figsize=(7, 3.2))
-axis.scatter(ordered["unaware"], ordered.index, marker="o", facecolors="none", edgecolors="C0", label="does not know of it")
+axis.scatter(
+    ordered["unaware"], ordered.index, marker="o", facecolors="none", edgecolors="C0", label="does not know of it"
+)
 axis.scatter(ordered["adapts"], ordered.index, marker="o", color="C0", label="adapts to it")
 axis.axvline(table["floor"].mean(), color="gray", linewidth=1, label="floor")
 axis.set_xlabel("PSNR, dB")

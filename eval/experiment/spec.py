@@ -65,7 +65,7 @@ class FederationSpec:
         outsiders: the last so many clients never take part; they are scored apart, on all their images.
         fine_tune: epochs for which clients adapt what they receive before they are scored once more; 0 leaves it out.
         whole_test: whether every participant's model is also scored on the data set's whole test part.
-        measures: what is taken beside accuracies wherever these are (the documentation has them under Metrics): "loss" on training images,
+        measures: what is taken beside accuracies wherever these are (see Metrics): "loss" on training images,
             "movement" of weights in a round, their "similarity" and "divergence" between clients, "embeddings",
             "confidence" of answers, what a "server" says of its own step, client by client (hfedf's alignment).
     """
