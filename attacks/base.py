@@ -17,6 +17,7 @@ from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.verification import checkable, checked
 from fl.aggregated_view import as_one
 from fl.registry import Registry, UnknownNameError
+from fl.settings import current_names
 from fl.simulation.nonfinite_updates import finite, unfit
 from fl.types import Batch, ServerView
 
@@ -317,6 +318,7 @@ def _unfolded(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     name, preset = settings["name"], settings.pop("preset")
     presets = attacks.get(name).presets
+    settings = current_names(attacks.get(name), settings, name)
     if preset not in presets:
         raise UnknownNameError(f"preset of attack {name!r}", preset, list(presets))
     return {**presets[preset].settings, **settings}

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fl.settings import SettingError, check, shown
+from fl.settings import SettingError, check, current_names, first_name, first_value, shown
 
 T = TypeVar("T")
 Entry = TypeVar("Entry", bound=Callable[..., Any])
@@ -138,6 +138,8 @@ class Registry(Generic[T]):
         name = settings["name"]
         entry = self.get(name)
         values = {key: value for key, value in settings.items() if key != "name"}
+        if isinstance(entry, type):
+            values = current_names(entry, values, str(name))
         what = f"{self.kind} {name!r}"
         if not isinstance(entry, type):
             if values:
@@ -158,10 +160,18 @@ class Registry(Generic[T]):
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from error
 
-    def spec(self, instance: T) -> dict[str, Any]:
+    def find(self, name: object) -> Any:
+        """The dataclass or function registered as `name`, or None."""
+        return self._entries.get(name) if isinstance(name, str) and name in self.names() else None
+
+    def spec(self, instance: T, *, first_names: bool = False) -> dict[str, Any]:
         """`instance` as `{"name": name, field: value, ...}` in str, int, float, bool, None, list and dict.
 
         `build(spec(x)) == x`, also after a round trip through YAML or JSON.
+
+        Args:
+            instance: a registered object.
+            first_names: whether fields and values have the first names that they ever had (`fl.settings`).
 
         Raises:
             ValueError: `instance` is not of this registry.
@@ -172,8 +182,7 @@ class Registry(Generic[T]):
         name: str = instance.name  # type: ignore[attr-defined]
         if not dataclasses.is_dataclass(instance):
             return {"name": name}
-        fields = (f.name for f in dataclasses.fields(instance) if f.init)
-        return {"name": name} | {key: _plain(getattr(instance, key), f"{self.kind} {name!r}, {key}") for key in fields}
+        return {"name": name} | _fields(instance, f"{self.kind} {name!r}", first_names)
 
     def examples(self) -> Iterator[tuple[str, T]]:
         """Every entry's name with a tiny instance: its `example()` where it has one, its defaults otherwise."""
@@ -217,11 +226,22 @@ def _check_settings(entry: type) -> None:
         raise ValueError(f"expected no field 'name' in {entry.__qualname__}: it holds the registered name")
 
 
-def _plain(value: Any, where: str) -> Any:
+def _fields(instance: Any, where: str, first_names: bool) -> dict[str, Any]:
+    """The fields of a dataclass in plain data."""
+    kind, found = type(instance), {}
+    for key in (f.name for f in dataclasses.fields(kind) if f.init):
+        value = _plain(getattr(instance, key), f"{where}, {key}", first_names)
+        if first_names:
+            key, value = first_name(kind, key), first_value(kind, key, value)
+        found[key] = value
+    return found
+
+
+def _plain(value: Any, where: str, first_names: bool) -> Any:
     registry = getattr(type(value), "registry", None)
     if isinstance(registry, Registry):
-        return registry.spec(value)
-    plain = partial(_plain, where=where)
+        return registry.spec(value, first_names=first_names)
+    plain = partial(_plain, where=where, first_names=first_names)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Enum):
@@ -236,5 +256,5 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if dataclasses.is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return _fields(value, where, first_names)
     raise TypeError(f"{where}: expected plain data, got {type(value).__qualname__}")

@@ -1,4 +1,14 @@
-"""What a dataclass is built of, checked by the types of its fields (`fl.ranges`)."""
+"""What a dataclass is built of, checked by the types of its fields (`fl.ranges`).
+
+A dataclass whose fields, or whose fields' values, have been renamed says so in two class variables:
+
+    former_names: ClassVar[Mapping[str, str]] = {"orders": "order_candidates"}
+    former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = {"noise_source": {"release": "secure"}}
+
+The former names are still read, with a `FormerNameWarning`; what is written has the names of today. Subclasses inherit
+both. Of several former names of one field the first that is listed is its oldest: the one that names of finished cells
+are made of (`eval.run.cache_keys`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +20,8 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,6 +31,7 @@ from fl.ranges import Length, Range
 T = TypeVar("T")
 _UNRESOLVED = (AttributeError, NameError, SyntaxError, TypeError)
 """What annotations may raise that are for type checkers or for people: `callable | None`, `"an array"`."""
+_PACKAGES = frozenset({"fl", "defenses", "attacks", "eval", "dataclasses"})
 SHOWN = 100
 """Characters of a value that a message shows at most."""
 
@@ -57,6 +69,19 @@ class ListError(SettingError):
         return ListError((*keys, *self.keys[instead:]), self.reason, self.values)
 
 
+class FormerNameWarning(DeprecationWarning):
+    """A setting, or a value of one, was given by a name that it had before.
+
+    Attributes:
+        former: the name that was given.
+        current: the name of today.
+    """
+
+    def __init__(self, former: object, current: object) -> None:
+        self.former, self.current = former, current
+        super().__init__(f"{former!r} is now {current!r}")
+
+
 def declared(owner: str) -> Callable[[type[T]], type[T]]:
     """Decorator over `@dataclass`: what is given for fields is checked by their types; errors name `owner.field`."""
 
@@ -83,6 +108,7 @@ def check(kind: type, owner: str) -> None:
 
     @functools.wraps(plain)
     def checked(self: Any, *args: Any, **given: Any) -> None:
+        given = current_names(kind, given, owner)
         for key in given:
             if key in names:
                 given[key] = fitted(kind, key, given[key], owner)
@@ -101,6 +127,7 @@ def fitted(kind: type, key: str, value: Any, owner: str = "") -> Any:
     """
     hint = hints(kind).get(key, Any)
     where = (owner, key) if owner else (key,)
+    value = current_value(kind, key, value)
     try:
         return _fit(hint, value, where)
     except ListError:
@@ -136,6 +163,121 @@ def shown(value: object) -> str:
     brief.maxstring = brief.maxother = brief.maxlong = SHOWN
     text = brief.repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+# ---- former names ----------------------------------------------------------------------------------------------------
+@functools.cache
+def former_names(kind: type) -> dict[str, str]:
+    """The fields of a dataclass by the names that they had before, the oldest first."""
+    own = {f.name for f in dataclasses.fields(kind)}
+    found: dict[str, str] = {}
+    for base in kind.__mro__:
+        found |= {former: now for former, now in vars(base).get("former_names", {}).items() if former not in found}
+    return {former: now for former, now in found.items() if now in own and former not in own}
+
+
+def first_name(kind: type, key: str) -> str:
+    """The first name that the field `key` of a dataclass had."""
+    return next((former for former, now in former_names(kind).items() if now == key), key)
+
+
+def current_name(kinds: Iterable[type], key: str) -> str:
+    """Today's name of the setting `key` of one of several dataclasses; warns where `key` is a former name.
+
+    A name that one of them has today is taken to mean that.
+    """
+    kinds = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    if any(key == f.name for kind in kinds for f in dataclasses.fields(kind)):
+        return key
+    now = next((former_names(kind)[key] for kind in kinds if key in former_names(kind)), key)
+    if now != key:
+        _warn(key, now)
+    return now
+
+
+def current_names(kind: type, values: Mapping[str, Any], owner: str = "") -> dict[str, Any]:
+    """Settings of a dataclass by the names that its fields have today; warns of former ones.
+
+    Raises:
+        SettingError: a setting is given twice, by two of its names.
+    """
+    former = former_names(kind)
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        now = former.get(key, key)
+        if now in found or (now != key and now in values):
+            where = (owner, now) if owner else (now,)
+            raise SettingError(where, f"expected it once, got it as {now} and as {key}, a name that it had before")
+        if now != key:
+            _warn(key, now)
+        found[now] = value
+    return found
+
+
+def current_value(kind: type, key: str, value: Any) -> Any:
+    """The value of a field as it is called today; warns of a former name."""
+    for former, now in _former_values(kind, key).items():
+        if type(value) is type(former) and value == former:
+            _warn(former, now)
+            return now
+    return value
+
+
+def first_value(kind: type, key: str, value: Any) -> Any:
+    """The first name that the value of a field had."""
+    for former, now in _former_values(kind, key).items():
+        if type(value) is type(now) and value == now:
+            return former
+    return value
+
+
+def current_settings(kind: Any, value: Any, owner: str = "") -> Any:
+    """Plain data for a field of type `kind`, in it every setting by its name of today; warns of former ones.
+
+    Args:
+        kind: a type hint: a dataclass, the base class of a registry's entries, or one with these in it.
+        value: plain data; what is not known (an entry that is not registered) stays as it is.
+        owner: what errors call it.
+
+    Raises:
+        SettingError: a setting is given twice, by two of its names.
+    """
+    while typing.get_origin(kind) is Annotated:
+        kind = typing.get_args(kind)[0]
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in {typing.Union, types.UnionType}:
+        for choice in args:
+            value = current_settings(choice, value, owner)
+        return value
+    if isinstance(value, list | tuple):
+        return [current_settings(args[0] if args else kind, item, owner) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if _of_registry(kind):
+        kind = kind.registry.find(value.get("name"))
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        return value
+    known = hints(kind)
+    named = current_names(kind, value, owner)
+    return {
+        key: current_value(kind, key, current_settings(known.get(key, Any), item, owner)) for key, item in named.items()
+    }
+
+
+@functools.cache
+def _former_values(kind: type, key: str) -> Mapping[Any, Any]:
+    found: dict[Any, Any] = {}
+    for base in kind.__mro__:
+        found = {**vars(base).get("former_values", {}).get(key, {}), **found}
+    return found
+
+
+def _warn(former: object, now: object) -> None:
+    """Warn of a former name, in the line outside these packages that gave it."""
+    frame, level = sys._getframe(1), 2
+    while (caller := frame.f_back) is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        frame, level = caller, level + 1
+    warnings.warn(FormerNameWarning(former, now), stacklevel=level)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -269,6 +411,7 @@ def _is_instance(value: Any, kind: type) -> bool:
 
 def _dataclass(kind: type, value: Mapping[str, Any], where: tuple[str, ...]) -> Any:
     names = [f.name for f in dataclasses.fields(kind) if f.init]
+    value = current_names(kind, value, ".".join(where))
     for key in value:
         if key not in names:
             raise SettingError(where, f"expected {', '.join(names)}, got {shown(key)}")

@@ -62,7 +62,7 @@ def task(case: Case, seed: int) -> Task:
 def victims(case: Case) -> Iterator[Seen]:
     """Each update is of images and a network of its own."""
     test = fl.data.load(SETS[case.network]).test
-    threat = ThreatModel(rounds=case.rounds - 1, **dict.fromkeys(case.knows, True))
+    threat = ThreatModel(history_rounds=case.rounds - 1, **dict.fromkeys(case.knows, True))
     for number in range(case.updates):
         begin = FIRST + number * case.images
         images = test.take(torch.arange(begin, begin + case.images))

@@ -34,7 +34,7 @@ from fl import engines
 CONFIG = """
 title: A tiny experiment
 task: {dataset: {name: faces, size: 8}, model: tiny}
-federation: {partition: {name: iid, clients: 3, train_size: 12, test_size: 6}, rounds: 4, rate: 0.67}
+federation: {partition: {name: iid, clients: 3, train_size: 12, test_size: 6}, rounds: 4, client_fraction: 0.67}
 method: [{name: fedavg, lr: 0.1, batch_size: 6}]
 attack: [{name: ig, iterations: 8, restarts: 1}]
 observe: {images: 4, batch_size: 1, rounds: [0, 2, 4], method: {steps: 1}}

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -49,7 +50,7 @@ class Guarded(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
         logging.raiseExceptions = False  # a log that can't be written is no reason for a traceback
-        with _a_line():
+        with _a_line(), _former_names_noted():
             _check()
             try:
                 return super().invoke(ctx)
@@ -85,6 +86,27 @@ def _check() -> None:
         os.getcwd()
     except FileNotFoundError:
         _leave("the current folder is gone; go to another (`cd`) and start the command again", USAGE)
+
+
+@contextmanager
+def _former_names_noted() -> Iterator[None]:
+    """A line for each setting that is given by a former name, in place of Python's warning."""
+    from fl.settings import FormerNameWarning
+
+    noted = set[str]()
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+            if not isinstance(message, FormerNameWarning):
+                others(message, category, *rest, **named)
+            elif (words := str(message)) not in noted:
+                noted.add(words)
+                typer.echo(f"note: {words}", err=True)
+
+        warnings.simplefilter("always", FormerNameWarning)
+        warnings.showwarning = show
+        yield
 
 
 @contextmanager

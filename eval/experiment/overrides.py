@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.experiment import sweep as grid
 from eval.experiment.selection import with_figures
-from eval.experiment.serialization import mapping, places, plain
+from eval.experiment.serialization import current_keys, mapping, places, plain
 from eval.experiment.spec import Experiment, Published
 from eval.io import yaml12
 from fl.registry import UnknownNameError
@@ -44,16 +44,23 @@ class State:
         if keys[0] == "published":
             whole, _ = with_figures(self.experiment, self.published, swept=False)
             return replace(self, published=grid.override(whole, text).published)
+        keys = self._as_swept(keys)
         key, covered = ".".join(keys), self._covered(keys)
         if covered:  # it goes before what a sweep of some of these settings says
             left = {name: values for name, values in self.sweep.items() if name not in covered}
             return replace(self, sweep=left).after(text)
         if (several := grid.several(self.experiment, text)) is not None:
-            return replace(self, sweep={**self.sweep, **several})
+            return replace(self, sweep={**self.sweep, key: next(iter(several.values()))})
         changed = grid.override(self.experiment, text)
         if key in self.sweep and isinstance(single := _value(value, text), grid.Scalar):
             return replace(self, sweep={**self.sweep, key: [single]})  # the labels stay, and what is published of them
         return replace(self, experiment=changed, sweep={k: v for k, v in self.sweep.items() if k != key})
+
+    def _as_swept(self, keys: Sequence[str]) -> list[str]:
+        """The keys as the sweep writes them, where it has this setting, by whichever of its names; else as given."""
+        meant = current_keys(self.experiment, keys)
+        swept = (name.split(".") for name in self.sweep)
+        return next((own for own in swept if current_keys(self.experiment, own) == meant), [*keys])
 
     def _covered(self, keys: Sequence[str]) -> set[str]:
         """The sweeps, under other keys, of settings that `keys` names as well.
@@ -62,9 +69,10 @@ class State:
             ValueError: of a sweep it names some, not all.
         """
         data, found = plain(self.experiment), set[str]()
+        keys = current_keys(self.experiment, keys)
         for name in self.sweep:
-            own = name.split(".")
-            if own == list(keys) or own[-1] != keys[-1] or own[0] != keys[0]:
+            own = current_keys(self.experiment, name.split("."))
+            if own == keys or own[-1] != keys[-1] or own[0] != keys[0]:
                 continue
             mine, theirs = (places(data, part) for part in (keys, own))
             shared = [place for place in theirs if any(place is other for other in mine)]
@@ -77,7 +85,7 @@ class State:
     def _swept(self, keys: Sequence[str], value: Any, text: str) -> dict[str, Any]:
         if not keys:
             return dict(mapping(value, text))
-        key = ".".join(keys)
+        key = ".".join(self._as_swept(keys))
         if value in (None, []) and key not in self.sweep:
             raise UnknownNameError("sweep", key, sorted(self.sweep))
         rest = {name: values for name, values in self.sweep.items() if name != key}

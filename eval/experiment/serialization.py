@@ -7,7 +7,8 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import attacks
@@ -17,7 +18,17 @@ from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe, Pub
 from eval.io.sanitize import cut
 from fl.method import methods
 from fl.registry import Registry, UnknownNameError
-from fl.settings import ListError, SettingError, fitted, hints, shown
+from fl.settings import (
+    ListError,
+    SettingError,
+    current_name,
+    current_settings,
+    first_name,
+    first_value,
+    fitted,
+    hints,
+    shown,
+)
 from fl.types import ThreatModel
 
 T = TypeVar("T")
@@ -49,8 +60,64 @@ def build(data: Any) -> Experiment:
         raise ValueError(f"{error}{_grid_hint(error)}") from error
 
 
+def with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with every setting by its name of today (`fl.settings`); warns of former ones.
+
+    Raises:
+        ValueError: a setting is given twice, by two of its names.
+    """
+    found = dict(data)
+    for key in found:
+        if key in LISTS:
+            found[key] = _each(partial(_entry_with_current_names, key), found[key])
+        elif key == "published":
+            found[key] = _each(partial(current_settings, Published, owner=key), found[key])
+        elif key in SECTIONS:
+            found[key] = current_settings(SECTIONS[key], found[key], key)
+    return found
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    return [change(item) for item in value] if isinstance(value, list) else change(value)
+
+
+def _entry_with_current_names(key: str, value: Any) -> Any:
+    """Settings of an entry; those of a chain of attacks are those of its last part."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return value
+    kind = LISTS[key].find(value["name"].rpartition("+")[2])
+    return current_settings(kind, value, value["name"]) if isinstance(kind, type) else value
+
+
+def current_keys(experiment: Experiment, keys: Sequence[str]) -> list[str]:
+    """The keys that lead to a setting, by their names of today: `attack`, `ig`, `order_candidates`."""
+    holders: list[Any] = [experiment]
+    found: list[str] = []
+    for key in keys:
+        entries = [holder for holder in holders if isinstance(holder, Entry)]
+        own = [entry for entry in entries if key in {entry.label, entry.label.partition("@")[0]}]
+        if own:
+            found.append(key)
+            holders = [entry.item for entry in own]
+            continue
+        holders = [part for holder in holders for part in _with_parts(holder)]
+        if found == ["observe", "method"]:
+            holders = [entry.item for entry in experiment.method]
+        found.append(current_name(map(type, holders), key))
+        values = [getattr(holder, found[-1], ()) for holder in holders]
+        holders = [item for value in values for item in (value if isinstance(value, tuple) else [value])]
+    return found
+
+
+def _with_parts(holder: Any) -> list[Any]:
+    """What settings under one key go to: an entry's object; of a chain of attacks its last part, too."""
+    if isinstance(holder, Entry):
+        return _with_parts(holder.item)
+    return [holder, *_with_parts(holder.then)] if isinstance(holder, Chain) else [holder]
+
+
 def _built(data: Any) -> Experiment:
-    values = dict(mapping(data, "the config"))
+    values = with_current_names(mapping(data, "the config"))
     check_keys([*(f.name for f in dataclasses.fields(Experiment)), "sweep"], values, "the config")  # taken out before
     if absent := [key for key in ("task", "method") if key not in values]:
         raise ValueError(f"expected a value for {', '.join(absent)}, got none")
@@ -83,15 +150,26 @@ def _grid_hint(error: ListError) -> str:
     return f"; for a grid write `sweep: {{{key}: {values}}}` in the file, or `--set {key}={values.replace(', ', ',')}`"
 
 
-def plain(experiment: Experiment) -> dict[str, Any]:
-    """The experiment in plain data with every default written out; `build(plain(x)) == x`."""
+def plain(experiment: Experiment, *, first_names: bool = False) -> dict[str, Any]:
+    """The experiment in plain data with every default written out; `build(plain(x)) == x`.
+
+    Args:
+        experiment: any.
+        first_names: whether settings have the first names that they ever had (`fl.settings`).
+    """
     result: dict[str, Any] = {"title": experiment.title}
     if experiment.imports:
         result["imports"] = list(experiment.imports)
     for key, registry in {**SECTIONS, **LISTS}.items():
         value = getattr(experiment, key)
-        result[key] = [_entry_spec(e, registry) for e in value] if key in LISTS else section_spec(value)
-    published = [section_spec(figures) for figures in experiment.published]
+        if key in LISTS:
+            result[key] = [_entry_spec(experiment, entry, registry, first_names) for entry in value]
+        else:
+            result[key] = section_spec(value, first_names=first_names)
+    if first_names:
+        own = experiment.observe.method.items()
+        result["observe"]["method"] = dict(_first_of_methods(experiment, key, value) for key, value in own)
+    published = [section_spec(figures, first_names=first_names) for figures in experiment.published]
     return {**result, "seeds": list(experiment.seeds), **({"published": published} if published else {})}
 
 
@@ -103,7 +181,7 @@ def changed(experiment: Experiment, changes: Mapping[str, Any], where: str) -> E
         ValueError: a value that does not fit.
     """
     for key, value in changes.items():
-        keys = key.split(".")
+        keys = current_keys(experiment, key.split("."))
         data = {name: section_spec(getattr(experiment, name)) for name in SECTIONS}
         try:
             for place in places(data, keys):
@@ -139,25 +217,39 @@ def places(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def attack_spec(attack: Attack) -> dict[str, Any]:
-    """Settings of an attack; of a chain whose first part has its defaults in the short form, `name: peel+ig`."""
+def attack_spec(attack: Attack, *, first_names: bool = False) -> dict[str, Any]:
+    """Settings of an attack; of a chain whose first part has its defaults in the short form, `name: peel+ig`.
+
+    Args:
+        attack: any.
+        first_names: whether settings have the first names that they ever had (`fl.settings`).
+    """
     if isinstance(attack, Chain):
-        short = {**attack_spec(attack.then), "name": attacks.label(attack)}
-        if attacks.build(short) == attack:
-            return short
-    return attacks.attacks.spec(attack)
+        name = {"name": attacks.label(attack)}
+        if attacks.build(attack_spec(attack.then) | name) == attack:
+            return attack_spec(attack.then, first_names=first_names) | name
+    return attacks.attacks.spec(attack, first_names=first_names)
 
 
-def section_spec(section: Any) -> dict[str, Any]:
-    """Settings of a section, every default written out."""
+def section_spec(section: Any, *, first_names: bool = False) -> dict[str, Any]:
+    """Settings of a section, every default written out.
+
+    Args:
+        section: any.
+        first_names: whether settings have the first names that they ever had (`fl.settings`).
+    """
     kind: type = type(section)
-
-    def value(key: str, item: Any) -> Any:
+    found: dict[str, Any] = {}
+    for key in (f.name for f in dataclasses.fields(section)):
+        value: Any = getattr(section, key)
         if (registry := _registry(kind, key)) is not None:
-            return registry.spec(item)
-        return list(item) if isinstance(item, tuple) else copy.deepcopy(item)
-
-    return {f.name: value(f.name, getattr(section, f.name)) for f in dataclasses.fields(section)}
+            value = registry.spec(value, first_names=first_names)
+        else:
+            value = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
+        if first_names:
+            key, value = first_name(kind, key), first_value(kind, key, value)
+        found[key] = value
+    return found
 
 
 def mapping(value: Any, where: str) -> Mapping[str, Any]:
@@ -276,13 +368,41 @@ def _name(item: Any) -> str:
     return attacks.label(item) if isinstance(item, Attack) else str(item.name)
 
 
-def _entry_spec(entry: Entry[Any], registry: Registry[Any]) -> dict[str, Any]:
-    spec = attack_spec(entry.item) if isinstance(entry.item, Attack) else registry.spec(entry.item)
+def _entry_spec(
+    experiment: Experiment, entry: Entry[Any], registry: Registry[Any], first_names: bool
+) -> dict[str, Any]:
+    if isinstance(entry.item, Attack):
+        spec = attack_spec(entry.item, first_names=first_names)
+    else:
+        spec = registry.spec(entry.item, first_names=first_names)
     if entry.label != _name(entry.item):
         spec["as"] = entry.label
     if entry.against:
         spec["against"] = list(entry.against)
-    return {**spec, "with": copy.deepcopy(entry.changes)} if entry.changes else spec
+    changes = copy.deepcopy(entry.changes)
+    if first_names:
+        changes = dict(_first_of_change(experiment, key, value) for key, value in changes.items())
+    return {**spec, "with": changes} if changes else spec
+
+
+def _first_of_change(experiment: Experiment, dotted: str, value: Any) -> tuple[str, Any]:
+    """A setting of another section by its first names, and its value by that which this had."""
+    holder: Any = experiment
+    found = []
+    for key in dotted.split("."):
+        if dataclasses.is_dataclass(holder):
+            key, value = first_name(type(holder), key), first_value(type(holder), key, value)
+        found.append(key)
+        holder = getattr(holder, key, None)
+    return ".".join(found), value
+
+
+def _first_of_methods(experiment: Experiment, key: str, value: Any) -> tuple[str, Any]:
+    """A setting of methods by its first name, and its value by that which this had."""
+    for kind in (type(entry.item) for entry in experiment.method):
+        if any(f.name == key for f in dataclasses.fields(kind)):
+            return first_name(kind, key), first_value(kind, key, value)
+    return key, value
 
 
 def _inside(value: Any, key: str) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from attacks.base import Attack
 from defenses import Defense
@@ -15,7 +15,7 @@ from fl.method import Method, methods
 from fl.models import Network
 from fl.ranges import Count, CountFrom0, Length, PositiveShare, Range, Seed, Share
 from fl.registry import UnknownNameError
-from fl.settings import SettingError, declared, shown
+from fl.settings import SettingError, current_name, declared, shown
 from fl.simulation.protocol import Measure
 from fl.types import ThreatModel
 
@@ -26,10 +26,10 @@ Accuracy = Literal[
 ACCURACIES: tuple[Accuracy, ...] = get_args(Accuracy)
 """Columns of `rounds.jsonl` that hold shares of images classified right, each a mean over clients."""
 NEEDED: Mapping[Accuracy, tuple[str, ...]] = {
-    "accuracy_tuned": ("fine_tune",),
-    "accuracy_unseen": ("outsiders",),
-    "accuracy_unseen_tuned": ("outsiders", "fine_tune"),
-    "accuracy_global": ("whole_test",),
+    "accuracy_tuned": ("fine_tune_epochs",),
+    "accuracy_unseen": ("held_out_clients",),
+    "accuracy_unseen_tuned": ("held_out_clients", "fine_tune_epochs"),
+    "accuracy_global": ("global_test",),
 }
 """Settings of a federation without which an accuracy is not taken."""
 
@@ -56,35 +56,45 @@ class FederationSpec:
     Attributes:
         partition: which client holds which image; the same for every seed.
         rounds: of training before the last observation; 0 leaves the network as it starts.
-        rate: share of clients that take part in a round, in (0, 1].
-        everyone_last: whether all clients take part in the last round, whatever the rate.
+        client_fraction: share of clients that take part in a round, in (0, 1].
+        full_last_round: whether all clients take part in the last round, whatever the fraction.
         engine: how clients are trained: "loop" one after the other, "factored" a hypernetwork's without its matrices,
             "vmap" stacked for a GPU (up to rounding the same numbers), "auto" the fastest that applies.
         augment: how images are changed before they are fed in training.
         evaluate_every: accuracy is measured every so many rounds; before the first and after the last it always is.
-        outsiders: the last so many clients never take part; they are scored apart, on all their images.
-        fine_tune: epochs for which clients adapt what they receive before they are scored once more; 0 leaves it out.
-        whole_test: whether every participant's model is also scored on the data set's whole test part.
-        measures: what is taken beside accuracies wherever these are (see Metrics): "loss" on training images,
+        held_out_clients: the last so many clients never take part; they are scored apart, on all their images.
+        fine_tune_epochs: epochs for which clients adapt what they receive before they are scored once more; 0 leaves
+            it out.
+        global_test: whether every participant's model is also scored on the data set's whole test part.
+        diagnostics: what is taken beside accuracies wherever these are (see Metrics): "loss" on training images,
             "movement" of weights in a round, their "similarity" and "divergence" between clients, "embeddings",
             "confidence" of answers, what a "server" says of its own step, client by client (hfedf's alignment).
     """
 
+    former_names: ClassVar[Mapping[str, str]] = {
+        "rate": "client_fraction",
+        "everyone_last": "full_last_round",
+        "outsiders": "held_out_clients",
+        "fine_tune": "fine_tune_epochs",
+        "whole_test": "global_test",
+        "measures": "diagnostics",
+    }
+
     partition: Partitioner = field(default_factory=Iid)
     rounds: CountFrom0 = 1
-    rate: PositiveShare = 1.0
-    everyone_last: bool = True
+    client_fraction: PositiveShare = 1.0
+    full_last_round: bool = True
     engine: Literal["auto", "loop", "factored", "vmap"] = "auto"
     augment: Augmentation = field(default_factory=Augmentation)
     evaluate_every: Count = 1
-    outsiders: CountFrom0 = 0
-    fine_tune: CountFrom0 = 0
-    whole_test: bool = False
-    measures: tuple[Measure, ...] = ()
+    held_out_clients: CountFrom0 = 0
+    fine_tune_epochs: CountFrom0 = 0
+    global_test: bool = False
+    diagnostics: tuple[Measure, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(set(self.measures)) < len(self.measures):
-            raise ValueError(f"federation.measures: expected each once, got {list(self.measures)}")
+        if len(set(self.diagnostics)) < len(self.diagnostics):
+            raise ValueError(f"federation.diagnostics: expected each once, got {list(self.diagnostics)}")
 
 
 @declared("observe")
@@ -177,10 +187,10 @@ class Published:
         lpips: likewise.
         accuracy: in [0, 1], of the aggregated model after the last round.
         accuracy_local: likewise, of the clients' models right after their training in the last round.
-        accuracy_tuned: of models that clients fine-tuned (`federation.fine_tune`).
-        accuracy_unseen: on all images of clients that never took part (`federation.outsiders`).
+        accuracy_tuned: of models that clients fine-tuned (`federation.fine_tune_epochs`).
+        accuracy_unseen: on all images of clients that never took part (`federation.held_out_clients`).
         accuracy_unseen_tuned: on the test images of those, after fine-tuning.
-        accuracy_global: on the data set's whole test part (`federation.whole_test`).
+        accuracy_global: on the data set's whole test part (`federation.global_test`).
         best: whether these accuracies are each of its own best round, picked by itself, instead of the last.
         cpr: how many numbers a client that takes part sends and receives in a round, together.
         until: in how many rounds an accuracy (`score.level_of`) was reached, by level in [0, 1]; None is never.
@@ -241,6 +251,8 @@ class Experiment:
     imports: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        observed = {current_name((type(e.item) for e in self.method), k): v for k, v in self.observe.method.items()}
+        object.__setattr__(self, "observe", replace(self.observe, method=observed))
         labels = [entry.label for entry in self.method]
         for attack in self.attack:
             for label in attack.against:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval.experiment.serialization import CHANGES, LISTS, build, changed, places, plain
+from eval.experiment.serialization import CHANGES, LISTS, build, changed, current_keys, places, plain
 from eval.experiment.spec import Entry, Experiment, check_published, check_taken
 from eval.io import yaml12
 
@@ -49,8 +49,8 @@ def several(experiment: Experiment, text: str) -> dict[str, Any] | None:
         given = yaml12.parse(value)
         if not isinstance(given, list) or len(keys) == 1 or not given:
             return None
-        data = plain(experiment)
-        if any(isinstance(place.get(keys[-1]), list | dict) for place in places(data, keys)):
+        data, current = plain(experiment), current_keys(experiment, keys)
+        if any(isinstance(place.get(current[-1]), list | dict) for place in places(data, current)):
             return None
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
@@ -68,7 +68,10 @@ def spread(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
         UnknownNameError: there is no such setting, or no label that published figures are of; says what is close.
         ValueError: values that can't be told apart in a label, or a setting that is one for the whole table.
     """
+    meant = {key: current_keys(experiment, str(key).split(".")) for key in sweep}
     for key, values in sweep.items():
+        if twice := next((k for k in meant if k != key and meant[k] == meant[key]), None):
+            raise ValueError(f"sweep: expected it once, got it as {key} and as {twice}, which name the same setting")
         many = len(values) if isinstance(values, list) else 1
         if many * sum(len(getattr(experiment, kind)) for kind in LISTS) > MOST:
             raise ValueError(f"sweep, {key}: expected a grid of at most {MOST} methods, defenses and attacks, got more")
@@ -104,6 +107,7 @@ def parsed(text: str) -> tuple[list[str], str]:
 
 
 def _set(experiment: Experiment, keys: Sequence[str], value: Any) -> Experiment:
+    keys = current_keys(experiment, keys)
     data = {"published": [], **plain(experiment)}
     for place in places(data, keys):
         if len(keys) == 2 and any(place.get(keys[1]) is entry for entry in _listed(data, keys[0])):
@@ -127,7 +131,7 @@ def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
     keys = key.split(".")
     if not isinstance(values, list) or not values or not all(isinstance(value, Scalar) for value in values):
         raise ValueError(f"expected a list of single values, got {values!r}")
-    places(plain(experiment), keys)  # says what is close where there is no such setting
+    places(plain(experiment), current_keys(experiment, keys))  # says what is close where there is no such setting
     words = [_word(value) for value in values]
     if len(set(words)) < len(words):
         raise ValueError(f"expected different values, got {values}")

@@ -34,7 +34,7 @@ from eval.experiment import sweep as grid
 from eval.experiment.overrides import State, apply
 from eval.experiment.plugins import bring, ungiven
 from eval.experiment.selection import narrow, with_figures
-from eval.experiment.serialization import build, mapping, plain
+from eval.experiment.serialization import build, mapping, plain, with_current_names
 from eval.experiment.spec import Experiment, check_taken
 from eval.experiment.sweep import override
 from eval.io import yaml12
@@ -112,6 +112,7 @@ def _split(
     own = ungiven(words, given)
     values["imports"] = list(bring(words if not own or asked(own) else [], folder, given))
     sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
+    values = with_current_names(values)
     experiment = build(values)
     given = values["method"] if isinstance(values["method"], list) else [values["method"]]
     for settings, taken in zip(given, plain(experiment)["method"], strict=True):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from defenses import defenses
+from eval.experiment.serialization import with_current_names
+from fl.settings import FormerNameWarning
 
 Spec = Mapping[str, Any]
 
@@ -38,6 +41,9 @@ class Setting:
         """
         if not isinstance(plain, Mapping):
             raise ValueError(f"expected settings (key: value), got {type(plain).__name__}")
+        with warnings.catch_warnings():  # whoever reads a finished run can't change its config
+            warnings.simplefilter("ignore", FormerNameWarning)
+            plain = with_current_names(plain)
         methods, defenses, attacks = (_entries(plain.get(key)) for key in ("method", "defense", "attack"))
         return cls(plain, methods, defenses, attacks, section(plain, "threat"))
 

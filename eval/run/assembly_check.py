@@ -32,8 +32,8 @@ def put_together(client: Client, federation: FederationSpec, clients: int) -> No
     method, task = client.method, client.task
     for number in range(min(federation.rounds, ROUNDS) + 1):
         method.phases(task, number)
-    if federation.fine_tune:
-        method.tuning(task, federation.fine_tune)
+    if federation.fine_tune_epochs:
+        method.tuning(task, federation.fine_tune_epochs)
     method.adapting()
     if (beside := method.beside()) is not None:
         beside.phases(task, 0)
@@ -43,5 +43,5 @@ def put_together(client: Client, federation: FederationSpec, clients: int) -> No
     method.init_memory(params, task)
     server = method.init_server(params, task, clients, stream(0, "server"))
     method.broadcast(server, 0, task)
-    if federation.outsiders:
+    if federation.held_out_clients:
         method.serve(server, clients, task)

@@ -164,7 +164,7 @@ def _observed(
         federation.download(victim.client),
         victim.data,
         augment=training.world.augment if scene.observe.augment else None,
-        threat=replace(scene.threat, rounds=len(history)),
+        threat=replace(scene.threat, history_rounds=len(history)),
         number=victim.client,
         round=federation.server.round,
         seed=derive(training.seed, "observe", victim.key),

@@ -3,7 +3,8 @@
 A *training cell* is one method under one defence from one seed; an *attack cell* is one attack on what the watched
 clients of such a training send after so many rounds. A cell is known by a hash of everything its numbers depend on: the
 settings, the data, the kind of device and the version of this package; labels and the other cells of a config are not
-among them. So a cell that is finished stays finished, whatever is added around it.
+among them. So a cell that is finished stays finished, whatever is added around it. A setting that has been renamed is
+hashed by its first name (`fl.settings`), so that it stays finished under another name, too.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def training_cell(
     return Cell(
         {
             "kind": "training",
-            "task": section_spec(world.task_spec),
+            "task": section_spec(world.task_spec, first_names=True),
             "data": world.digest,
-            "federation": _measuring(section_spec(federation)),
-            "method": _without_optimizer(methods.spec(method)),
+            "federation": _measuring(section_spec(federation, first_names=True)),
+            "method": _without_optimizer(methods.spec(method, first_names=True)),
             "defense": _spec(defense),
             "seed": seed,
             "device": world.device.type,
@@ -85,7 +86,8 @@ def attack_cell(
     public: Sequence[str] = (),
 ) -> Cell:
     """The cell of one attack after `number` rounds of a training; `public` are digests of the data that it names."""
-    watched = {key: value for key, value in section_spec(observe).items() if key not in {"rounds", "method"}}
+    observed_part = section_spec(observe, first_names=True)
+    watched = {key: value for key, value in observed_part.items() if key not in {"rounds", "method"}}
     if observe.part == "train":  # as in cells from before there was a choice
         del watched["part"]
     return Cell(
@@ -93,9 +95,9 @@ def attack_cell(
             "kind": "attack",
             "training": training.id,
             "round": number,
-            "method": _without_optimizer(methods.spec(observed)),
-            "attack": _as_before(attack_spec(attack), training.settings["defense"]),
-            "threat": _known(section_spec(threat)),
+            "method": _without_optimizer(methods.spec(observed, first_names=True)),
+            "attack": _as_before(attack_spec(attack, first_names=True), training.settings["defense"]),
+            "threat": _known(section_spec(threat, first_names=True)),
             "observe": watched,
             # whether LPIPS can be taken depends on the weights at hand, and so do the figures
             "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
@@ -172,7 +174,8 @@ def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
 
 def run_id(experiment: Experiment) -> str:
     """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
-    plain = {key: value for key, value in yaml_config.plain(experiment).items() if key != "imports"}
+    spec = yaml_config.plain(experiment, first_names=True)
+    plain = {key: value for key, value in spec.items() if key != "imports"}
     plain |= {"method": [*map(_without_optimizer, plain["method"])], "threat": _known(plain["threat"])}
     return short_hash({"config": plain, "version": version()})
 
@@ -210,6 +213,6 @@ def _package() -> hashlib._Hash:
 def _spec(defense: Defense) -> dict[str, Any]:
     """A defence's settings; one that is not registered (made in Python) is known by its class and fields."""
     try:
-        return defenses.spec(defense)
+        return defenses.spec(defense, first_names=True)
     except ValueError:
         return {"name": type(defense).__qualname__, "settings": repr(defense)}

@@ -62,7 +62,7 @@ class Watch:
     @property
     def past(self) -> range:
         """Rounds before it in which the attacker saw the same clients, oldest first."""
-        return range(max(0, self.round - self.scene.threat.rounds), self.round)
+        return range(max(0, self.round - self.scene.threat.history_rounds), self.round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
         ValueError: a round before which every client has sent its last update.
     """
     bound = method.item.takes_part
-    if bound is None or part.federation.rate < 1:
+    if bound is None or part.federation.client_fraction < 1:
         return part.rounds
     if not part.observe.rounds:
         return (min(bound - 1, *part.rounds),)
@@ -192,9 +192,9 @@ class _Maker:
         own = sweep.part(self.experiment, method, None)
         world = self._world(own)
         task = world.task(self.experiment.seeds[0])
-        every, outsiders = len(world.partition), own.federation.outsiders
+        every, outsiders = len(world.partition), own.federation.held_out_clients
         if outsiders >= every:
-            raise ValueError(f"federation.outsiders: expected fewer than the {every} clients, got {outsiders}")
+            raise ValueError(f"federation.held_out_clients: expected fewer than the {every} clients, got {outsiders}")
         self._check(task, method.item, defense, f"method {method.label!r}", own.federation, every - outsiders)
         known = self._public(method.item, defense.item)
         cell = training_cell(world, own.federation, method.item, defense.item, seed, known)
@@ -247,8 +247,10 @@ class _Maker:
         return self.worlds[key]
 
     def _scene(self, part: Experiment, world: World, method: str, size: int) -> Scene:
-        participants = len(world.partition) - part.federation.outsiders
-        division = Division(size=size, participants=participants, asked=asked(part.federation.rate, participants))
+        participants = len(world.partition) - part.federation.held_out_clients
+        division = Division(
+            size=size, participants=participants, asked=asked(part.federation.client_fraction, participants)
+        )
         key = json.dumps([id(world), method, section_spec(part.observe), asdict(division)])
         if key not in self.scenes:
             found = part.observed_methods()[method]

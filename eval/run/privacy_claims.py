@@ -60,7 +60,7 @@ def claim(training: Training, rounds: Sequence[Row], *, audit: bool = True) -> R
         None where the method claims nothing.
     """
     world = training.world
-    clients = range(len(world.clients) - training.federation.outsiders)
+    clients = range(len(world.clients) - training.federation.held_out_clients)
     taken = participations(rounds)
     most, sizes = max((taken[c] for c in clients), default=0), [len(world.clients[c].train) for c in clients]
     statement = said(training, training.method.item, sizes, most)
@@ -178,8 +178,8 @@ class Ceilings:
                 return statement.reason if statement is not None else "the observed round claims nothing"
             if statement.unit == "client":
                 return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
-        if watch.scene.threat.knows_draws and isinstance(watch.scene.method, Private):
-            return "the attacker knows the noise (threat.knows_draws), which no guarantee survives"
+        if watch.scene.threat.knows_randomness and isinstance(watch.scene.method, Private):
+            return "the attacker knows the noise (threat.knows_randomness), which no guarantee survives"
         if watch.scene.observe.part == "test" and watch.round:
             return (
                 "candidates were trained on and the watched images were not (observe.part), which may tell them apart"

@@ -31,15 +31,17 @@ def federation_of(training: Training, workers: int = 1) -> Iterator[Federation]:
     """The federation before its first round; its worker processes end with the context."""
     client = Client(training.world.task(training.seed), training.method.item, training.defense.item)
     spec = training.federation
-    whole = training.world.dataset.test if spec.whole_test else None
+    whole = training.world.dataset.test if spec.global_test else None
     federation = Federation(
         client,
         training.world.clients,
         training.seed,
-        spec.rate,
+        spec.client_fraction,
         engine=spec.engine,
         workers=workers,
-        protocol=Protocol(outsiders=spec.outsiders, fine_tune=spec.fine_tune, whole=whole, measures=spec.measures),
+        protocol=Protocol(
+            outsiders=spec.held_out_clients, fine_tune=spec.fine_tune_epochs, whole=whole, measures=spec.diagnostics
+        ),
     )
     try:
         yield federation
@@ -151,7 +153,7 @@ def row_of(record: Record) -> Row:
 def _step(training: Training, federation: Federation, *, evaluate: bool) -> Record:
     spec = training.federation
     last = federation.server.round + 1 == spec.rounds
-    return federation.step(everyone=last and spec.everyone_last, evaluate=evaluate)
+    return federation.step(everyone=last and spec.full_last_round, evaluate=evaluate)
 
 
 def _resume(federation: Federation, checkpoints: Checkpoints, rows: list[Row]) -> list[Row]:

@@ -206,7 +206,7 @@ def _knowledge(
     """What the server knows beside the update, as `ServerView` has it."""
     if not _positive(batch_size):
         raise ValueError(f"expected batch_size, an int >= 1, got {batch_size!r}")
-    for key in ("knows_order", "knows_draws", "knows_private_init", "rounds"):
+    for key in ("knows_order", "knows_randomness", "knows_private_init", "history_rounds"):
         if threat is not None and getattr(threat, key):
             raise ValueError(f"expected a threat model without {key}: a captured update does not come with it")
     if labels is None and threat is not None and threat.knows_labels:

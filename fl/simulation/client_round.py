@@ -289,14 +289,16 @@ def observe(
     The view shares no memory with the client: overwriting the client's tensors changes nothing in it.
     """
     threat = threat or ThreatModel()
-    if threat.rounds and not history and round:
-        raise ValueError(f"expected the earlier views as history under a threat model with rounds={threat.rounds}")
+    if threat.history_rounds and not history and round:
+        raise ValueError(
+            f"expected the earlier views as history under a threat model with history_rounds={threat.history_rounds}"
+        )
     done = train_client(client, state, download, data, augment=augment, number=number, round=round, seed=seed)
     trace, upload = done.trace, done.upload
     hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
     if not client.method.train_mode:  # running statistics only matter where batch statistics are not used
         hidden.update({name: value for name, value in state.buffers.items() if value.is_floating_point()})
-    if threat.knows_defense and not threat.knows_draws:
+    if threat.knows_defense and not threat.knows_randomness:
         hidden.update(_drawn(trace.draws))
     truth = Truth(
         trace=trace,
@@ -318,10 +320,10 @@ def observe(
         buffers_after={k: download.buffers[k] - v for k, v in upload.buffers.items()} if threat.sees_buffers else None,
         received=download.received,
         order=_clone_order(trace.order) if threat.knows_order else None,
-        draws=_clone_draws(trace.draws) if threat.knows_draws else None,
+        draws=_clone_draws(trace.draws) if threat.knows_randomness else None,
         private_init=detached(private_init) if private_init and threat.knows_private_init else None,
         round=round,
-        history=history[-threat.rounds :] if threat.rounds else (),
+        history=history[-threat.history_rounds :] if threat.history_rounds else (),
     )
     return view, truth, done
 

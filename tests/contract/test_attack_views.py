@@ -51,11 +51,11 @@ def victim(kind: Kind, *, knows_labels: bool = False) -> tuple[ServerView, list[
     """The view, and what of the clients no attack may hold."""
     data = [ClientData(worlds.images(kind.images, "seen", i), worlds.images(1, "test", i)) for i in range(2)]
     run = Federation(Client(worlds.task(), kind.method, kind.defense), data)
-    threat = ThreatModel(knows_labels=knows_labels, rounds=kind.rounds)
+    threat = ThreatModel(knows_labels=knows_labels, history_rounds=kind.rounds)
     earlier: tuple[ServerView, ...] = ()
     held: list[Any] = [data]
     for _ in range(kind.rounds):
-        view, truth = run.observe(0, threat=replace(threat, rounds=0))
+        view, truth = run.observe(0, threat=replace(threat, history_rounds=0))
         earlier, held = (*earlier, view), [*held, truth]
         run.run_round()
     view, truth = run.observe(0, threat=threat, history=earlier)

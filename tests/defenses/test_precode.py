@@ -73,7 +73,7 @@ def test_every_step_has_noise_of_its_own() -> None:
 
 def test_noise_is_no_secret_where_it_is_known_or_the_defence_is_not() -> None:
     run = worlds.federation(STEP, SMALL)
-    told, truth = run.observe(1, threat=ThreatModel(knows_draws=True))
+    told, truth = run.observe(1, threat=ThreatModel(knows_randomness=True))
     assert not told.private
     assert_same(predict(told, Candidate(truth.inputs, truth.labels, order=truth.trace.order)), told.update)
     unaware, truth = run.observe(1, threat=ThreatModel(knows_defense=False))

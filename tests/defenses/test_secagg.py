@@ -82,7 +82,7 @@ def test_one_step_each_is_a_step_on_all_images() -> None:
     one = as_one(view)
     assert isinstance(one, ServerView)
     assert one.schedule == (((12,),),)
-    again, _ = run.observe(0, threat=ThreatModel(rounds=1), history=(view,))
+    again, _ = run.observe(0, threat=ThreatModel(history_rounds=1), history=(view,))
     whole = as_one(again)
     assert isinstance(whole, ServerView)
     assert [past.parts for past in whole.history] == [()]
@@ -205,7 +205,7 @@ def test_clients_of_a_group_must_receive_the_same_numbers() -> None:
 def test_earlier_views_are_of_the_group_as_well() -> None:
     alone, _ = uneven(TRAINED, Defense()).observe(0)
     with pytest.raises(ValueError, match=r"earlier views of the clients \[0, 1, 2\] together"):
-        uneven(TRAINED, SecAgg(clients=3)).observe(0, threat=ThreatModel(rounds=1), history=(alone,))
+        uneven(TRAINED, SecAgg(clients=3)).observe(0, threat=ThreatModel(history_rounds=1), history=(alone,))
 
 
 @pytest.mark.parametrize("parts", [(SecAgg(clients=2), Noise()), (SecAgg(clients=2), SecAgg(clients=2))], ids=str)

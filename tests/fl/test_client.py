@@ -172,7 +172,7 @@ class TestThreatModel:
 
     def test_known_draws_replay_the_method(self) -> None:
         method = HyperFedZero.example()
-        view, truth = self.view(method, knows_draws=True, knows_order=True)
+        view, truth = self.view(method, knows_randomness=True, knows_order=True)
         assert_same(predict(view, replace(truth.candidate(), order=None, draws=None)), view.update)
         blind, truth = self.view(method, knows_order=True)
         guess = predict(blind, replace(truth.candidate(), order=None, draws=None))

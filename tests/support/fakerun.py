@@ -14,7 +14,7 @@ CONFIG = """
 title: A made-up run
 task: {dataset: {name: faces, size: 12}, model: {name: tiny, input_shape: [1, 12, 12]}}
 federation: {partition: {name: iid, clients: 3}, rounds: 10}
-threat: {knows_labels: false, knows_batch_size: true, knows_defense: true, sees_buffers: true, rounds: 0}
+threat: {knows_labels: false, knows_batch_size: true, knows_defense: true, sees_buffers: true, history_rounds: 0}
 observe: {clients: [0], images: 4, batch_size: 1, method: {steps: 1}}
 method:
 - {name: fedavg, lr: 0.1}

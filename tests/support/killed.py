@@ -25,7 +25,7 @@ from eval.run import results, runner
 from eval.run.run_directory import RunDir
 
 FILES = ("table.md", "images.jsonl", "config.yaml")
-CHANGES = {"federation.rounds": 10, "observe.rounds": [0, 5, 10], "seeds": [0, 1], "federation.rate": 0.67}
+CHANGES = {"federation.rounds": 10, "observe.rounds": [0, 5, 10], "seeds": [0, 1], "federation.client_fraction": 0.67}
 
 
 def go(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What was measured beside accuracy (`federation.measures`): over rounds, and between clients after the last."""
+"""What was measured beside accuracy (`federation.diagnostics`): over rounds, and between clients after the last."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ KNOWLEDGE = {
     "knows_batch_size": "how many images an update is computed from",
     "knows_schedule": "number and size of the local steps",
     "knows_order": "which image was in which step",
-    "knows_draws": "the method's own random numbers",
+    "knows_randomness": "the method's own random numbers",
     "knows_defense": "the defence and its settings",
     "knows_optimizer": "what clients train by (their optimizer)",
     "knows_private_init": "the values that private tensors started from",
@@ -282,7 +282,7 @@ def knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> tuple[list
     for key, value in threat.items():
         if key == "knows_defense" and not defended:
             continue
-        if key == "rounds":
+        if key == "history_rounds":
             if value:
                 known.append(f"up to {count(int(value), 'earlier round')} of the same client, as many as there are")
             continue

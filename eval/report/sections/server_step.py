@@ -1,4 +1,4 @@
-"""Numbers of the server's own step (`federation.measures: server`), client by client over rounds."""
+"""Numbers of the server's own step (`federation.diagnostics: server`), client by client over rounds."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def _bests(first: Mapping[tuple[str, str], Group]) -> list[Block]:
 
 def _unscored(numbered: Numbered) -> list[Block]:
     """Methods of which clients that never take part can't be scored, and why."""
-    if not numbered.run.setting.section("federation").get("outsiders"):
+    if not numbered.run.setting.section("federation").get("held_out_clients"):
         return []
     silent = {cost.method: None for cost in costs(numbered.run.rounds) if not cost.down}
     words = f"Accuracy {SCORES['unseen']}: {NOTHING_SENT}."

@@ -25,7 +25,7 @@ class LeaveOneOut(Partitioner):
     the parts are dealt in turn, so that each client gets `per_client` different domains. The test images of a domain
     follow its training images: what a client is tested on is the share the data set holds out of its sources
     (id-accuracy; 10 % in the paper). **The last client has all images of the domain left out: run it with
-    `federation.outsiders=1`**, then it never takes part, and its score is the ood-accuracy.
+    `federation.held_out_clients=1`**, then it never takes part, and its score is the ood-accuracy.
 
     Attributes:
         leave_out: name of the domain left out.

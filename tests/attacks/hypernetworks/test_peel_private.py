@@ -86,7 +86,7 @@ def test_of_a_noisy_gradient_no_layer_s_input_is_said_to_be_read() -> None:
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_the_gradient_that_comes_out_is_clipped_and_has_the_noise(n: int) -> None:
-    view, truth = victim(STEP, n, knows_draws=True, knows_order=True)
+    view, truth = victim(STEP, n, knows_randomness=True, knows_order=True)
     plain = Peel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert isinstance(plain.method, Centaur)
@@ -102,7 +102,7 @@ def test_nobody_is_told_the_noise_who_did_not_know_it() -> None:
     plain = Peel().rewrite(victim(STEP)[0])
     assert isinstance(plain, ServerView)
     assert plain.draws is None
-    known = Peel().rewrite(victim(STEP, knows_draws=True)[0])
+    known = Peel().rewrite(victim(STEP, knows_randomness=True)[0])
     assert isinstance(known, ServerView)
     assert known.draws is not None
     assert [KEY in step for step in known.draws[0]] == [True]
@@ -122,7 +122,7 @@ def test_the_rewritten_method_keeps_the_noise_of_a_budget() -> None:
 
 def test_several_steps_are_as_close_as_their_weights_are() -> None:
     slow = replace(STEP, steps=3, lr=1e-4, momentum=0.5, weight_decay=5e-4)
-    view, truth = victim(slow, knows_draws=True, knows_order=True)
+    view, truth = victim(slow, knows_randomness=True, knows_order=True)
     found, plain = Peel()(view), Peel().rewrite(view)
     assert isinstance(found, Reconstruction)
     assert max(off(found, truth)) < 1e-3
@@ -135,7 +135,7 @@ def test_with_a_shared_classifier_it_is_a_step_of_dp_fedavg() -> None:
     method = DPFedAvg(
         noise_multiplier=2.0, clip=0.5, images=40, batch_size=4, rate=0.5, steps=1, parametrisation=TINY, lr=0.1
     )
-    view, truth = victim(method, knows_draws=True, knows_order=True)
+    view, truth = victim(method, knows_randomness=True, knows_order=True)
     plain = Peel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert isinstance(plain.method, DPFedAvg)

@@ -236,7 +236,7 @@ def test_a_part_without_images_teaches_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_the_imitation_knew_of_the_client_is_said() -> None:
     run = worlds.federation(worlds.one_step(FedPer.example()))
-    threat = ThreatModel(knows_order=True, knows_draws=True, knows_private_init=True)
+    threat = ThreatModel(knows_order=True, knows_randomness=True, knows_private_init=True)
     seen = run.observe(1, data=worlds.images(1, "victim"), threat=threat)[0]
     result = attacks.build({"name": "lti", **SETTINGS, "iterations": 3})(seen)
     assert isinstance(result, Reconstruction)

@@ -41,7 +41,7 @@ def kept(method: Method, rounds: int = 3) -> tuple[ServerView, torch.Tensor]:
     run = Federation(Client(task, method), [ClientData(batch, batch)])
     seen: list[ServerView] = []
     for _ in range(rounds):
-        view, _ = run.observe(0, threat=ThreatModel(rounds=rounds - 1), history=tuple(seen))
+        view, _ = run.observe(0, threat=ThreatModel(history_rounds=rounds - 1), history=tuple(seen))
         seen.append(replace(view, history=()))
         run.run_round()
     return view, photo

@@ -46,9 +46,9 @@ def test_it_is_read_and_its_entries_fit_the_rest(path):
     assert found.title
     for method in found.method:
         own = sweep.part(found, method, None)
-        assert own.federation.fine_tune or not asked(found, method, "tuned")
-        assert own.federation.outsiders or not asked(found, method, "unseen")
-        assert own.federation.whole_test or not asked(found, method, "global")
+        assert own.federation.fine_tune_epochs or not asked(found, method, "tuned")
+        assert own.federation.held_out_clients or not asked(found, method, "unseen")
+        assert own.federation.global_test or not asked(found, method, "global")
         for attack in found.attack:
             if not attack.against or method.label in attack.against:
                 sweep.part(found, method, attack)
@@ -112,8 +112,8 @@ def test_what_is_published_of_rounds_can_be_had(path):
 def asked_for(accuracy: str, own: FederationSpec) -> bool:
     """Whether a federation takes this accuracy."""
     name = accuracy.removeprefix("accuracy").removeprefix("_")
-    return {"": True, "local": True, "tuned": bool(own.fine_tune), "global": own.whole_test}.get(
-        name, bool(own.outsiders)
+    return {"": True, "local": True, "tuned": bool(own.fine_tune_epochs), "global": own.global_test}.get(
+        name, bool(own.held_out_clients)
     )
 
 

@@ -8,11 +8,11 @@ from eval.report.compare import ABSENT, PAIRED, UNPAIRED, compare
 
 def test_only_what_differs_is_shown(tmp_path):
     first = FakeRun().attack("fedavg", "ig", [20.0, 22.0, 24.0])
-    config = CONFIG.replace("lr: 0.1", "lr: 0.2").replace("rounds: 10", "rounds: 10, rate: 0.5")
+    config = CONFIG.replace("lr: 0.1", "lr: 0.2").replace("rounds: 10", "rounds: 10, client_fraction: 0.5")
     second = FakeRun(config=config).attack("fedavg", "ig", [21.0, 23.0, 26.0], accuracy=0.7)
     found = compare([first.write(tmp_path / "a"), second.write(tmp_path / "b")])
     assert found.runs == ["a", "b"]
-    assert found.settings == {"federation.rate": [ABSENT, 0.5], "method.fedavg.lr": [0.1, 0.2]}
+    assert found.settings == {"federation.client_fraction": [ABSENT, 0.5], "method.fedavg.lr": [0.1, 0.2]}
     one, two = found.lines
     assert one.difference is None
     assert two.difference is not None

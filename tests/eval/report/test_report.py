@@ -292,7 +292,7 @@ def test_tables_are_even(folder):
 
 
 def test_an_attacker_knows_no_more_rounds_than_there_are():
-    known, _ = knowledge({"rounds": 3})
+    known, _ = knowledge({"history_rounds": 3})
     assert known == ["up to 3 earlier rounds of the same client, as many as there are"]
 
 
@@ -317,7 +317,7 @@ def test_what_outsiders_can_not_be_scored_by_is_said(tmp_path):
     run.rounds = [{**row, "numbers_down": 2000 * (row["method"] != "local")} for row in run.rounds]
     notes = []
     for number in (0, 1):
-        run.config = CONFIG.replace("rounds: 10}", f"rounds: 10, outsiders: {number}}}")
+        run.config = CONFIG.replace("rounds: 10}", f"rounds: 10, held_out_clients: {number}}}")
         content = report.build(run.write(tmp_path / f"{number}"))
         notes.append([entry for block in blocks(content, Items) for entry in block.entries if "Missing" in entry[0]])
     (words,) = [words for term, words in notes[1] if term == "Missing for local"]

@@ -44,7 +44,7 @@ def test_ids_are_short_and_stable():
         "federation.partition.clients=4",
         "federation.engine=loop",
         "federation.augment=crop-flip",
-        "federation.measures=[loss]",
+        "federation.diagnostics=[loss]",
         "task.dataset.seed=1",
         "task.model.normalize=true",
     ],
@@ -80,9 +80,9 @@ def test_names_and_neighbours_change_nothing():
 
 
 def test_the_order_of_measures_changes_nothing_and_none_is_taken_twice():
-    assert ids("federation.measures=[movement, loss]") == ids("federation.measures=[loss, movement]")
-    with pytest.raises(ValueError, match=r"federation\.measures: expected each once"):
-        tiny("federation.measures=[loss, loss]")
+    assert ids("federation.diagnostics=[movement, loss]") == ids("federation.diagnostics=[loss, movement]")
+    with pytest.raises(ValueError, match=r"federation\.diagnostics: expected each once"):
+        tiny("federation.diagnostics=[loss, loss]")
 
 
 def test_the_version_is_part_of_both(monkeypatch):

@@ -63,9 +63,9 @@ def test_a_chain_is_reported_as_aggregated(tmp_path):
 
 
 def test_a_group_larger_than_the_federation_is_refused(tmp_path):
-    experiment = tiny(*FAST, "defense=secagg", "defense.clients=3", "federation.outsiders=1")
+    experiment = tiny(*FAST, "defense=secagg", "defense.clients=3", "federation.held_out_clients=1")
     with pytest.raises(ValueError, match="defense: expected groups of at most the 2 clients of a round, got 3"):
         run(experiment, tmp_path / "a")
-    rare = tiny(*FAST, "defense=secagg", "defense.clients=3", "federation.rate=0.34")
+    rare = tiny(*FAST, "defense=secagg", "defense.clients=3", "federation.client_fraction=0.34")
     with pytest.raises(ValueError, match="defense: expected groups of at most the 1 clients of a round, got 3"):
         run(rare, tmp_path / "b")

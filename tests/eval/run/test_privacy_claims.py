@@ -118,7 +118,12 @@ def test_a_run_without_private_methods_has_no_such_file(tmp_path):
 
 
 def test_clients_are_charged_for_the_rounds_they_took_part_in(tmp_path):
-    words = ("federation.rate=0.34", "federation.rounds=4", "federation.everyone_last=false", "observe.rounds=[0, 4]")
+    words = (
+        "federation.client_fraction=0.34",
+        "federation.rounds=4",
+        "federation.full_last_round=false",
+        "observe.rounds=[0, 4]",
+    )
     rows = run(private(*words, rounds=5), tmp_path / "a")
     rounds = read_rows(tmp_path / "a" / "rounds.jsonl")
     taken = privacy_claims.participations(rounds)
@@ -133,7 +138,7 @@ def test_clients_are_charged_for_the_rounds_they_took_part_in(tmp_path):
 
 
 def test_clients_without_budget_are_neither_charged_nor_attacked(tmp_path):
-    sampled = "federation.rate=0.99"  # all three; but a run that samples can't tell beforehand who is left
+    sampled = "federation.client_fraction=0.99"  # all three; but a run that samples can't tell beforehand who is left
     rows = run(private(sampled, "federation.rounds=3", "observe.rounds=[1, 3]", rounds=2), tmp_path / "a")
     rounds = read_rows(tmp_path / "a" / "rounds.jsonl")
     assert [row["clients"] for row in rounds] == [[], [0, 1, 2], [0, 1, 2], []]
@@ -177,7 +182,7 @@ def test_who_knows_the_steps_gains_what_sampling_hides_from_others() -> None:
 
 
 def test_no_bound_against_who_knows_the_noise() -> None:
-    (training,) = runner.prepare(private("threat.knows_draws=true"), device="cpu").trainings
+    (training,) = runner.prepare(private("threat.knows_randomness=true"), device="cpu").trainings
     (watch,) = training.watches
     row = {"update": watch.scene.victims[0].key, "identified_among": 5}
     (found,) = privacy_claims.Ceilings(training, []).of(watch, [row])
@@ -197,7 +202,7 @@ def test_no_bound_on_new_images_once_their_candidates_were_trained_on(number: in
 
 
 def test_rounds_seen_before_are_charged_too(tmp_path):
-    rows = run(private("threat.rounds=1"), tmp_path / "a")
+    rows = run(private("threat.history_rounds=1"), tmp_path / "a")
     for row in rows:
         assert row[OF_UPDATE] == reconstruction_robustness.full_batch(1 / row["identified_among"], 1.0, 2)
 

@@ -122,7 +122,7 @@ def test_seeds_and_methods_added_later_leave_the_others_alone(tmp_path, rounds):
 
 
 def test_a_stopped_training_goes_on_where_it_was(tmp_path, rounds):
-    experiment = tiny("attack=guess", "federation.rounds=4", "federation.rate=0.67")
+    experiment = tiny("attack=guess", "federation.rounds=4", "federation.client_fraction=0.67")
 
     def stop(stage, done, total):
         if stage == "hyperfl: training" and done == 3:

@@ -97,7 +97,12 @@ def test_accuracies_are_those_of_the_rows_own_round(tmp_path):
 
 
 def test_further_scores_reach_rows_and_report(tmp_path):
-    words = ("federation.outsiders=1", "federation.fine_tune=2", "federation.whole_test=true", "attack=guess")
+    words = (
+        "federation.held_out_clients=1",
+        "federation.fine_tune_epochs=2",
+        "federation.global_test=true",
+        "attack=guess",
+    )
     rows = [row for row in run(tiny(*words), tmp_path / "a") if row["method"] == "fedavg"]
     rounds = [row for row in read_rows(tmp_path / "a" / "rounds.jsonl") if row["method"] == "fedavg"]
     counts = {"tuned": 2, "unseen": 1, "unseen_tuned": 1, "global": 2}
@@ -120,12 +125,12 @@ def test_further_scores_reach_rows_and_report(tmp_path):
 
 
 def test_options_of_the_federation_take_effect(tmp_path):
-    partial = ("federation.rate=0.34", "federation.rounds=3", "federation.evaluate_every=2", "attack=guess")
+    partial = ("federation.client_fraction=0.34", "federation.rounds=3", "federation.evaluate_every=2", "attack=guess")
     run(tiny(*partial), tmp_path / "a")
     rounds = [row for row in read_rows(tmp_path / "a" / "rounds.jsonl") if row["method"] == "fedavg"]
     assert [len(row["clients"]) for row in rounds] == [0, 1, 1, 3]
     assert [row["accuracy"] is None for row in rounds] == [False, True, False, False]
-    run(tiny(*partial, "federation.everyone_last=false", "federation.augment=crop-flip"), tmp_path / "b")
+    run(tiny(*partial, "federation.full_last_round=false", "federation.augment=crop-flip"), tmp_path / "b")
     changed = [row for row in read_rows(tmp_path / "b" / "rounds.jsonl") if row["method"] == "fedavg"]
     assert [len(row["clients"]) for row in changed] == [0, 1, 1, 1]
 
@@ -344,7 +349,13 @@ def test_an_attacker_may_have_seen_the_same_client_before(tmp_path, monkeypatch,
         return NotApplicable("only looking")
 
     monkeypatch.setattr(Guess, "one", one)
-    words = ("threat.rounds=2", "federation.rounds=3", "observe.rounds=[0, 1, 3]", "attack=guess", "observe.images=2")
+    words = (
+        "threat.history_rounds=2",
+        "federation.rounds=3",
+        "observe.rounds=[0, 1, 3]",
+        "attack=guess",
+        "observe.images=2",
+    )
     experiment = tiny(*words, "observe.method={}", "method=[{name: fedavg, lr: 0.1, batch_size: 6}]")
     run(experiment, tmp_path / "a", keep_checkpoints=keep)
     for number, past in ((0, []), (1, [0]), (3, [1, 2])):

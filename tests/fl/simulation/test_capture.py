@@ -303,9 +303,9 @@ def test_frozen_parameters_are_not_trained(model, batch, gradient):
         from_batch(model.requires_grad_(False), *batch)
 
 
-@pytest.mark.parametrize("knows", ["knows_private_init", "knows_order", "knows_draws", "rounds"])
+@pytest.mark.parametrize("knows", ["knows_private_init", "knows_order", "knows_randomness", "history_rounds"])
 def test_a_captured_update_refuses_knowledge_it_lacks(model, gradient, knows):
-    threat = ThreatModel(**{knows: 1 if knows == "rounds" else True})
+    threat = ThreatModel(**{knows: 1 if knows == "history_rounds" else True})
     with pytest.raises(ValueError, match=f"expected a threat model without {knows}"):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, threat=threat)
 

@@ -35,7 +35,7 @@ def rounds(method: Method, count: int, **threat: Any) -> tuple[ServerView, Truth
     run = Federation(Client(worlds.task(), method), [ClientData(images, images)])
     seen: list[ServerView] = []
     for _ in range(count):
-        known = ThreatModel(knows_labels=True, rounds=count - 1, **threat)
+        known = ThreatModel(knows_labels=True, history_rounds=count - 1, **threat)
         view, truth = run.observe(0, threat=known, history=tuple(seen))
         seen.append(replace(view, history=()))
         run.run_round()

@@ -34,7 +34,7 @@ def measured(folder: Path, *last: dict[str, Any], before: dict[str, Any] | None 
 
 def test_a_run_keeps_what_is_asked_for(tmp_path: Path) -> None:
     with Registered():
-        run(tiny("federation.measures=[loss, movement]", "attack=guess"), tmp_path / "a")
+        run(tiny("federation.diagnostics=[loss, movement]", "attack=guess"), tmp_path / "a")
     rows = [row for row in read_rows(tmp_path / "a" / "rounds.jsonl") if row["method"] == "fedavg"]
     assert all(len(row["losses"]) == 3 and row["loss"] == pytest.approx(sum(row["losses"]) / 3) for row in rows)
     assert ["movement" in row for row in rows] == [False, True, True]

@@ -147,10 +147,10 @@ published:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("accuracy_tuned", {"fine_tune": 1}),
-        ("accuracy_unseen", {"outsiders": 1}),
-        ("accuracy_unseen_tuned", {"outsiders": 1, "fine_tune": 1}),
-        ("accuracy_global", {"whole_test": True}),
+        ("accuracy_tuned", {"fine_tune_epochs": 1}),
+        ("accuracy_unseen", {"held_out_clients": 1}),
+        ("accuracy_unseen_tuned", {"held_out_clients": 1, "fine_tune_epochs": 1}),
+        ("accuracy_global", {"global_test": True}),
     ],
 )
 def test_levels_are_of_an_accuracy_that_is_taken(name: str, settings: dict[str, object]) -> None:
