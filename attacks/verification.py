@@ -20,17 +20,16 @@ from torch import Tensor
 from attacks.labels.assignment import whose
 from attacks.result import Reconstruction, Result
 from attacks.update.earlier_rounds import same_images
-from attacks.update.float_rounding import ROUNDED
 from attacks.update.layer_signal import Signal, view_below_classifier
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.rescaling import in_unit
 from attacks.update.training_phases import training
 from attacks.update.update_rule import looks_like
 from fl.defense import Defense
-from fl.local.weight_decay import decay_shares, without_decay
 from fl.parametrization import Parametrisation
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import LowRank, Tensors, dense
+from fl.tensors import LowRank, dense
 from fl.types import Candidate, ServerView
 
 BLUR = 0.25 / 255
@@ -46,7 +45,6 @@ DARKER = 0.02
 """A change of brightness that must show, or the picture is not borne out: 40 dB for one of full brightness."""
 ROUGH = 0.1
 """What a picture of which only some pixels are fixed may leave of any tensor."""
-SENT = "sent/"
 CLASSES = 100
 """Labels that are tried where none was found, at most."""
 
@@ -114,11 +112,11 @@ def borne_out(view: ServerView, result: Reconstruction) -> bool | None:
         below = view_below_classifier(view)
         if not isinstance(below, ServerView) or below.private or not isinstance(below.method, Signal):
             return None
-        errors = rounded(view)
+        errors = ObservedUpdate(view).relative_rounding
         signal = errors.get(f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
         check = _Check(below, {name: errors.get(name, 0.0) + signal for name in below.update}, whole)
         return check.passes(images, torch.zeros(1, dtype=torch.int64))
-    check = _Check(view, rounded(view), whole)
+    check = _Check(view, ObservedUpdate(view).relative_rounding, whole)
     return _best([check.passes(images, labels) for labels in _labels(view, result)])
 
 
@@ -130,7 +128,7 @@ def as_large(view: ServerView, result: Reconstruction) -> bool | None:
     images = result.inputs
     if images is None or len(images) != view.batch_size or view.private or not checkable(view):
         return None
-    check = _Check(view, rounded(view), result.verified is True)
+    check = _Check(view, ObservedUpdate(view).relative_rounding, result.verified is True)
     return _best([check.as_large(images, labels) for labels in _labels(view, result)])
 
 
@@ -156,27 +154,6 @@ def _labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
         yield from torch.arange(min(view.task.num_classes, CLASSES))[:, None]
 
 
-def plain(view: ServerView, update: Tensors) -> dict[str, Tensor]:
-    """The tensors of an update that are shared, without decay, dense and in double precision."""
-    names = [name for name in view.update if name in view.shared]
-    shares = decay_shares(*training(view), names)
-    change = without_decay({name: update[name] for name in names}, view.shared, shares)
-    return {name: dense(value).detach().double() for name, value in change.items()}
-
-
-def rounded(view: ServerView) -> dict[str, float]:
-    """How far each tensor of an update without decay is off for being rounded, relative to its norm."""
-    moved = plain(view, view.update)
-    step = ROUNDED * torch.finfo(view.dtype).eps
-    even, unit = in_unit({**moved, **{SENT + name: dense(view.update[name]).double() for name in moved}})
-    found = {}
-    for name in moved:
-        size, whole = float(dense(even[name]).norm()), float(dense(even[SENT + name]).norm())
-        start = float(dense(view.shared[name]).double().norm()) / unit if view.rounded else 0.0
-        found[name] = step * (whole + start) / size if size else 0.0
-    return found
-
-
 @dataclass(frozen=True)
 class _Check:
     """The comparison of an update with what one step on images makes.
@@ -192,13 +169,18 @@ class _Check:
     whole: bool
 
     @cached_property
+    def update(self) -> ObservedUpdate:
+        """The view's update."""
+        return ObservedUpdate(self.view)
+
+    @cached_property
     def observed(self) -> dict[str, Tensor]:
         """The update without decay, in double precision and in a unit of its own."""
-        return {name: dense(value) / self._unit for name, value in plain(self.view, self.view.update).items()}
+        return {name: dense(value) / self._unit for name, value in self.update.in_double(self.view.update).items()}
 
     @cached_property
     def _unit(self) -> float:
-        return in_unit({**plain(self.view, self.view.update)})[1]
+        return in_unit({**self.update.in_double(self.view.update)})[1]
 
     @cached_property
     def rounding(self) -> dict[str, float]:
@@ -262,7 +244,7 @@ class _Check:
         """What one step on images makes, without decay, in double precision."""
         with torch.no_grad():
             guess = Candidate(images.to(self.view.device, self.view.dtype), labels.to(self.view.device))
-            return plain(self.view, predict(self.view, guess))
+            return self.update.in_double(predict(self.view, guess))
 
     def _factor(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
         """The one factor that brings what was made nearest to what was observed, each tensor by its precision."""

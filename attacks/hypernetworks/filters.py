@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,10 +12,9 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.hypernetworks.filter_equations import FilterUpdate
-from attacks.update.step_gradient import astray
-from attacks.update.training_phases import rescaled, training
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import astray, rescaled, training
 from attacks.update.update_rule import signs_only
-from fl.local.weight_decay import decay_shares, without_decay
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.filter_hypernetwork import (
     EMBEDDINGS,
@@ -240,11 +238,10 @@ def _obstacle(view: ServerView) -> str | None:
 
 def _change(view: ServerView) -> Tensors | NotApplicable:
     """The update of what is shared, without decay."""
-    shares = decay_shares(*training(view), view.shared)
-    if missing := [n for n in view.shared if n not in shares]:
+    observed = ObservedUpdate(view)
+    if missing := observed.unknown_decay:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes a known schedule")
-    passed = partial(view.client.defense.passed, observed=view.update)
-    return without_decay({n: view.update[n] for n in view.shared}, view.shared, shares, passed)
+    return {n: observed.change[n] for n in view.shared}
 
 
 def _updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpdate]:

@@ -10,11 +10,10 @@ import torch
 
 from attacks.hypernetworks.rank_one_equations import HypernetUpdate, layers
 from attacks.result import NotApplicable
-from attacks.update.step_gradient import astray
-from attacks.update.training_phases import rescaled
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import astray, rescaled
 from attacks.update.update_rule import signs_only
 from fl.defense import overrides
-from fl.local.weight_decay import decay_shares, without_decay
 from fl.models.hypernetworks.hypernetwork import TRUNK_WEIGHT, Hypernetwork
 from fl.privacy.private_method import Private
 from fl.tensors import Tensors, norm
@@ -66,15 +65,14 @@ def open_view(view: ServerView) -> Opened | NotApplicable:
         return NotApplicable(reason)
     generator, task = view.method.parametrisation, view.client.task
     assert isinstance(generator, Hypernetwork)
-    phases = view.method.phases(task, view.round)
-    shares = decay_shares(phases, view.schedule, view.shared)
-    if missing := [n for n in view.shared if n not in shares]:
+    observed = ObservedUpdate(view)
+    if missing := observed.unknown_decay:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
     (phase,) = _training(view)
     steps = len(view.schedule[phase]) if view.schedule is not None else 1
     defense = view.client.defense
     cuts = overrides(defense, "surrogate")
-    change = without_decay(view.update, view.shared, shares, partial(defense.passed, observed=view.update))
+    change = observed.change
     update = HypernetUpdate.of(
         view.shared,
         change,

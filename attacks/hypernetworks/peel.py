@@ -17,10 +17,9 @@ from attacks.hypernetworks.rank_one_equations import HypernetUpdate
 from attacks.rewriting.headless import Headless
 from attacks.update.earlier_rounds import with_past
 from attacks.update.layer_signal import Signal
-from attacks.update.step_gradient import astray
-from attacks.update.training_phases import rested, training
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import astray, rested, training
 from fl.defense import Defense
-from fl.local.weight_decay import decay_shares
 from fl.method import Method
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -324,6 +323,8 @@ def _several_steps(peeled: Peeled) -> tuple[Method, Tensors]:
     }
     plain = _trained(view.method, FedPer, settings)
     schedule = None if view.schedule is None else view.schedule[opened.phase : opened.phase + 1]
-    shares = decay_shares(plain.phases(view.task, view.round), schedule, peeled.gradient)
+    change = {n: moved * gain for n, moved in peeled.gradient.items()}
+    trained = replace(view, method=plain, shared={**peeled.extractor}, update={**change}, schedule=schedule)
+    shares = ObservedUpdate(trained).decay_shares
     decayed = {n: w * shares.get(n, 0.0) for n, w in peeled.extractor.items()}
-    return plain, {n: moved * gain + decayed[n] for n, moved in peeled.gradient.items()}
+    return plain, {n: moved + decayed[n] for n, moved in change.items()}

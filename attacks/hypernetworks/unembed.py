@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.update.layer_signal import SIGNAL, Signal
-from attacks.update.step_gradient import exact_gradient, one_gradient, undefended
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.step_gradient import exact_gradient
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models.hyperfedzero import JoinedNet, ZeroNet
 from fl.tensors import Tensors, dense
@@ -134,7 +135,7 @@ def _signals(view: ServerView, gradient: Tensors, names: list[str]) -> Tensor | 
     for name in names:
         if name not in gradient or not bool(dense(gradient[name]).any()):
             return NotApplicable(f"{name!r} did not move: nothing says what flows back")
-        found.append(undefended(view, name, dense(gradient[name])))
+        found.append(ObservedUpdate(view).before_defense(name, dense(gradient[name])))
     return torch.cat(found)
 
 
@@ -175,7 +176,7 @@ def _cut(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read
 def _label(view: ServerView, image: Tensor, e: Tensor) -> Tensor:
     """The label (1,) whose gradient of cross entropy points most nearly as the observed one of h, or the classifier."""
     net = _network(view)
-    moved = one_gradient(view)
+    moved = ObservedUpdate(view).gradient
     assert not isinstance(moved, NotApplicable)
     mine = {n: p for n, p in net.named_parameters() if p.requires_grad and not n.startswith(EMBEDDER) and n in moved}
     observed = torch.cat([dense(moved[name]).flatten() for name in mine])

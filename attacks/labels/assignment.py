@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.labels.recovery import names
+from attacks.update.classifier_update import classifier_names
 from fl.aggregated_view import as_one
 from fl.tensors import dense
 from fl.types import ServerView, frozen
@@ -32,7 +32,7 @@ def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tens
         gradient: of the step, up to one factor.
         images: found in one order or another, in [0, 1] (N, C, H, W).
     """
-    weight = names(view, view.update)[0]
+    weight = classifier_names(view, view.update)[0]
     if weight is None or weight not in gradient or not view.method.uses_labels:
         return None
     seen = _features(view, weight.rpartition(".")[0], images)

@@ -10,9 +10,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attacks.labels.counts import nearest
+from attacks.update.classifier_update import (
+    SIGN_WARNING_NO_LABELS,
+    classifier_names,
+    classifier_tensors,
+    is_update_sign_flipped,
+)
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.step_gradient import astray, let_through
-from attacks.update.training_phases import rescaled, training
+from attacks.update.training_phases import astray, rescaled, training
 from fl.defense import overrides
 from fl.seeds import stream
 from fl.tensors import Tensors, add, dense
@@ -33,13 +38,7 @@ POINTS = 16
 """Interpolated heads between the start and the end of a round, at most."""
 
 
-def classifier(view: ServerView, update: Tensors) -> tuple[Tensor | None, Tensor | None]:
-    """The classifier's part of an update: weight (K, d) and bias (K,), each None where it is not shared."""
-    weight, bias = names(view, update)
-    return tuple(None if name is None else dense(update[name]) for name in (weight, bias))  # type: ignore[return-value]
-
-
-def idlg(view: ServerView, update: Tensors) -> Tensor | None:
+def idlg(observed: ObservedUpdate) -> Tensor | None:
     """The label of a single image (1,), or None where the view does not give it away.
 
     Under cross entropy the logit gradient p - y is negative for the true class alone (iDLG, Zhao et al. 2020, Eq. 3).
@@ -49,12 +48,12 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     of its own (Adam) keeps the signs and no sizes: then one entry must be negative, and one only.
 
     Args:
-        view: of one image in one or more steps.
-        update: the observed one, decay removed.
+        observed: the update of one image in one or more steps.
     """
+    view, update = observed.view, observed.change
     if view.batch_size != 1:
         return None
-    weight, bias = classifier(view, update)
+    weight, bias = classifier_tensors(view, update)
     normalised = rescaled(training(view)[0]) is not None
     if bias is not None:
         if normalised and int((bias < 0).sum()) != 1:  # no size tells which of several it is
@@ -67,36 +66,7 @@ def idlg(view: ServerView, update: Tensors) -> Tensor | None:
     return most if len(most) == 1 else None
 
 
-def turned(signal: Tensor, images: int = 1, rounding: float = 0.0) -> bool:
-    """Whether the gradient of a classifier's bias (K,) is that of images with its sign turned: after - before.
-
-    It sums to zero and is negative for the images' own classes alone: for one class of one image.
-
-    Args:
-        signal: a gradient that no noise is on.
-        images: how many there are.
-        rounding: size up to which an entry has no sign.
-    """
-    small = 1e-3 * float(signal.abs().sum())
-    positive, negative = int((signal > rounding).sum()), int((signal < -rounding).sum())
-    return 1 <= positive <= images < negative and float(signal.sum().abs()) <= small
-
-
-def seems_turned(view: ServerView, update: Tensors, images: int = 1) -> bool:
-    """Whether the classifier's bias in an update without decay is `turned`; a difference of weights is rounded."""
-    bias, sent = classifier(view, update)[1], classifier(view, view.shared)[1]
-    if bias is None:
-        return False
-    grid = 4 * torch.finfo(view.dtype).eps if view.rounded else 0.0
-    rounding = 0.0 if sent is None else grid * float(sent.abs().max())
-    return turned(bias, images, rounding)
-
-
-TURNED = "the sign of the update seems turned (after - before), so that no label is read off it"
-"""What a result notes then."""
-
-
-def recovered(view: ServerView, update: Tensors) -> Tensor | None:
+def recovered(observed: ObservedUpdate) -> Tensor | None:
     """The labels of all images (N,), in ascending order, or None where the view does not give them away.
 
     One image: the iDLG rule. Several: with n_k of N images in class k, the bias's gradient is g_k = mean p_k - n_k / N
@@ -131,9 +101,9 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     network.
 
     Args:
-        view: of known batch size.
-        update: the observed one, decay removed.
+        observed: the update of a known number of images.
     """
+    view, update = observed.view, observed.change
     told = view.method.told_labels(view.shared, update)
     if told is not None and view.batch_size is not None:
         if (counts := _whole(view, told, view.batch_size)) is not None:
@@ -143,10 +113,10 @@ def recovered(view: ServerView, update: Tensors) -> Tensor | None:
     if view.batch_size == 1:
         moved = any(name.startswith("memory/") for name in view.private) and astray(view) is not None
         # what is remembered may outweigh the loss in the bias
-        return None if moved or seems_turned(view, update) else idlg(view, update)
+        return None if moved or is_update_sign_flipped(view, update) else idlg(observed)
     if rescaled(training(view)[0]) is not None:
         return _by_signs(view, update)
-    head = _Head.of(view, update)
+    head = _Head.of(observed)
     if head is None or view.batch_size is None:
         return None
     counts = head.counts(view.batch_size)
@@ -168,13 +138,15 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
         return view.labels
     if overrides(view.client.defense, "transform_batch"):
         return None  # what is fed is known to be changed, labels with it: those read off would be whole ones
-    return recovered(view, ObservedUpdate(view).change) if rule == "auto" else None
+    return recovered(ObservedUpdate(view)) if rule == "auto" else None
 
 
 def single(view: ServerView) -> tuple[Tensor | None, str]:
     """The label (1,) of a view of one image, known or read off its update, and what is to be noted of it."""
-    odd = view.labels is None and seems_turned(view, ObservedUpdate(view).change)
-    return fixed_labels(view, "auto") if view.method.uses_labels and not odd else None, TURNED if odd else ""
+    odd = view.labels is None and is_update_sign_flipped(view, ObservedUpdate(view).change)
+    return fixed_labels(
+        view, "auto"
+    ) if view.method.uses_labels and not odd else None, SIGN_WARNING_NO_LABELS if odd else ""
 
 
 def _by_signs(view: ServerView, update: Tensors) -> Tensor | None:
@@ -183,7 +155,7 @@ def _by_signs(view: ServerView, update: Tensors) -> Tensor | None:
     The first step of an optimiser that divides every number by its own size shows the signs of the gradient, and a
     class is negative only if an image is of it. Further steps mix.
     """
-    bias = classifier(view, update)[1]
+    bias = classifier_tensors(view, update)[1]
     steps = [step for steps in training(view)[1] or () for step in steps]
     plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
     if bias is None or len(steps) != 1 or not plain or overrides(view.client.defense, "transform_update"):
@@ -205,14 +177,6 @@ def _whole(view: ServerView, shares: Tensor, images: int) -> Tensor | None:
     if view.schedule is None or images % sum(map(sum, view.schedule[0])):
         return None
     return counts.long()
-
-
-def names(view: ServerView, update: Tensors) -> tuple[str | None, str | None]:
-    """Names of the classifier's weight and bias, each None where it is not in the update."""
-    mine = {n: v.shape for n, v in update.items() if n.startswith(view.task.head)}
-    rows = [n for n, s in mine.items() if len(s) == 2 and s[0] == view.task.num_classes]
-    biases = [n for n, s in mine.items() if len(s) == 1 and s[0] == view.task.num_classes]
-    return (rows[-1] if rows else None), (biases[-1] if biases else None)
 
 
 @dataclass(frozen=True)
@@ -238,9 +202,10 @@ class _Head:
     sized: bool
 
     @classmethod
-    def of(cls, view: ServerView, update: Tensors) -> _Head | None:
+    def of(cls, observed: ObservedUpdate) -> _Head | None:
         """From an update without decay, or None where it says nothing of labels."""
-        name, bias_name = names(view, update)
+        view, update = observed.view, observed.change
+        name, bias_name = classifier_names(view, update)
         plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
         if name is None or not plain or name not in view.shared:
             return None
@@ -267,7 +232,7 @@ class _Head:
             return None
         heads = torch.stack([start - weight * whole * t for t in marks])
         offsets = torch.stack([offset - (bias * whole * t if bias_name else 0 * bias) for t in marks])
-        sent = torch.ones_like(bias, dtype=torch.bool) if bias_name is None else let_through(view, bias_name)
+        sent = torch.ones_like(bias, dtype=torch.bool) if bias_name is None else observed.transmitted(bias_name)
         # the fit multiplies four of them: no gradient of images is so large that this overflows
         parts = (bias, weight, start, offset) if noise is None else (bias, weight, start, offset, noise)
         sane = all(bool(part.square().square().sum().isfinite()) for part in parts)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
 
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.update.earlier_rounds import with_past
-from attacks.update.step_gradient import astray
-from attacks.update.training_phases import rescaled, rested, training
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import astray, rescaled, rested, training
 from fl.local.optimizers import OptimState, optimise
-from fl.local.weight_decay import decay_shares, without_decay
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.parametrization import Parametrisation
@@ -148,9 +146,7 @@ def mean_gradient(view: ServerView) -> Tensors | NotApplicable:
     if len(groups) > 1 and any(group.max_norm is not None for phase in phases for group in phase.groups):
         return NotApplicable("several groups of parameters are clipped apart: their sizes can't be compared")
     moves = {mine: movement(phases, schedule, mine) for mine in set(owners.values())}
-    shares = decay_shares(phases, schedule, sent)
-    passed = partial(view.defense.passed, observed=view.update) if view.threat.knows_defense else None
-    change = without_decay(sent, view.shared, shares, passed)
+    change = ObservedUpdate(view).change
     gradient = {n: times(change[n], 1 / moves[mine]) for n, mine in owners.items() if moves[mine]}
     return gradient or NotApplicable("nothing that is shared is trained")
 

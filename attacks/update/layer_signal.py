@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from attacks.result import NotApplicable
 from attacks.update.earlier_rounds import with_past
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.rescaling import in_unit
-from attacks.update.step_gradient import obstacle, one_gradient, undefended
+from attacks.update.step_gradient import obstacle
 from fl.method import Method, Step
 from fl.network import Network
 from fl.tensors import Tensors, dense
@@ -111,7 +112,8 @@ def _below_classifier(view: ServerView, layer: str | None) -> ServerView | NotAp
     layer = layer or _last_linear(view)
     if layer is None:
         return NotApplicable("no linear layer with a bias outside the classifier is in the update")
-    gradient = one_gradient(view)
+    observed = ObservedUpdate(view)
+    gradient = observed.gradient
     if isinstance(gradient, NotApplicable):
         return gradient
     weight, bias = f"{layer}.weight", f"{layer}.bias"
@@ -121,7 +123,7 @@ def _below_classifier(view: ServerView, layer: str | None) -> ServerView | NotAp
     if not bool(delta.any()):
         return NotApplicable(f"no signal flows back into {layer!r}: its bias moved by no more than rounding")
     # a prediction is as small as the signal, and a difference of weights rounded as they are: that would hide it
-    gradient, _ = in_unit({**gradient, SIGNAL: undefended(view, bias, delta)})
+    gradient, _ = in_unit({**gradient, SIGNAL: observed.before_defense(bias, delta)})
     delta, signal = dense(gradient[bias]), dense(gradient.pop(SIGNAL))
     features = delta @ dense(gradient[weight]) / (delta @ delta)
     return _cut(view, layer, gradient, signal, features)

@@ -7,15 +7,32 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from attacks.update.hints import SEARCH_HINT
-from fl.types import Phase, Schedule, ServerView, Task, frozen
+from fl.types import Part, Phase, Schedule, ServerView, Task, frozen
 
 
-def training(view: ServerView) -> tuple[tuple[Phase, ...], Schedule | None]:
-    """The phases whose steps move what the network predicts by, and theirs of the schedule (None if unknown)."""
+def training(view: ServerView, part: Part | ServerView | None = None) -> tuple[tuple[Phase, ...], Schedule | None]:
+    """Return the phases whose steps move what the network predicts by, and their part of the schedule.
+
+    Args:
+        view: the server's.
+        part: whose schedule is meant: one client of the view's group; None takes the view's.
+
+    Returns:
+        The phases, and the batch sizes of each step of each phase, None if unknown.
+    """
     phases = view.method.phases(view.client.task, view.round)
     chosen = [p for p, phase in enumerate(phases) if view.method.trains(phase)]
-    schedule = None if view.schedule is None else tuple(view.schedule[p] for p in chosen)
-    return tuple(phases[p] for p in chosen), schedule
+    schedule = (part or view).schedule
+    return tuple(phases[p] for p in chosen), None if schedule is None else tuple(schedule[p] for p in chosen)
+
+
+def astray(view: ServerView) -> str | None:
+    """That the client steps along something else than the gradient of its method's loss, or None if it does not."""
+    _, schedule = training(view)
+    if view.method.plain_gradient(None if schedule is None else sum(map(len, schedule))):
+        return None
+    why = f": {view.method.detour}" if view.method.detour else ""
+    return f"{view.method.name} does not step along the gradient of its loss alone{why}"
 
 
 def rescaled(phases: Iterable[Phase]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attacks.labels.recovery import classifier
+from attacks.update.classifier_update import classifier_tensors
 from attacks.update.update_rule import looks_like
 from fl.predict import predict
 from fl.tensors import dense
@@ -32,14 +32,14 @@ def doubt(view: ServerView) -> str:
     """
     if rule := looks_like(view):
         return f"the update does not look like a step of SGD on a gradient, but like {rule}"
-    size, bias = view.batch_size, classifier(view, view.update)[1]
+    size, bias = view.batch_size, classifier_tensors(view, view.update)[1]
     if size is None or bias is None or view.private or view.parts or view.defense.name != "none":
         return ""
-    sent = classifier(view, view.shared)[1]
+    sent = classifier_tensors(view, view.shared)[1]
     rounding = 4 * torch.finfo(view.dtype).eps * (float(sent.abs().max()) if sent is not None and view.rounded else 0.0)
     grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
     with torch.no_grad():
-        usual = classifier(
+        usual = classifier_tensors(
             view, predict(view, Candidate(grey, torch.zeros(size, dtype=torch.int64, device=view.device)))
         )
     if usual[1] is None or _odd(usual[1], size, rounding):

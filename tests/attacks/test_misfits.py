@@ -14,8 +14,9 @@ from support.attacking import ATTACKS
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, build
-from attacks.gradient_matching.engine.problem import Problem
-from attacks.labels.recovery import classifier, recovered, turned
+from attacks.labels.recovery import recovered
+from attacks.update.classifier_update import classifier_tensors, is_sign_flipped
+from attacks.update.observed_update import ObservedUpdate
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.building_blocks.layers import Normalize
@@ -241,7 +242,7 @@ def test_a_search_on_a_turned_update_says_so_and_names_no_label(attack: str, ima
         view = from_batch(model, given, torch.arange(images), method=method)[0]
         turned = replace(view, update={n: -dense(v) for n, v in view.update.items()})
         if method is not None:  # its decay is of the right sign: as if the client had trained uphill
-            decay = {n: Problem(view, None, "l2").shares[n] * dense(v) for n, v in view.shared.items()}
+            decay = {n: ObservedUpdate(view).decay_shares[n] * dense(v) for n, v in view.shared.items()}
             turned = replace(view, update={n: 2 * decay[n] - dense(v) for n, v in view.update.items()})
         for known in (None, torch.arange(images)):
             found = search(replace(turned, labels=known))
@@ -260,9 +261,9 @@ def test_a_search_on_a_turned_update_says_so_and_names_no_label(attack: str, ima
 def test_a_network_that_turns_its_logits_round_is_searched() -> None:
     """Of such a one a right update looks like a turned one."""
     given = own(lambda net, x: -net.last(torch.relu(net.first(x.flatten(1)))))  # type: ignore[operator]
-    assert classifier(given, given.update)[1] is not None
-    assert turned(classifier(given, given.update)[1])  # type: ignore[arg-type]
-    assert recovered(given, given.update) is None
+    assert classifier_tensors(given, given.update)[1] is not None
+    assert is_sign_flipped(classifier_tensors(given, given.update)[1])  # type: ignore[arg-type]
+    assert recovered(ObservedUpdate(given)) is None
     assert isinstance(build({"name": "ig", "iterations": 2})(given), Reconstruction)
 
 
@@ -273,7 +274,7 @@ def test_a_class_that_is_out_of_the_question_is_no_sign_of_a_turned_update() -> 
     method = FedAvg(lr=0.1, steps=1, batch_size=None, weight_decay=1e-6)
     image = torch.rand(1, 1, 8, 8, generator=stream(0, "image")).double()
     view = from_batch(model, image, torch.tensor([2]), method=method)[0]
-    assert turned(classifier(view, view.update)[1])  # type: ignore[arg-type]
+    assert is_sign_flipped(classifier_tensors(view, view.update)[1])  # type: ignore[arg-type]
     for attack in ("analytic", "rconv"):
         result = build(attack)(view)
         assert isinstance(result, Reconstruction)
@@ -284,10 +285,10 @@ def test_a_class_that_is_out_of_the_question_is_no_sign_of_a_turned_update() -> 
 
 def test_what_may_be_of_more_images_or_rounding_is_no_turned_update() -> None:
     signal = torch.tensor([0.9, -0.5, -0.4])
-    assert turned(signal)
-    assert not turned(signal, images=2)
-    assert not turned(torch.tensor([0.9, -0.9, -1e-8, -1e-8]), rounding=1e-7)
-    assert not turned(-signal)
+    assert is_sign_flipped(signal)
+    assert not is_sign_flipped(signal, images=2)
+    assert not is_sign_flipped(torch.tensor([0.9, -0.9, -1e-8, -1e-8]), rounding=1e-7)
+    assert not is_sign_flipped(-signal)
 
 
 @pytest.mark.parametrize("padding", ["same", "valid"])

@@ -13,9 +13,9 @@ from attacks.analytic.recursive.layer_equations import Outputs, Solved, invert, 
 from attacks.analytic.recursive.top_signal import Gradients, Start, starts_of
 from attacks.base import Attack
 from attacks.labels.assignment import whose
-from attacks.labels.recovery import TURNED, turned
 from attacks.network.layer_chain import Stage, named, unroll
 from attacks.result import NotApplicable, Reconstruction, Result
+from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
 from attacks.update.rescaling import in_unit
 from attacks.update.step_gradient import exact_gradient
 from attacks.update.training_phases import training
@@ -147,21 +147,21 @@ class Layerwise(Attack):
             known = () if view.labels is None else ("labels",)
             return replace(found, labels=start.labels.to(view.device), knowledge=known)
         sent = gradients.get(f"{stages[-1].name}.bias")
-        odd = sent is not None and turned(sent, len(pixels))
+        odd = sent is not None and is_sign_flipped(sent, len(pixels))
         labels = whose(view, gradients, pixels.to(view.device))
-        return replace(found, labels=labels, note=TURNED if odd else "")
+        return replace(found, labels=labels, note=SIGN_WARNING_NO_LABELS if odd else "")
 
 
 def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: Start) -> Reconstruction:
     """The one image with its label, known or read off what flows back into the classifier."""
     last = start.top == len(stages) - 1 and not stages[-1].above
     head = last and stages[start.top].sent("weight").startswith(view.task.head)
-    odd = head and turned(start.signal[0])
+    odd = head and is_sign_flipped(start.signal[0])
     return replace(
         found,
         labels=start.signal.argmin(1).to(view.device) if head and not odd else view.labels,
         knowledge=() if (head and not odd) or view.labels is None else ("labels",),
-        note=TURNED if odd else "",
+        note=SIGN_WARNING_NO_LABELS if odd else "",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,16 +15,15 @@ from torch.func import functional_call
 from attacks.network.linear_layers import FlatLayer, Origin, flat_layers, outputs_of
 from attacks.network.operation_trace import FAILURES
 from attacks.result import NotApplicable
-from attacks.update.step_gradient import astray, let_through
-from attacks.update.training_phases import rescaled, training
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import astray, rescaled
 from attacks.update.update_rule import SIGNS, signs_only
 from fl.defense import overrides
-from fl.local.weight_decay import decay_shares, without_decay
 from fl.method import Step
 from fl.network import Network
 from fl.seeds import stream
 from fl.tensors import dense
-from fl.types import Batch, Phase, ServerView, frozen
+from fl.types import Batch, ServerView, frozen
 
 SIZED = 1e-3
 """Distance of a signal's directions up to which a layer's input is as bright as it seems: about one percent of it."""
@@ -123,10 +122,10 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     if reason is not None:
         return NotApplicable(reason)
     phases = view.method.phases(view.client.task, view.round)
-    shares = decay_shares(phases, view.schedule, view.shared)
-    if len(shares) < len(view.shared):
+    observed = ObservedUpdate(view)
+    if observed.unknown_decay:
         return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
-    change = without_decay(view.update, view.shared, shares, partial(view.client.defense.passed, observed=view.update))
+    change = observed.change
     probe = _Probe(view)
     try:
         layers = probe.layers
@@ -150,11 +149,11 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
         unit = weight.abs().max()
         unit = unit if unit > 0 else bias.abs().max()
         start, start_bias = (probe.arranged(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
-        steps = _steps(view, names[0])
+        steps = observed.steps(names[0])
         sent, trust = _defended(view, *names)
         sent = None if sent is None else probe.arranged(name, "weight", sent)
         origin = probe.origin(name)
-        scale = _scale(view, names[0]) if steps == 1 else None
+        scale = observed.scale(names[0]) if steps == 1 else None
         scale = None if scale is None else scale / float(unit)
         moved = weight / unit, bias / unit
         images = images or origin is not None
@@ -172,29 +171,9 @@ def _obstacle(view: ServerView) -> str | None:
     return rescaled(view.method.phases(view.client.task, view.round))
 
 
-def _moving(view: ServerView, name: str) -> list[tuple[Phase, int | None]]:
-    """The phases in which a parameter moves, and how many steps each has, as far as that is known."""
-    phases, schedule = training(view)
-    counts = [p.steps for p in phases] if schedule is None else [len(steps) for steps in schedule]
-    return [(p, n) for p, n in zip(phases, counts, strict=True) if n != 0 and name in p.assign({name: None})]
-
-
-def _steps(view: ServerView, name: str) -> int | None:
-    counts = [count for _, count in _moving(view, name)]
-    return None if None in counts else sum(count for count in counts if count is not None)
-
-
-def _scale(view: ServerView, name: str) -> float | None:
-    """What one step makes of a gradient of size 1 for the parameter `name`, or None if it can't be told."""
-    ((phase, _),) = _moving(view, name)
-    group = phase.assign({name: None})[name]
-    changed = any(overrides(view.client.defense, hook) for hook in ("surrogate", "gradient"))
-    return None if group.max_norm is not None or view.scaled or changed else phase.first_step(group)
-
-
 def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
     """Which entries of the weight's update a known defence let through, and its trust in the bias's."""
-    sent = let_through(view, weight).double() if overrides(view.client.defense, "surrogate") else None
+    sent = ObservedUpdate(view).transmitted(weight).double() if overrides(view.client.defense, "surrogate") else None
     defense = view.client.defense
     trusts, noise = defense.weights(view.update), defense.deviations(view.update)
     cleaner = noise[weight] / noise[bias] if noise[weight] > 0 and noise[bias] > 0 else 1.0

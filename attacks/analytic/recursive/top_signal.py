@@ -16,7 +16,6 @@ from attacks.network.layer_chain import Stage
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.rescaling import in_unit
-from attacks.update.step_gradient import undefended
 from fl.defense import overrides
 from fl.tensors import dense, scaled
 from fl.types import ServerView, frozen
@@ -136,12 +135,12 @@ def _by_loss(view: ServerView, stages: Sequence[Stage], observed: Gradients, uni
 def _undefended(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
     """The gradient of a classifier's weight at the scale that it had before a known defence."""
     name = last.sent("weight")
-    return last.arranged("weight", undefended(view, name, observed[name]))
+    return last.arranged("weight", ObservedUpdate(view).before_defense(name, observed[name]))
 
 
 def _guess(view: ServerView, count: int) -> Tensor | None:
     """The likeliest labels of all images, in ascending order."""
-    guess = recovered(replace(view, batch_size=count), ObservedUpdate(view).change)
+    guess = recovered(ObservedUpdate(replace(view, batch_size=count)))
     return None if guess is None or len(guess) != count else guess.cpu()
 
 

@@ -338,7 +338,7 @@ class Matching(Attack):
         labels = problem.labels
         if LABELS in row:
             labels = row[LABELS].argmax(-1)
-        odd = problem.turned
+        odd = problem.update.sign_flipped
         notes = [SUSPECT] if odd else []
         if view.private and (idle := self._idle(view.private)):
             notes.append(f"private_lr: no private tensor begins with {' or '.join(idle)}: {', '.join(view.private)}")

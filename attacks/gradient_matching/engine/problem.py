@@ -14,12 +14,11 @@ from torch.utils import _pytree as pytree
 from attacks.gradient_matching.engine.objectives import OBJECTIVES, direction, squared
 from attacks.gradient_matching.engine.regularizers import Term, total_variation
 from attacks.gradient_matching.engine.search_space import IMAGES, Space
-from attacks.labels.recovery import recovered, seems_turned
+from attacks.labels.recovery import recovered
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.step_gradient import astray
 from fl.aggregated_view import in_turn
 from fl.client import Client, autograd_derivative, func_derivative
-from fl.defense import Defense, overrides
+from fl.defense import overrides
 from fl.predict import predict
 from fl.runtime.digests import digest
 from fl.tensors import Tensors, rms, scaled, times, total
@@ -109,26 +108,7 @@ class Problem:
     @cached_property
     def counted(self) -> Tensor | None:
         """The labels (N,) read off the classifier's update, in ascending order; None where it doesn't tell."""
-        return recovered(self.view, self.observed)
-
-    @property
-    def turned(self) -> bool:
-        """Whether the update seems to be after - before: then more classes than images are negative in the bias.
-
-        Told where the classifier's bias is sent after plain steps without a defence; a network that turns its logits
-        round itself is known by what it would send of grey images.
-        """
-        view, size = self.view, self.view.batch_size
-        plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
-        if not plain or type(view.client.defense) is not Defense or view.private or view.parts or size is None:
-            return False
-        if not seems_turned(view, self.observed, size):
-            return False
-        grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
-        labels = torch.zeros(size, dtype=torch.int64, device=view.device)
-        with torch.no_grad():
-            made = self.update.without_decay(predict(view, Candidate(grey, labels)))
-        return not seems_turned(view, made, size)
+        return recovered(self.update)
 
     @cached_property
     def turn(self) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 
 from attacks.labels.counts import FEW, nearest, surprise
 from attacks.labels.recovery import recovered
+from attacks.update.observed_update import ObservedUpdate
 from fl.models import build
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
@@ -57,7 +58,7 @@ def told(classes: list[int], *, bias: bool) -> tuple[float, float]:
         labels = torch.tensor(classes)[torch.randint(0, len(classes), (40,), generator=draw)]
         images = (prototypes[labels] + 0.4 * torch.randn(40, 1, 8, 8, generator=draw)).clamp(0, 1)
         view, _ = from_batch(given.model, images, labels, head="head.")
-        found = recovered(view, view.update)
+        found = recovered(ObservedUpdate(view))
         assert found is not None
         true, even = Counter(labels.tolist()), Counter(list(range(5)) * 8)
         right += (Counter(found.tolist()) & true).total()

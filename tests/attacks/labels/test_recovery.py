@@ -8,8 +8,8 @@ import torch
 from reference.label_counts import best_counts
 from support import worlds
 
-from attacks.gradient_matching.engine.problem import Problem
 from attacks.labels.recovery import _Head, fixed_labels, idlg, recovered
+from attacks.update.observed_update import ObservedUpdate
 from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.prune import Prune
@@ -60,7 +60,7 @@ def test_one_image_has_the_sign_rule(label: int, bias: bool) -> None:
     for given in (task(3), build("lenet-zhu", num_classes=3, seed=0)):
         view, _ = victim([label], given=given if bias else biasless(given))
         assert named(view) == [label]
-        assert torch.equal(idlg(view, Problem(view, None, "l2").observed), torch.tensor([label]))  # type: ignore[arg-type]
+        assert torch.equal(idlg(ObservedUpdate(view)), torch.tensor([label]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("label", range(2))
@@ -120,7 +120,7 @@ def test_signs_are_proofs() -> None:
     """A class whose bias gradient is below zero is there, at least as often as the gradient needs."""
     labels = [5] * 7 + [6]
     view, _ = victim(labels)
-    head = _Head.of(view, Problem(view, None, "l2").observed)
+    head = _Head.of(ObservedUpdate(view))
     assert head is not None
     counts = head.counts(8)
     assert (counts >= (-8 * head.bias - 1e-3).ceil().clamp_min(0)).all()
@@ -137,7 +137,7 @@ def test_counts_are_the_best_of_all(seed: int, sized: bool, doubt: float) -> Non
     bias = (predictions - torch.eye(4)).mT @ true / 6
     bias = bias + 0.02 * torch.randn(4, generator=draw, dtype=torch.float64) * sized
     view, _ = victim([1, 2])
-    head = _Head.of(view, Problem(view, None, "l2").observed)
+    head = _Head.of(ObservedUpdate(view))
     assert head is not None
     head = replace(head, bias=bias if sized else bias / 7, sent=torch.ones(4, dtype=torch.bool), sized=sized)
     found, left = head._fit(predictions, 6, torch.zeros(4, dtype=torch.float64), doubt)
@@ -157,7 +157,7 @@ def test_a_pruned_bias_counts_where_it_was_sent() -> None:
 def test_a_defence_is_looked_at_only_where_it_is_known(known: bool) -> None:
     view, _ = victim([0, 0, 0, 3, 3, 7, 7, 9], defense=Prune(ratio=0.5))
     view = replace(view, threat=ThreatModel(knows_defense=known))
-    head = _Head.of(view, Problem(view, None, "l2").observed)
+    head = _Head.of(ObservedUpdate(view))
     assert head is not None
     assert (head.sized, head.exact, bool(head.sent.all())) == ((False,) * 3 if known else (True,) * 3)
 
@@ -168,7 +168,7 @@ def test_what_gives_no_labels_away() -> None:
     assert named(replace(view, batch_size=None)) is None
     assert fixed_labels(view, "joint") is None
     assert fixed_labels(view, "random") is None
-    assert recovered(view, {}) is None
+    assert recovered(ObservedUpdate(replace(view, update={}))) is None
 
 
 def test_labels_are_counted_under_a_method_that_may_mask_features_and_does_not() -> None:
@@ -193,7 +193,7 @@ def test_a_classifier_that_did_not_move_names_no_label() -> None:
 
 def test_several_labels_are_not_counted_without_a_schedule() -> None:
     view, _ = victim([1, 2])
-    assert recovered(replace(view, schedule=None), view.update) is None
+    assert recovered(ObservedUpdate(replace(view, schedule=None))) is None
 
 
 def test_known_labels_come_first() -> None:

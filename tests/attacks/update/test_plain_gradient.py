@@ -15,6 +15,7 @@ from support.private import EVERY, federation_of
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.labels.recovery import recovered
+from attacks.update.observed_update import ObservedUpdate
 from fl.client import Client, Gradient
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
@@ -74,7 +75,7 @@ def test_without_weight_the_term_is_none() -> None:
 
 def test_labels_are_counted_alike() -> None:
     plain, prox = (view(kind(**STEP), images=4) for kind in (FedAvg, FedProx))  # type: ignore[arg-type]
-    mine, theirs = recovered(prox, prox.update), recovered(plain, plain.update)
+    mine, theirs = recovered(ObservedUpdate(prox)), recovered(ObservedUpdate(plain))
     assert mine is not None
     assert theirs is not None
     assert torch.equal(mine, theirs)

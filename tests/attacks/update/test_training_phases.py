@@ -16,8 +16,8 @@ from attacks.base import build
 from attacks.labels.recovery import recovered
 from attacks.rewriting.headless import Headless
 from attacks.rewriting.surrogate import Surrogate, exact, steps
-from attacks.update.step_gradient import astray
-from attacks.update.training_phases import training
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import astray, training
 from fl.client import Client
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -100,7 +100,7 @@ def test_the_gate_of_a_mixture_gives_away_what_it_is_given() -> None:
 @pytest.mark.parametrize("settings", [ONE, SEVERAL], ids=["one", "several"])
 def test_what_is_read_off_is_what_fedavg_gives_away(method: type[FedAvg], settings: dict[str, Any]) -> None:
     ours, theirs = (seen(kind(**settings, **PLAIN, sampler="sequential"), 4) for kind in (method, FedAvg))
-    mine, plain = (recovered(view, view.update) for view in (ours, theirs))
+    mine, plain = (recovered(ObservedUpdate(view)) for view in (ours, theirs))
     assert plain is not None
     assert mine is not None
     assert torch.equal(mine, plain)

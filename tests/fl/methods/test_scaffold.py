@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from attacks.labels.recovery import recovered
+from attacks.update.observed_update import ObservedUpdate
 from fl.local.weight_decay import decay_shares
 from fl.methods.fedavg import FedAvg
 from fl.methods.scaffold import Scaffold
@@ -173,5 +174,5 @@ def test_no_label_is_read_off_steps_that_memory_bends() -> None:
     plain = federation(FedAvg(lr=0.1, steps=1, batch_size=None)).observe(0, data=worlds.images(1, "one"))[0]
     run = federation(Scaffold(lr=0.1, steps=1, batch_size=None, option="I"))
     view = run.observe(0, data=worlds.images(1, "one"))[0]
-    assert recovered(plain, plain.update) is not None
-    assert recovered(view, view.update) is None
+    assert recovered(ObservedUpdate(plain)) is not None
+    assert recovered(ObservedUpdate(view)) is None

@@ -1,6 +1,7 @@
 """Distances, priors and label rules in closed form."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from attacks.gradient_matching.engine import objectives
 from attacks.gradient_matching.engine.objectives import OBJECTIVES, absolute, by_tensor, cosine, direction, squared
 from attacks.gradient_matching.engine.regularizers import total_variation
 from attacks.labels.recovery import idlg
+from attacks.update.observed_update import ObservedUpdate
 from fl.client import Client
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
@@ -134,12 +136,13 @@ def test_the_label_rule_reads_every_class(label: int) -> None:
     images = type(images)(images.inputs, torch.tensor([label]))
     download = Download(dict(task.parameters), dict(task.buffers))
     view, _, _ = observe(Client(task, FedAvg(lr=0.1, steps=1)), ClientState(), download, images)
-    found = idlg(view, view.update)
+    found = idlg(ObservedUpdate(view))
     assert found is not None
     assert found.item() == label
     weight_only = {k: v for k, v in view.update.items() if k != "head.bias"}
-    assert idlg(view, weight_only) is not None
-    assert idlg(view, {k: v for k, v in view.update.items() if not k.startswith("head.")}) is None
+    assert idlg(ObservedUpdate(replace(view, update=weight_only))) is not None
+    without_head = {k: v for k, v in view.update.items() if not k.startswith("head.")}
+    assert idlg(ObservedUpdate(replace(view, update=without_head))) is None
     assert math.isfinite(view.update["head.bias"].abs().sum().item())  # type: ignore[union-attr]
 
 
@@ -154,6 +157,6 @@ def test_the_label_rule_needs_no_bias_and_no_sign_of_the_features(label: int) ->
             torch.nn.init.normal_(p, std=0.3, generator=draw)
         image = torch.rand(1, 1, 8, 8, generator=draw, dtype=torch.float64)
         view, _ = from_batch(model, image, torch.tensor([label]))
-        found = idlg(view, view.update)
+        found = idlg(ObservedUpdate(view))
         assert found is not None
         assert found.item() == label
