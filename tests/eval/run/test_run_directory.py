@@ -129,9 +129,9 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path, rounds):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(experiment, tmp_path / "a", every=0.0, progress=stop)
+        run(experiment, tmp_path / "a", checkpoint_seconds=0.0, progress=stop)
     assert rounds == [0, 1, 2, 3, 0, 1, 2]
-    run(experiment, tmp_path / "a", every=0.0)
+    run(experiment, tmp_path / "a", checkpoint_seconds=0.0)
     assert rounds == [0, 1, 2, 3, 0, 1, 2, 2, 3]  # row 3 was written, its checkpoint was not
     run(experiment, tmp_path / "b")
     assert left(tmp_path / "a") == left(tmp_path / "b")
@@ -272,11 +272,11 @@ def test_rows_are_never_away_while_a_training_goes_on(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        training_cell.train(one, folder, kept, watched=(), every=0.0, tick=stop)
+        training_cell.train(one, folder, kept, watched=(), checkpoint_seconds=0.0, tick=stop)
     before = read_rows(folder / "rounds.jsonl")
     monkeypatch.setattr(jsonl.os, "fsync", dead)
     with pytest.raises(KeyboardInterrupt):
-        training_cell.train(one, folder, kept, watched=(), every=0.0)
+        training_cell.train(one, folder, kept, watched=(), checkpoint_seconds=0.0)
     assert read_rows(folder / "rounds.jsonl") == before
     assert len(before) == 4
 

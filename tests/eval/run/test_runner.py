@@ -221,7 +221,7 @@ def test_every_victim_is_observed_with_draws_of_its_own(monkeypatch):
 
     monkeypatch.setattr(attack_cell, "observe", noted)
     with training.federation_of(one) as federation:
-        attack_cell.look(federation, one, one.watches[0].scene)
+        attack_cell.observe_targets(federation, one, one.watches[0].scene)
     assert len(seeds) == len(set(seeds)) == 4
 
 
