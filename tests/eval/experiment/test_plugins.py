@@ -130,7 +130,7 @@ def test_what_can_not_be_imported_is_said_in_a_line(tmp_path, word, text, said):
 
 def test_a_name_of_ours_is_taken_in_a_fresh_process_too(tmp_path):
     (tmp_path / "broken.py").write_text(ATTACK.replace("own-attack", "ig"))  # imported before anything of ours is found
-    words = [sys.executable, "-c", "from eval.experiment import plugins; plugins.bring(['broken.py'])"]
+    words = [sys.executable, "-c", "from eval.experiment import plugins; plugins.import_plugins(['broken.py'])"]
     done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert (
         "ValueError: broken.py, line 8: ValueError: attack 'ig' is taken by attacks.gradient_matching.ig" in done.stderr

@@ -96,7 +96,7 @@ def test_an_error_before_that_leaves_all_as_it_was(folder, monkeypatch):
 
     files = [path for path in folder.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
     before = {path: path.read_bytes() for path in files if path.name not in {"run.json", "log.txt"}}
-    monkeypatch.setattr(manifest, "put", full)
+    monkeypatch.setattr(manifest, "publish", full)
     with Registered(), pytest.raises(OSError, match="no space"):
         run(tiny("title=Another"), folder)
     monkeypatch.undo()

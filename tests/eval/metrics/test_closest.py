@@ -46,7 +46,7 @@ def test_one_pass_serves_all_victims_and_attacks(monkeypatch: pytest.MonkeyPatch
         passes.append(len(inputs))
         return nearest_reference(inputs, reference)
 
-    monkeypatch.setattr(attack_cell, "nearest", counted)
+    monkeypatch.setattr(attack_cell, "nearest_reference", counted)
     looked, reference = seen(truth(images(1).inputs), truth(images(2).inputs)), images(9, "pool")
     first = attack_cell._closest(looked, reference)
     assert attack_cell._closest(looked, reference) is first

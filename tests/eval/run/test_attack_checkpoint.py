@@ -52,7 +52,7 @@ def whole() -> Reconstruction:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attack_checkpoint, "EVERY", 0.0)
+    monkeypatch.setattr(attack_checkpoint, "MIN_SECONDS_BETWEEN_WRITES", 0.0)
 
 
 def views(count: int) -> list[ServerView]:
@@ -102,13 +102,13 @@ def test_what_is_damaged_or_of_other_code_or_updates_is_not_taken(
     assert set(kept.load()) == {0, 2}
     assert set(AttackCheckpoint(tmp_path, given[:1]).load()) == {0}
     assert set(AttackCheckpoint(tmp_path, [given[1], given[1], given[2]]).load()) == {2}
-    monkeypatch.setattr(attack_checkpoint, "code", lambda: "another")
+    monkeypatch.setattr(attack_checkpoint, "source_digest", lambda: "another")
     assert kept.load() == {}
 
 
 def test_what_takes_no_time_is_not_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(attack_checkpoint, "EVERY", 1.0)
+    monkeypatch.setattr(attack_checkpoint, "MIN_SECONDS_BETWEEN_WRITES", 1.0)
     monkeypatch.setattr(attack_checkpoint.time, "monotonic", lambda: now[0])
     kept = AttackCheckpoint(tmp_path, views(4))
     for i, now[0] in enumerate((0.4, 0.8, 1.2, 1.6)):

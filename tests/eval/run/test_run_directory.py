@@ -56,7 +56,7 @@ def test_a_finished_run_computes_nothing_again(tmp_path, monkeypatch, rounds):
     before = left(tmp_path / "a")
     assert rounds == [0, 1, 0, 1]
     monkeypatch.setattr(training_cell, "train", None)
-    monkeypatch.setattr(runner.attack_cell, "attack", None)
+    monkeypatch.setattr(runner.attack_cell, "run_attack_cell", None)
     run(tiny(), tmp_path / "a")
     assert left(tmp_path / "a") == before
     assert len(rounds) == 4
@@ -199,7 +199,7 @@ def test_a_training_that_fails_stops_its_attacks_only(tmp_path, monkeypatch):
 
 def test_cells_of_other_code_are_said(tmp_path, monkeypatch, caplog):
     run(tiny(), tmp_path / "a")
-    monkeypatch.setattr(runner, "code", lambda: "something else")
+    monkeypatch.setattr(runner, "source_digest", lambda: "something else")
     run(tiny(), tmp_path / "a")
     assert "5 finished cells are of other source code" in caplog.text
 
@@ -210,7 +210,7 @@ def test_cells_of_other_code_stand_in_the_table_and_in_run_json(tmp_path, monkey
     plan = runner.prepare(tiny(), device="cpu")
     assert not results.notes([], plan, folder)
     for place in (runner, run_directory):
-        monkeypatch.setattr(place, "code", lambda: "something else")
+        monkeypatch.setattr(place, "source_digest", lambda: "something else")
     run(tiny(), folder.path)
     about = folder.about_run()
     assert about["code"] == "something else"
