@@ -48,7 +48,7 @@ class ConfigDraft:
         key, covered = ".".join(keys), self._overlapping_sweeps(keys)
         if covered:  # it goes before what a sweep of some of these settings says
             left = {name: values for name, values in self.sweep.items() if name not in covered}
-            return replace(self, sweep=left).after(text)
+            return replace(self, sweep=left).with_override(text)
         if (several := grid.sweep_override(self.experiment, text)) is not None:
             return replace(self, sweep={**self.sweep, key: next(iter(several.values()))})
         changed = grid.override(self.experiment, text)

@@ -40,7 +40,7 @@ from eval.experiment.sweep import override
 from eval.io import yaml12
 from eval.io.sanitize import shorten
 
-__all__ = ["dump", "load", "override", "plain", "read"]
+__all__ = ["dump", "load", "override", "read", "to_plain"]
 log = logging.getLogger(__name__)
 
 

@@ -112,16 +112,16 @@ def _public(digests: Sequence[str]) -> dict[str, list[str]]:
     return {"public": [*digests]} if digests else {}
 
 
-def sources(settings: object) -> Iterator[Source]:
+def dataset_sources(settings: object) -> Iterator[Source]:
     """The data sets that a method, defence or attack names among its settings, in their order."""
     if isinstance(settings, Source):
         yield settings
     elif isinstance(settings, tuple | list):
         for item in settings:
-            yield from sources(item)
+            yield from dataset_sources(item)
     elif is_dataclass(settings):
         for field in fields(settings):
-            yield from sources(getattr(settings, field.name))
+            yield from dataset_sources(getattr(settings, field.name))
 
 
 OMITTED_WHEN_OFF = frozenset({"compiled", "clamped", "balance"})

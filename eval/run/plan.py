@@ -92,7 +92,7 @@ class TrainingTask:
     @staticmethod
     def observed_rounds(watches: Iterable[AttackTask]) -> set[int]:
         """After which rounds these watches see clients."""
-        return {number for watch in watches for number in (*watch.past, watch.round)}
+        return {number for watch in watches for number in (*watch.history_rounds, watch.round)}
 
 
 @dataclass(frozen=True, eq=False)
