@@ -16,7 +16,7 @@ from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe
 from eval.metrics.perceptual import Perceptual, load_lpips
 from eval.run import auxiliary_overlap
 from eval.run.assembly_check import ASSEMBLY_ERRORS, check_assembly
-from eval.run.cache_keys import Cell, attack_cell, sources, training_cell
+from eval.run.cache_keys import Cell, attack_cell, dataset_sources, training_cell
 from eval.run.federation_data import FederationData, Target, dataset_digest, device_of, load
 from fl.aggregated_view import Division
 from fl.client import Client
@@ -229,7 +229,7 @@ class _PlanBuilder:
     def _public(self, *named: object) -> list[str]:
         """Digests of the data that methods, defences or attacks name, as they are now."""
         found = []
-        for source in sources(named):
+        for source in dataset_sources(named):
             key = json.dumps(datasets.spec(source))
             if key not in self.digests:
                 self.digests[key] = dataset_digest(self.loaded.get(key) or source.load())
