@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
 from attacks.parallel import Spread
 from attacks.verification import CONTRADICTED
 from eval.audit import attack_selection
@@ -311,7 +311,7 @@ def _finding(label: str, subjects: Mapping[int, Subject], results: Mapping[int, 
         ],
         leaked=leaked(rows),
         few=few(rows),
-        doubtful=any(DOUBTFUL in result.note for result in answers.values()),
+        doubtful=any(LABELS_UNCONFIRMED in result.note for result in answers.values()),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from attacks.base import Reconstruction
-from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
 from eval.io.text import join
 from eval.metrics.score import Row
 from eval.metrics.self_verification import verification_words
@@ -35,7 +35,7 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
     if any(
         label is not None for label in labels
     ):  # an image for which none came back counts as one whose label did not
-        doubt = f" (doubtful: {DOUBTFUL})" if any(row.get("labels_doubtful") for row in rows) else ""
+        doubt = f" (doubtful: {LABELS_UNCONFIRMED})" if any(row.get("labels_doubtful") for row in rows) else ""
         said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered{doubt}")
     for what, secret in private.items():
         word = "leaked: " if secret.hits else ""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from attacks.base import NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
 from eval.io.text import join
 from eval.metrics.score import Row
 
@@ -25,7 +25,7 @@ def columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
     common: Row = {"verified": result.verified, "history": history}
     if result.note:
         common["note"] = result.note
-    if DOUBTFUL in result.note:
+    if LABELS_UNCONFIRMED in result.note:
         common["labels_doubtful"] = True
     if result.given_up:
         common["given_up"] = result.given_up

@@ -13,8 +13,8 @@ import attacks
 import fl.data
 from attacks.base import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine import generators
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS
 from attacks.gradient_matching.engine.search_space import Upsampled
 from eval.metrics.baselines import best_decodable
@@ -101,12 +101,12 @@ def test_gradients_reach_the_codes() -> None:
     task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 8, 8)).to(dtype=torch.float64)
     view, _ = one_step(task, worlds.images(1, "rog"))
     attack = attacks.build({"name": "rog", "preset": "published"})
-    assert isinstance(attack, Matching)
-    problem = attack._problem(view)
-    codes = attack._start(problem, 0, 0)[INPUTS][None]
+    assert isinstance(attack, GradientMatching)
+    problem = attack.build_problem(view)
+    codes = attack.initial_variables(problem, 0, 0)[INPUTS][None]
     assert codes.shape == (1, 1, 1, 2, 2)
     assert 0 <= codes.min() <= codes.max() < 1
-    stack = Stack([problem])
+    stack = ProblemBatch([problem])
     _, grads = stack.evaluate({INPUTS: codes})
     for at in range(4):
         step = torch.zeros(4, dtype=torch.float64)
