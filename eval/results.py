@@ -2,6 +2,7 @@
 
 from eval.run.results import (
     assemble,
+    draw,
     environment,
     incomplete,
     installed,
@@ -11,6 +12,7 @@ from eval.run.results import (
 
 __all__ = [
     "assemble",
+    "draw",
     "environment",
     "incomplete",
     "installed",

@@ -8,6 +8,7 @@ from eval.run.run_directory import (
     RunDir,
     about_cell,
     check_cell,
+    held,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "RunDir",
     "about_cell",
     "check_cell",
+    "held",
 ]

@@ -18,6 +18,7 @@ from eval.cli import app
 from eval.commands.list_ import CONFIGS, KINDS, registries
 from eval.commands.show import describe
 from eval.experiment import config_catalog, yaml_config
+from eval.experiment.serialization import SECTIONS
 from eval.experiment.spec import Experiment
 from eval.io import yaml12
 from fl.registry import UnknownNameError
@@ -155,6 +156,12 @@ def test_named_files_exist(page: Path) -> None:
         assert (ROOT / name).exists(), name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_named_keys_exist(page: Path) -> None:
+    for section, key in re.findall(rf"`({'|'.join(SECTIONS)})\.(\w+)[^`]*`", prose(page)):
+        assert key in SECTIONS[section].__dataclass_fields__, f"{section}.{key}"
+
+
 @pytest.mark.parametrize(("page", "line"), list(commands()))
 def test_commands_parse(page: str, line: str) -> None:
     words = shlex.split(line, comments=True)[1:]
@@ -171,7 +178,7 @@ def test_commands_parse(page: str, line: str) -> None:
 def changed(given: dict) -> Experiment:
     """The config of a command line as its options leave it; files that it imports are the reader's own."""
     narrowed = {key: given[key] or () for key in ("without", "only")}
-    return yaml_config.load(config_catalog.resolve(given["config"]), given["set_"] or (), **narrowed)
+    return yaml_config.load(config_catalog.find(given["config"]), given["set_"] or (), **narrowed)
 
 
 def check(command: str, given: dict) -> None:

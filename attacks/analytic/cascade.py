@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.analytic.maxpool.batch_separation import Apart
-from attacks.analytic.maxpool.determined_pixels import fixed_pixels
-from attacks.analytic.maxpool.solver import ROUGHLY, solve
+from attacks.analytic.maxpool.batch_separation import SeparatedBatch
+from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
+from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
 from attacks.analytic.recursive.conv_equations import Returned, equations, pooling, statistics
 from attacks.analytic.recursive.relu_separation import first_told, told_apart
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
@@ -195,14 +195,16 @@ SIMPLE = "it takes at most one normalisation and one pooling whose windows do no
 """What may stand between two layers."""
 
 
-def _single(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> Apart:
+def _single(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> SeparatedBatch:
     """Signal and input of the top layer for one image: its gradient is their outer product."""
     weight, signal = (gradients[f"{stages[top].name}.{kind}"] for kind in ("weight", "bias"))
     values = (signal @ weight) / (signal @ signal)
-    return Apart(signal[None], values[None], 0.0, 0.0)
+    return SeparatedBatch(signal[None], values[None], 0.0, 0.0)
 
 
-def _several(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int) -> Apart | NotApplicable:
+def _several(
+    stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int
+) -> SeparatedBatch | NotApplicable:
     """Signals and inputs of the top layer for the images of a batch, or why they can't be told apart."""
     for lower in stages[:top]:
         if isinstance(lower.layer, nn.Conv2d) and count * lower.taken.numel() > MOST:
@@ -212,7 +214,7 @@ def _several(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, co
 
 
 def _descend(
-    view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: Apart
+    view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: SeparatedBatch
 ) -> Reconstruction:
     residuals: dict[str, Tensor] = {}
     # an unknown defence may have shortened weight and bias apart, which only a second layer shows
@@ -241,23 +243,25 @@ def _descend(
             signal, spread = signal @ stage.layer.weight.detach(), torch.full_like(values, off)
         else:
             off = max(off, rounding(view, stage.sent("weight")))
-            known = replace(equations(view, stage, stages[i + 1], gradients, returned, kept), noise=off, above=flows)
+            known = replace(
+                equations(view, stage, stages[i + 1], gradients, returned, kept), gradient_noise=off, signal_noise=flows
+            )
             scale = statistics(stage) if i == 0 else None
-            solved = solve(known, scale)
-            found = solved.found
-            residuals[stage.name] = torch.tensor([found.gradient, found.forward])
+            solved = solve_layer(known, scale)
+            found = solved.fit
+            residuals[stage.name] = torch.tensor([found.gradient_error, found.output_error])
             verified = verified and solved.satisfied
             notes += [] if solved.satisfied else [f"{stage.name}: {solved.progress}"]
-            if count > 1 and i > 0 and not found.error < ROUGHLY:
-                return _stopped(residuals, stage.name, known.layer.apart(found.x), notes)
+            if count > 1 and i > 0 and not found.error < BATCH_NEARLY_SOLVED:
+                return _stopped(residuals, stage.name, known.layer.split_images(found.x), notes)
             if i == 0 and verified:
                 assert scale is not None
-                fixed = known.layer.apart(fixed_pixels(solved, *scale))
+                fixed = known.layer.split_images(find_determined_pixels(solved, *scale))
                 verified = bool(fixed.all())
-            values, signal = known.layer.apart(found.x), known.layer.apart(solved.signal)
-            off, kept = max(found.gradient, off), known.layer.reached
+            values, signal = known.layer.split_images(found.x), known.layer.split_images(solved.input_signal)
+            off, kept = max(found.gradient_error, off), known.layer.visible_input_size
             if i > 0:
-                spread = known.layer.apart(solved.off())
+                spread = known.layer.split_images(solved.relative_deviations())
     image = stages[0].undo(values)
     if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
         verified, fixed = False, None

@@ -29,7 +29,7 @@ FAR = 10.0
 
 
 @dataclass(frozen=True)
-class SimulatedClient:
+class Imitation:
     """The client of a view, as far as the server knows it, on images drawn from public ones.
 
     What the client keeps to itself is drawn anew for every update, unless the server knows where it started.
@@ -95,7 +95,7 @@ class SimulatedClient:
 
 
 @dataclass(frozen=True)
-class FeatureHash:
+class Hash:
     """Updates as rows of `size` numbers, or fewer: every number, or sums of several with random signs.
 
     Feature hashing (Weinberger et al., ICML 2009), but the numbers are dealt out evenly. Each update is brought to
@@ -131,7 +131,7 @@ class FeatureHash:
 
 
 @dataclass(frozen=True)
-class InversionNetwork:
+class Inverter:
     """A trained network with what makes its input of an update.
 
     Attributes:
@@ -143,7 +143,7 @@ class InversionNetwork:
         history: the loss along the training, relative to its start.
     """
 
-    hash: FeatureHash
+    hash: Hash
     mean: Tensor
     scale: Tensor
     network: nn.Module
@@ -154,16 +154,16 @@ class InversionNetwork:
         """The images (B, C, H, W) in [0, 1] of one update."""
         rows = self.hash({name: dense(update[name])[None] for name in self.hash.scales})
         with torch.no_grad():
-            images: Tensor = self.network(standardize(rows, self.mean, self.scale))
+            images: Tensor = self.network(standardised(rows, self.mean, self.scale))
         return images.view(self.shape).to(rows.dtype)
 
 
-def standardize(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+def standardised(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Hashed updates (n, F) as the network takes them: whatever the update's unit, the same bits."""
     return ((rows - mean) * scale).clamp(-FAR, FAR).float()
 
 
-def permutation_mse(found: Tensor, images: Tensor) -> Tensor:
+def matched(found: Tensor, images: Tensor) -> Tensor:
     """Mean squared error of `found` (n, B, P) from `images` (n, B, P), each client's in the order that fits best.
 
     The sum of squares of both sides is the same in every order, so the best one has the largest inner products.
@@ -177,8 +177,8 @@ def permutation_mse(found: Tensor, images: Tensor) -> Tensor:
 
 
 def train(
-    imitation: SimulatedClient, *, iterations: int, batch: int, width: int, hashed: int, lr: float, seed: int
-) -> InversionNetwork:
+    imitation: Imitation, *, iterations: int, batch: int, width: int, hashed: int, lr: float, seed: int
+) -> Inverter:
     """A network that inverts the updates of an imitated client; no update is ever seen twice.
 
     Args:
@@ -195,8 +195,8 @@ def train(
     draw = stream(seed, "trial")
     trial = imitation.updates(imitation.images(min(TRIAL, max(2, ROOM // imitation.numbers)), draw), draw)
     scales = {name: _inverse(rows.double().square().mean().sqrt()) for name, rows in trial.items()}
-    made = FeatureHash(scales, imitation.numbers, hashed, seed)
-    lessons = _training_batches(imitation, made, batch, seed)
+    made = Hash(scales, imitation.numbers, hashed, seed)
+    lessons = _lessons(imitation, made, batch, seed)
     rows = torch.cat([made(trial), *(lessons()[0] for _ in range(-(-TRIAL // batch)))]).double()
     mean, spread = rows.mean(0), rows.std(0)
     scale = torch.where(spread > 0, 1 / spread, 0.0)
@@ -208,19 +208,17 @@ def train(
     for step in range(iterations):
         rows, images = lessons()
         optimizer.zero_grad()
-        loss = permutation_mse(network(standardize(rows, mean, scale)).view(images.shape), images)
+        loss = matched(network(standardised(rows, mean, scale)).view(images.shape), images)
         loss.backward()
         optimizer.step()
         schedule.step()
         if step % max(1, iterations // 20) == 0:
             losses.append(float(loss.detach()))
     history = tuple(value / losses[0] for value in losses)
-    return InversionNetwork(made, mean, scale, network.requires_grad_(False), shape, history)
+    return Inverter(made, mean, scale, network.requires_grad_(False), shape, history)
 
 
-def _training_batches(
-    imitation: SimulatedClient, made: FeatureHash, batch: int, seed: int
-) -> Callable[[], tuple[Tensor, Tensor]]:
+def _lessons(imitation: Imitation, made: Hash, batch: int, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
     """A function that imitates `batch` clients anew: hashed updates (batch, F), pixels (batch, B, P) in float32."""
     draw = stream(seed, "lessons")
     room = max(1, min(batch, ROOM // imitation.numbers))
@@ -249,7 +247,7 @@ def _inverse(size: Tensor) -> float:
     return 1 / float(size) if size > 0 else 0.0
 
 
-def client_key(view: ServerView) -> str:
+def fingerprint(view: ServerView) -> str:
     """Equal for views whose clients are imitated alike, whatever they sent."""
     settings = (view.method, view.defense, view.threat, view.schedule, view.batch_size, view.round)
     shapes = ([(n, v.shape) for n, v in view.update.items()], list(view.private.items()), view.dtype, view.device)

@@ -93,6 +93,7 @@ def _entry(kind: str, about: dict[str, Any], registry: Any) -> str:
     if about["fields"]:
         rows = list(_settings(about["fields"], hints(entry)))
         parts.append("## Settings\n\n" + table(("setting", "type", "default", "meaning"), rows))
+        parts += _former(entry)
     if presets := about.get("presets"):
         rows = [
             (f"`{preset}`", code(_values(own["settings"])), escape(own["source"])) for preset, own in presets.items()
@@ -101,6 +102,13 @@ def _entry(kind: str, about: dict[str, Any], registry: Any) -> str:
     where = entry.__module__.replace(".", "/")
     parts.append(f"Defined in `{where}.py`. `hyperleak show {name}` prints this page in a terminal.")
     return "\n\n".join(parts) + "\n"
+
+
+def _former(entry: Any) -> list[str]:
+    """What settings were called before, where they still may be."""
+    names = getattr(entry, "former_names", {}).items()
+    words = ", ".join(f"`{old}` (now `{new}`)" for old, new in names)
+    return [f"Former names are still read, with a note: {words}."] if words else []
 
 
 def _example(kind: str, name: str, about: dict[str, Any]) -> str:
@@ -123,7 +131,7 @@ def _config_page() -> str:
         "A config is a YAML file with the sections below. `task` and `method` are required. Every default is written "
         "out in the `config.yaml` of a run. `hyperleak show SECTION` prints a section in a terminal.",
     ]
-    words = meanings(Experiment)
+    words = TOP | meanings(Experiment)
     types_of = hints(Experiment)
     rows = []
     for key in ("title", "imports", "seeds"):
@@ -143,9 +151,23 @@ def _config_page() -> str:
         about = _only(describe(section), "config section")
         own = _settings(about["fields"], hints(SECTIONS[section]))
         parts.append(f"## `{section}` {{ #{section} }}\n\n{prose(about['text'])}\n\n" + table(_COLUMNS, own))
+        parts += _former(SECTIONS[section])
     return "\n\n".join(parts) + "\n"
 
 
+TOP = {
+    "title": "What the run is about, for its report.",
+    "imports": "Files and modules of your own that register what the config names.",
+    "seeds": "Each repeats network, training and attacks; the split and the watched images stay.",
+    "method": "How clients train.",
+    "defense": "What they do to their update.",
+    "attack": "What the server makes of it.",
+    "task": "What is learnt.",
+    "federation": "Who learns it, and for how long.",
+    "threat": "What the server knows beside the update.",
+    "observe": "Which updates it is given.",
+    "score": "Figures beyond those that are always taken.",
+}
 _COLUMNS = ("key", "type", "default", "meaning")
 
 

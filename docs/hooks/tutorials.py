@@ -125,7 +125,7 @@ def _output(output: Any, name: str, pictures: dict[str, bytes]) -> str:
         pictures[file] = base64.b64decode(data["image/png"])
         return f"![What the cell above draws]({file})"
     if "text/html" in data:
-        table = re.sub(r"<style.*?</style>", "", data["text/html"], flags=re.DOTALL)
+        table = re.sub(r"<style.*?</style>| border=\"1\"| style=\"[^\"]*\"", "", data["text/html"], flags=re.DOTALL)
         return "\n".join(line.strip() for line in table.splitlines() if line.strip())
     if "text/plain" in data:
         return f"```text\n{data['text/plain']}\n```"

@@ -23,7 +23,8 @@ from fl.methods.fedavg import FedAvg
 # The model is any `nn.Module` that returns logits. Pixels are in [0, 1]. `faces` comes with scikit-image.
 
 # %%
-torch.random.default_generator.manual_seed(0)  # your script may draw from the global generator; hyperleak never does
+# Your script may draw from the global generator; hyperleak never does.
+torch.random.default_generator.manual_seed(0)
 model = nn.Sequential(
     nn.Conv2d(1, 16, 5, padding=2),
     nn.LeakyReLU(0.01),
@@ -47,7 +48,8 @@ image, label = faces.train.inputs[:1], faces.train.labels[:1]
 # %%
 view, truth = from_batch(model, image, label)
 print("tensors in the update:", len(view.update))
-print("images in it:", view.batch_size, "- labels known:", view.threat.knows_labels)
+print("images in it:", view.batch_size)
+print("labels known:", view.threat.knows_labels)
 
 # %% [markdown]
 # ## An attack that solves
@@ -79,7 +81,11 @@ def show(*pictures: tuple[str, torch.Tensor]) -> None:
     plt.show()
 
 
-show(("the client's", image), ("solved", solved.inputs), ("searched", searched.inputs))
+show(
+    ("the client's", image),
+    ("solved", solved.inputs),
+    ("searched", searched.inputs),
+)
 
 # %% [markdown]
 # ## The same under a defense
@@ -104,11 +110,15 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 before = {name: value.detach().clone() for name, value in model.named_parameters()}
 nn.functional.cross_entropy(model(image), label).backward()
 optimizer.step()
-update = {name: before[name] - value.detach() for name, value in model.named_parameters()}
+update = {
+    name: before[name] - value.detach() for name, value in model.named_parameters()
+}
 model.load_state_dict(before)
 
 how = FedAvg(lr=0.1, steps=1, batch_size=None)
-captured = from_update(model, update, input_shape=(1, 28, 28), num_classes=2, method=how)
+captured = from_update(
+    model, update, input_shape=(1, 28, 28), num_classes=2, method=how
+)
 found = attacks.build("cascade")(captured, seed=0)
 print("confirmed without the truth:", found.verified)
 show(("the client's", image), ("from the captured update", found.inputs))

@@ -63,7 +63,12 @@ frames = {
 # PSNR in dB, mean over six faces. The floor is each face's own mean color: what a guess scores that knows nothing of the update.
 
 # %%
-table = pd.DataFrame({name: frame.groupby("defense")["psnr"].mean() for name, frame in frames.items()})
+table = pd.DataFrame(
+    {
+        name: frame.groupby("defense")["psnr"].mean()
+        for name, frame in frames.items()
+    }
+)
 table["floor"] = frames["adapts"].groupby("defense")["floor_mean_psnr"].mean()
 table.sort_values("adapts").round(1)
 
@@ -74,9 +79,16 @@ table.sort_values("adapts").round(1)
 ordered = table.sort_values("adapts")
 figure, axis = plt.subplots(figsize=(7, 3.2))
 axis.scatter(
-    ordered["unaware"], ordered.index, marker="o", facecolors="none", edgecolors="C0", label="does not know of it"
+    ordered["unaware"],
+    ordered.index,
+    marker="o",
+    facecolors="none",
+    edgecolors="C0",
+    label="does not know of it",
 )
-axis.scatter(ordered["adapts"], ordered.index, marker="o", color="C0", label="adapts to it")
+axis.scatter(
+    ordered["adapts"], ordered.index, marker="o", color="C0", label="adapts to it"
+)
 axis.axvline(table["floor"].mean(), color="gray", linewidth=1, label="floor")
 axis.set_xlabel("PSNR, dB")
 axis.legend(frameon=False)

@@ -54,7 +54,11 @@ with folder.locked(), folder.logged():
 
 # %%
 frame = pd.DataFrame(store.read_rows(folder.path / "images.jsonl"))
-table = frame.groupby(["method", "attack"], sort=False)[["psnr", "floor_mean_psnr"]].mean().round(1)
+table = (
+    frame.groupby(["method", "attack"], sort=False)[["psnr", "floor_mean_psnr"]]
+    .mean()
+    .round(1)
+)
 table.columns = ["ours, dB", "floor, dB"]
 paper = {(entry.method, entry.attack): entry.psnr for entry in experiment.published}
 table["paper (EMNIST), dB"] = [paper.get(pair, np.nan) for pair in table.index]
@@ -68,7 +72,11 @@ table
 # %%
 for attack in ("joint", "peel+cascade"):
     print(f"hyperfl, {attack}")
-    display(Image(str(next((folder.path / "images").glob(f"hyperfl-none-{attack}-*.png")))))
+    display(
+        Image(
+            str(next((folder.path / "images").glob(f"hyperfl-none-{attack}-*.png")))
+        )
+    )
 
 # %% [markdown]
 # ## What to say of it

@@ -42,7 +42,9 @@ class FirstLayer(Attack):
         tolerance: share of the update that may be left over for the attack to call itself right.
     """
 
-    plain: ClassVar[str] = "reads what the first fully connected layer was given off its update, without guessing."
+    plain: ClassVar[str] = (
+        "reads what the first fully connected layer was given off its update, without guessing."
+    )
 
     tolerance: float = 1e-3
 
@@ -50,18 +52,37 @@ class FirstLayer(Attack):
         """The layer's input, as an image where it is one."""
         if view.batch_size != 1:
             return NotApplicable("it takes one image")
-        linear = [name for name, module in view.task.model.named_modules() if isinstance(module, nn.Linear)]
-        name = next((n for n in linear if {f"{n}.weight", f"{n}.bias"} <= set(view.update)), None)
+        linear = [
+            name
+            for name, module in view.task.model.named_modules()
+            if isinstance(module, nn.Linear)
+        ]
+        name = next(
+            (n for n in linear if {f"{n}.weight", f"{n}.bias"} <= set(view.update)),
+            None,
+        )
         if name is None or not bool(dense(view.update[f"{name}.bias"]).any()):
             return NotApplicable("no linear layer with a bias moved")
-        weight, bias = dense(view.update[f"{name}.weight"]), dense(view.update[f"{name}.bias"])
+        weight, bias = (
+            dense(view.update[f"{name}.weight"]),
+            dense(view.update[f"{name}.bias"]),
+        )
         x = bias @ weight / (bias @ bias)
-        verified = bool((weight - torch.outer(bias, x)).norm() < self.tolerance * weight.norm())
+        verified = bool(
+            (weight - torch.outer(bias, x)).norm() < self.tolerance * weight.norm()
+        )
         shape = torch.Size(view.task.input_shape)
         if x.numel() != shape.numel():
-            return Reconstruction(inputs=None, private={"features": x}, verified=verified)
-        mean, std = (torch.tensor(v).to(x).view(-1, 1, 1) for v in (view.task.mean, view.task.std))
-        image = x.view(1, *shape) * std + mean if view.task.mean else x.view(1, *shape)
+            return Reconstruction(
+                inputs=None, private={"features": x}, verified=verified
+            )
+        mean, std = (
+            torch.tensor(v).to(x).view(-1, 1, 1)
+            for v in (view.task.mean, view.task.std)
+        )
+        image = (
+            x.view(1, *shape) * std + mean if view.task.mean else x.view(1, *shape)
+        )
         return Reconstruction(inputs=image.clamp(0, 1), verified=verified)
 
 
@@ -69,8 +90,11 @@ class FirstLayer(Attack):
 # ## On a model
 
 # %%
-torch.random.default_generator.manual_seed(0)  # your script may draw from the global generator; hyperleak never does
-model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.Sigmoid(), nn.Linear(64, 2))
+# Your script may draw from the global generator; hyperleak never does.
+torch.random.default_generator.manual_seed(0)
+model = nn.Sequential(
+    nn.Flatten(), nn.Linear(28 * 28, 64), nn.Sigmoid(), nn.Linear(64, 2)
+)
 faces = load("faces")
 image, label = faces.train.inputs[:1], faces.train.labels[:1]
 
@@ -79,7 +103,9 @@ found = attacks.build("first-layer")(view, seed=0)
 print(leakage(found, truth))
 
 figure, axes = plt.subplots(1, 2, figsize=(4.4, 2.5))
-for axis, picture, name in zip(axes, (image, found.inputs), ("the client's", "first-layer"), strict=True):
+for axis, picture, name in zip(
+    axes, (image, found.inputs), ("the client's", "first-layer"), strict=True
+):
     axis.imshow(picture.squeeze(), cmap="gray", vmin=0, vmax=1)
     axis.set_title(name)
     axis.axis("off")

@@ -15,7 +15,7 @@ from eval.metrics.identification import (
     in_features,
     in_pixels,
     in_update,
-    replay_obstacle,
+    unreplayed,
 )
 from eval.metrics.score import Row
 from fl.simulation.client_round import Truth
@@ -27,7 +27,7 @@ BY_FEATURES, BY_UPDATE = "identified_by_features", "identified_by_update"
 
 
 @dataclass(frozen=True, eq=False)
-class IdentificationLineup:
+class Lineup:
     """Every true image of one update among others of its class; what no attack changes is told once.
 
     Attributes:
@@ -41,7 +41,7 @@ class IdentificationLineup:
     others: dict[int, Tensor]
 
     @classmethod
-    def of(cls, view: ServerView, truth: Truth, reference: Batch | None, seed: int) -> IdentificationLineup:
+    def of(cls, view: ServerView, truth: Truth, reference: Batch | None, seed: int) -> Lineup:
         """With others drawn from images (R,) and their labels that no watched client holds."""
         if reference is None or truth.labels.ndim > 1:
             return cls(view, truth, {})
@@ -60,7 +60,7 @@ class IdentificationLineup:
     def by_update(self) -> dict[int, bool | str] | str:
         """Whether the update itself names each of these images, or why nobody can tell by it: of one, or of all."""
         labels = self.truth.labels
-        return replay_obstacle(self.view) or {
+        return unreplayed(self.view) or {
             i: in_update(self.view, int(labels[i]), self.truth.inputs[i].cpu(), others)
             for i, others in self.others.items()
         }

@@ -89,7 +89,7 @@ def table(rows: Sequence[Row], experiment: Experiment) -> Table:
     """
     if not rows:
         raise ValueError("expected rows of at least one attack, got none; see `against` of the attacks")
-    found, setting = groups(rows), Setting.of(yaml_config.to_plain(experiment))
+    found, setting = groups(rows), Setting.of(yaml_config.plain(experiment))
     several = len({group.round for group in found}) > 1
     raised: dict[str, None] = {}
     lines = [_line(group, setting, several, raised) for group in found]

@@ -17,7 +17,7 @@ ROWS = ("images.jsonl", "rounds.jsonl", "privacy.jsonl")
 
 
 @dataclass
-class FolderReport:
+class Checked:
     """What a look at a folder found.
 
     Attributes:
@@ -31,7 +31,7 @@ class FolderReport:
     whole: int = 0
 
 
-def check_folder(folder: Path) -> FolderReport:
+def look(folder: Path) -> Checked:
     """Check all that a run's folder holds: cells, checkpoints, what readers get, and what the run says of itself.
 
     Raises:
@@ -39,42 +39,38 @@ def check_folder(folder: Path) -> FolderReport:
     """
     if not any((folder / name).exists() for name in (RUN, "cells", manifest.MANIFEST, ROWS[0])):
         raise FileNotFoundError(f"{folder} is no folder that `hyperleak run` has written: it has no {RUN} and no cells")
-    found = FolderReport()
+    found = Checked()
     for place, wrong in _problems(folder, found):
         found.damaged.append(f"{place} {wrong}")
     return found
 
 
-def _problems(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
+def _problems(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
     yield from _cells(folder, found)
     yield from _checkpoints(folder, found)
     yield from _readers(folder, found)
     if not (folder / RUN).exists():
-        yield RUN, f"is missing; {manifest.HOW_TO_REWRITE}"
+        yield RUN, f"is missing; {manifest.AGAIN}"
     else:
         try:
             about = jsonl.read_json(inside(folder, RUN))
             if not isinstance(about, dict):
                 raise ValueError("expected a JSON object")
-            file_digests.check_digest(about)
+            file_digests.check_seal(about)
         except (OSError, ValueError) as error:
-            yield RUN, f"is damaged ({error}); {manifest.HOW_TO_REWRITE}"
+            yield RUN, f"is damaged ({error}); {manifest.AGAIN}"
         else:
-            found.whole += file_digests.DIGEST_KEY in about
-            found.unchecked += [] if file_digests.DIGEST_KEY in about else [RUN]
-            if (
-                file_digests.DIGEST_KEY in about
-                and (folder / ROWS[0]).exists()
-                and not (folder / manifest.MANIFEST).exists()
-            ):
-                yield manifest.MANIFEST, f"is missing; {manifest.HOW_TO_REWRITE}"
+            found.whole += file_digests.SEAL in about
+            found.unchecked += [] if file_digests.SEAL in about else [RUN]
+            if file_digests.SEAL in about and (folder / ROWS[0]).exists() and not (folder / manifest.MANIFEST).exists():
+                yield manifest.MANIFEST, f"is missing; {manifest.AGAIN}"
 
 
 def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
-def _cells(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
+def _cells(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
     for path in _folders(folder / "cells"):
         if path.suffix == ".part" or path.name.startswith("."):
             continue
@@ -94,7 +90,7 @@ def _cells(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
             found.unchecked.append(place)
 
 
-def _checkpoints(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
+def _checkpoints(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
     for own in _folders(folder / "checkpoints"):
         for path in sorted(own.glob("round-*.npz")):
             try:
@@ -106,7 +102,7 @@ def _checkpoints(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]
                 found.whole += 1
 
 
-def _readers(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
+def _readers(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
     try:
         changed = dict(manifest.changes(folder))
         stated = manifest.read(folder).get("files", {})
@@ -114,7 +110,7 @@ def _readers(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
         yield "readers' files", f"can't be checked: {error}"
         return
     for name, wrong in changed.items():
-        yield name, f"{wrong}; {manifest.HOW_TO_REWRITE}"
+        yield name, f"{wrong}; {manifest.AGAIN}"
     found.whole += len(stated.keys() - changed.keys())
     found.unchecked += [name for name in REPORTS if (folder / name).exists()]
     if stated:
@@ -126,6 +122,6 @@ def _readers(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
             if name in ROWS:
                 jsonl.read_rows(inside(folder, name))
         except (OSError, ValueError) as error:
-            yield name, f"is damaged ({error}); {manifest.HOW_TO_REWRITE}"
+            yield name, f"is damaged ({error}); {manifest.AGAIN}"
         else:
             found.unchecked.append(name)

@@ -15,9 +15,9 @@ from eval.experiment.serialization import section_spec
 from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe
 from eval.metrics.perceptual import Perceptual, load_lpips
 from eval.run import auxiliary_overlap
-from eval.run.assembly_check import ASSEMBLY_ERRORS, check_assembly
-from eval.run.cache_keys import Cell, attack_cell, dataset_sources, training_cell
-from eval.run.federation_data import FederationData, Target, dataset_digest, device_of, load
+from eval.run.assembly_check import MISFITS, put_together
+from eval.run.cache_keys import Cell, attack_cell, sources, training_cell
+from eval.run.federation_data import Victim, World, device_of, digest_of, load
 from fl.aggregated_view import Division
 from fl.client import Client
 from fl.data import Dataset, datasets
@@ -27,7 +27,7 @@ from fl.types import Task, ThreatModel
 
 
 @dataclass(frozen=True, eq=False)
-class ObservationSpec:
+class Scene:
     """Whom the attacker watches, and what they run while it does.
 
     Attributes:
@@ -38,13 +38,13 @@ class ObservationSpec:
     """
 
     observe: Observe
-    victims: tuple[Target, ...]
+    victims: tuple[Victim, ...]
     method: Method
     threat: ThreatModel
 
 
 @dataclass(frozen=True, eq=False)
-class AttackTask:
+class Watch:
     """One attack after a round.
 
     Attributes:
@@ -56,17 +56,17 @@ class AttackTask:
 
     attack: Entry[Attack]
     round: int
-    scene: ObservationSpec
+    scene: Scene
     cell: Cell
 
     @property
-    def history_rounds(self) -> range:
+    def past(self) -> range:
         """Rounds before it in which the attacker saw the same clients, oldest first."""
         return range(max(0, self.round - self.scene.threat.history_rounds), self.round)
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingTask:
+class Training:
     """One method under one defence from one seed, and the attacks on it.
 
     Attributes:
@@ -83,16 +83,16 @@ class TrainingTask:
     method: Entry[Method]
     defense: Entry[Defense]
     seed: int
-    world: FederationData
+    world: World
     federation: FederationSpec
     cell: Cell
-    watches: tuple[AttackTask, ...]
+    watches: tuple[Watch, ...]
     name: str
 
     @staticmethod
-    def observed_rounds(watches: Iterable[AttackTask]) -> set[int]:
+    def looked_at(watches: Iterable[Watch]) -> set[int]:
         """After which rounds these watches see clients."""
-        return {number for watch in watches for number in (*watch.history_rounds, watch.round)}
+        return {number for watch in watches for number in (*watch.past, watch.round)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class Plan:
     """
 
     experiment: Experiment
-    trainings: tuple[TrainingTask, ...]
+    trainings: tuple[Training, ...]
     perceptual: Perceptual | None
     device: torch.device
 
@@ -130,7 +130,7 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
     if settings.lpips != "off":
         net = None if settings.lpips == "auto" else settings.lpips
         perceptual = load_lpips(net, allow_download=settings.download)
-    maker = _PlanBuilder(experiment, device_of(device), perceptual)
+    maker = _Maker(experiment, device_of(device), perceptual)
     trainings = [
         maker.training(seed, method, defense)
         for seed in experiment.seeds
@@ -175,7 +175,7 @@ def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _PlanBuilder:
+class _Maker:
     """Makes the parts of a plan; what several of them share is made once."""
 
     experiment: Experiment
@@ -183,11 +183,11 @@ class _PlanBuilder:
     perceptual: Perceptual | None
     loaded: dict[str, Dataset] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
-    worlds: dict[str, FederationData] = field(default_factory=dict)
-    scenes: dict[str, ObservationSpec] = field(default_factory=dict)
+    worlds: dict[str, World] = field(default_factory=dict)
+    scenes: dict[str, Scene] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
 
-    def training(self, seed: int, method: Entry[Method], defense: Entry[Defense]) -> TrainingTask:
+    def training(self, seed: int, method: Entry[Method], defense: Entry[Defense]) -> Training:
         """One training with its attacks."""
         own = sweep.part(self.experiment, method, None)
         world = self._world(own)
@@ -209,17 +209,17 @@ class _PlanBuilder:
             for number in _watched(part, method):
                 settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
                 made = attack_cell(cell, number, *settings, public=self._public(attack.item))
-                watches.append(AttackTask(attack, number, scene, made))
+                watches.append(Watch(attack, number, scene, made))
         watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
         name = self._name(seed, method.label, defense.label)
-        return TrainingTask(method, defense, seed, world, own.federation, cell, tuple(watches), name)
+        return Training(method, defense, seed, world, own.federation, cell, tuple(watches), name)
 
-    def _refuse(self, attack: Entry[Attack], scene: ObservationSpec, world: FederationData) -> None:
+    def _refuse(self, attack: Entry[Attack], scene: Scene, world: World) -> None:
         """Once for all seeds, methods and defences that are watched on the same images: others are read for it."""
         key = f"{attack.item!r} {id(world)} {[victim.key for victim in scene.victims]}"
         if key not in self.checked:
             watched = (member.data.inputs for victim in scene.victims for member in victim.group)
-            auxiliary_overlap.check_no_overlap(attack.item, attack.label, watched)
+            auxiliary_overlap.refuse(attack.item, attack.label, watched)
             self.checked.add(key)
 
     def _name(self, seed: int, method: str, defense: str) -> str:
@@ -229,14 +229,14 @@ class _PlanBuilder:
     def _public(self, *named: object) -> list[str]:
         """Digests of the data that methods, defences or attacks name, as they are now."""
         found = []
-        for source in dataset_sources(named):
+        for source in sources(named):
             key = json.dumps(datasets.spec(source))
             if key not in self.digests:
-                self.digests[key] = dataset_digest(self.loaded.get(key) or source.load())
+                self.digests[key] = digest_of(self.loaded.get(key) or source.load())
             found.append(self.digests[key])
         return found
 
-    def _world(self, own: Experiment) -> FederationData:
+    def _world(self, own: Experiment) -> World:
         source = json.dumps(datasets.spec(own.task.dataset))
         federation = section_spec(own.federation)
         key = json.dumps([section_spec(own.task), federation["partition"], federation["augment"]])
@@ -246,7 +246,7 @@ class _PlanBuilder:
             self.worlds[key] = load(own.task, own.federation, self.device, self.loaded[source])
         return self.worlds[key]
 
-    def _scene(self, part: Experiment, world: FederationData, method: str, size: int) -> ObservationSpec:
+    def _scene(self, part: Experiment, world: World, method: str, size: int) -> Scene:
         participants = len(world.partition) - part.federation.held_out_clients
         division = Division(
             size=size, participants=participants, asked=asked(part.federation.client_fraction, participants)
@@ -255,7 +255,7 @@ class _PlanBuilder:
         if key not in self.scenes:
             found = part.observed_methods()[method]
             victims = world.victims(part.observe, division)
-            self.scenes[key] = ObservationSpec(part.observe, victims, found, part.threat)
+            self.scenes[key] = Scene(part.observe, victims, found, part.threat)
         return self.scenes[key]
 
     def _check(
@@ -280,7 +280,7 @@ class _PlanBuilder:
                 raise ValueError(f"expected epochs >= 1, got {idle[0].epochs}")
             client = Client(task, method, defense.item)
             if federation is not None:  # else it is observed alone, and nothing is trained by it
-                check_assembly(client, federation, clients)
-        except ASSEMBLY_ERRORS as error:
+                put_together(client, federation, clients)
+        except MISFITS as error:
             raise ValueError(f"{where}: {error or type(error).__name__}") from error
         self.checked.add(key)

@@ -16,8 +16,8 @@ from eval.io import file_digests, jsonl
 from eval.io.errors import FAULTS
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
-from eval.run.cache_keys import Cell, run_id, source_digest, version
-from eval.run.plan import AttackTask, ObservationSpec, Plan, TrainingTask, prepare
+from eval.run.cache_keys import Cell, code, run_id, version
+from eval.run.plan import Plan, Scene, Training, Watch, prepare
 from eval.run.run_directory import FILES, RUN, LostLockError, RunDir
 from fl.runtime.main_guard import UnguardedError
 from fl.simulation.federation import Federation
@@ -37,14 +37,14 @@ def silent(stage: str, done: int, total: int) -> None:
     """A `Progress` that tells no one."""
 
 
-class AttackFilter(Protocol):
+class Needed(Protocol):
     """Asked before an attack is run."""
 
-    def __call__(self, one: TrainingTask, watch: AttackTask) -> bool:
+    def __call__(self, one: Training, watch: Watch) -> bool:
         """Whether it is still of use, after those before it."""
 
 
-def keep_all(one: TrainingTask, watch: AttackTask) -> bool:
+def always(one: Training, watch: Watch) -> bool:
     """A `Needed` that leaves nothing out."""
     return True
 
@@ -55,7 +55,7 @@ class Options:
 
     Attributes:
         workers: processes to spread clients and attacked updates over.
-        checkpoint_seconds: between checkpoints of a training.
+        every: seconds between checkpoints of a training.
         keep_checkpoints: whether they stay when no unfinished cell needs them.
         name: what the run is called.
         command: what it was started by.
@@ -63,11 +63,11 @@ class Options:
     """
 
     workers: int = 1
-    checkpoint_seconds: float = 60.0
+    every: float = 60.0
     keep_checkpoints: bool = False
     name: str = ""
     command: str = ""
-    needed: AttackFilter = keep_all
+    needed: Needed = always
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
     """
     options = options or Options()
     with closing(Spread(options.workers)) as spread:
-        return _Run(plan, folder, options, progress, spread).run()
+        return _Job(plan, folder, options, progress, spread).whole()
 
 
 @dataclass
-class _Run:
+class _Job:
     """A run in progress."""
 
     plan: Plan
@@ -110,15 +110,13 @@ class _Run:
     failures: dict[str, Failure] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
 
-    def run(self) -> list[Failure]:
+    def whole(self) -> list[Failure]:
         """All cells."""
-        self.write_status("running")
-        for note in partition_notes.shared_images(
-            [about for _, about in partition_files.distinct_partitions(self.plan)]
-        ):
+        self.say("running")
+        for note in partition_notes.shared_images([about for _, about in partition_files.worlds(self.plan)]):
             log.warning(note)
         done = {cell.id: cell for _, cell in self.plan.cells() if self.folder.finished(cell)}
-        if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != source_digest()]:
+        if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != code()]:
             log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
         if older := [cell for cell in done.values() if FILES not in self.folder.about(cell)]:
             log.warning(
@@ -126,37 +124,35 @@ class _Run:
                 len(older),
             )
         for one in self.plan.trainings:
-            self.run_training(one)
-        self.write_status("failed" if self.failures else "finished")
+            self.go(one)
+        self.say("failed" if self.failures else "finished")
         return list(self.failures.values())
 
-    def run_training(self, one: TrainingTask) -> None:
+    def go(self, one: Training) -> None:
         """One training with its attacks."""
-        open_to = [watch for watch in one.watches if self.is_pending(one, watch)]
+        open_to = [watch for watch in one.watches if self.wanted(one, watch)]
         checkpoints = self.folder.checkpoints(one.cell)
         if not self.folder.finished(one.cell):
             stage = f"{one.name}: training"
             with self._cell(one.cell, stage):
-                count = ProgressCounter(
-                    self.progress if one.federation.rounds else silent, stage, one.federation.rounds
-                )
+                count = Counter(self.progress if one.federation.rounds else silent, stage, one.federation.rounds)
                 training_cell.train(
                     one,
                     self.folder.part(one.cell),
                     checkpoints,
-                    watched=one.observed_rounds(open_to),
-                    checkpoint_seconds=self.options.checkpoint_seconds,
+                    watched=one.looked_at(open_to),
+                    every=self.options.every,
                     workers=self.options.workers,
-                    tick=count.set,
+                    tick=count.to,
                 )
         if not self.folder.finished(one.cell):
             return
         if open_to:
             self._attacks(one, open_to)
         if not self.options.keep_checkpoints:
-            checkpoints.keep(one.observed_rounds(watch for watch in one.watches if self.is_pending(one, watch)))
+            checkpoints.keep(one.looked_at(watch for watch in one.watches if self.wanted(one, watch)))
 
-    def is_pending(self, one: TrainingTask, watch: AttackTask) -> bool:
+    def wanted(self, one: Training, watch: Watch) -> bool:
         """Whether the attack is still to be run: not finished, nor of no more use."""
         if self.folder.finished(watch.cell):
             return False
@@ -164,48 +160,42 @@ class _Run:
             self.left_out.add(watch.cell.id)
         return watch.cell.id not in self.left_out
 
-    def _attacks(self, one: TrainingTask, open_to: list[AttackTask]) -> None:
+    def _attacks(self, one: Training, open_to: list[Watch]) -> None:
         several = len({watch.round for watch in one.watches}) > 1
         with training_cell.federation_of(one) as federation:
             for number in sorted({watch.round for watch in open_to}):
-                sights: dict[ObservationSpec, attack_cell.Observation] = {}
+                sights: dict[Scene, attack_cell.Seen] = {}
                 for watch in (watch for watch in open_to if watch.round == number):
-                    if not self.is_pending(one, watch):  # by now: another label may stand for the same cell
+                    if not self.wanted(one, watch):  # by now: another label may stand for the same cell
                         continue
                     stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
                     with self._cell(watch.cell, stage):
                         seen = self._seen(federation, one, watch, sights)
-                        count = ProgressCounter(self.progress, stage, len(watch.scene.victims))
-                        count.set(0)
+                        count = Counter(self.progress, stage, len(watch.scene.victims))
+                        count.to(0)
                         where = self.folder.part(watch.cell)
-                        attack_cell.run_attack_cell(
-                            watch, one, seen, self.plan.perceptual, where, self.spread, count.advance
-                        )
+                        attack_cell.attack(watch, one, seen, self.plan.perceptual, where, self.spread, count.more)
 
     def _seen(
-        self,
-        federation: Federation,
-        one: TrainingTask,
-        watch: AttackTask,
-        sights: dict[ObservationSpec, attack_cell.Observation],
-    ) -> attack_cell.Observation:
+        self, federation: Federation, one: Training, watch: Watch, sights: dict[Scene, attack_cell.Seen]
+    ) -> attack_cell.Seen:
         """What the server sees in the watch's round; what several attacks look at is made once."""
         if watch.scene not in sights:
             earlier = []
-            for number in watch.history_rounds:
+            for number in watch.past:
                 self._bring(federation, one, number)
-                earlier.append(attack_cell.observe_targets(federation, one, watch.scene).views)
+                earlier.append(attack_cell.look(federation, one, watch.scene).views)
             self._bring(federation, one, watch.round)
-            sights[watch.scene] = attack_cell.observe_targets(federation, one, watch.scene, earlier)
+            sights[watch.scene] = attack_cell.look(federation, one, watch.scene, earlier)
         return sights[watch.scene]
 
-    def _bring(self, federation: Federation, one: TrainingTask, number: int) -> None:
+    def _bring(self, federation: Federation, one: Training, number: int) -> None:
         """The federation to its state after `number` rounds."""
         if federation.server.round != number:
-            count = ProgressCounter(self.progress, f"{one.name}: training again to round {number}", number)
+            count = Counter(self.progress, f"{one.name}: training again to round {number}", number)
             checkpoints = self.folder.checkpoints(one.cell)
             rows = jsonl.read_rows(self.folder.file(one.cell, training_cell.ROUNDS))
-            training_cell.load(federation, one, checkpoints, number, rows, workers=self.options.workers, tick=count.set)
+            training_cell.load(federation, one, checkpoints, number, rows, workers=self.options.workers, tick=count.to)
 
     @contextmanager
     def _cell(self, cell: Cell, name: str) -> Iterator[None]:
@@ -222,9 +212,9 @@ class _Run:
             log.exception("%s failed", name)
         else:
             log.info("%s: %.1f s", name, time.perf_counter() - began)
-        self.write_status("running")
+        self.say("running")
 
-    def write_status(self, status: str) -> None:
+    def say(self, status: str) -> None:
         """Write down what the run is and how far it is."""
         about = {
             "id": run_id(self.plan.experiment),
@@ -232,11 +222,11 @@ class _Run:
             "name": self.options.name,
             "command": self.options.command,
             "version": version(),
-            "code": source_digest(),
+            "code": code(),
             "status": status,
             "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
         }
-        jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
+        jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.sealed(about), indent=2) + "\n")
 
     def _about(self, name: str, cell: Cell) -> dict[str, object]:
         about: dict[str, object] = {"id": cell.id, "kind": cell.settings["kind"], "name": name}
@@ -250,7 +240,7 @@ class _Run:
         return {**about, "status": "waiting"}
 
 
-class ProgressCounter:
+class Counter:
     """Reports how far a stage of the work is.
 
     Args:
@@ -262,11 +252,11 @@ class ProgressCounter:
     def __init__(self, progress: Progress, stage: str, total: int) -> None:
         self.progress, self.stage, self.total, self.done = progress, stage, total, 0
 
-    def set(self, done: int) -> None:
+    def to(self, done: int) -> None:
         """So many parts are done."""
         self.done = done
         self.progress(self.stage, done, self.total)
 
-    def advance(self, count: int) -> None:
+    def more(self, count: int) -> None:
         """So many more parts are done."""
-        self.set(self.done + count)
+        self.to(self.done + count)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.conv_pool_layer import Layer
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
-from attacks.analytic.maxpool.pixel_levels import Levels
-from attacks.analytic.maxpool.refinement import passed
+from attacks.analytic.maxpool.pixel_levels import PixelLevels
+from attacks.analytic.maxpool.refinement import select_largest
 from fl.seeds import stream
 
 MEAN, STD = torch.full((3,), 0.5, dtype=torch.float64), torch.full((3,), 0.25, dtype=torch.float64)
-LEVELS = Levels.of(MEAN, STD)
+LEVELS = PixelLevels.of(MEAN, STD)
 
 
 def problem(side: int, filters: int) -> tuple[Equations, Tensor]:
@@ -22,12 +22,12 @@ def problem(side: int, filters: int) -> tuple[Equations, Tensor]:
     draw = stream(0, "lattice", side)
     weight = torch.randn(filters, 3, 3, 3, generator=draw, dtype=torch.float64)
     bias = torch.randn(filters, generator=draw, dtype=torch.float64)
-    made = Layer(weight, bias, (3, side, side), window=(2, 2))
+    made = ConvPoolLayer(weight, bias, (3, side, side), window=(2, 2))
     smooth = torch.rand(3, 1, 1, generator=draw) + 0.2 * torch.rand(3, side, side, generator=draw)
     truth = LEVELS.nearest((0.25 + 0.4 * smooth.double() - 0.5) / 0.25)
     target = made.pooled_outputs(truth)
     signal = torch.randn(target.shape, generator=draw, dtype=torch.float64)
     every = torch.ones_like(target)
     empty = torch.zeros(filters, 27, dtype=torch.float64)
-    known = Equations(made, empty, target, signal, every.bool(), 1e-12 * every, every)
-    return replace(known, gradient=-known.residual(truth, passed(known, truth))), truth
+    equations = Equations(made, empty, target, signal, every.bool(), 1e-12 * every, every)
+    return replace(equations, gradient=-equations.residual(truth, select_largest(equations, truth))), truth

@@ -1,4 +1,14 @@
-"""Which position of each cell was passed on, by annealed variational expectation-maximisation."""
+"""Pooling positions by variational expectation-maximization under a falling temperature.
+
+Minimizes (3) of the package in turn over X and over the probabilities q. With R_o what filter o leaves of its gradient
+without cell k, e_okp how far an output exceeds its target, and T the temperature, the step in q is
+
+    q_okp  ~  exp(-E_okp / T),
+    E_okp  =  (e_okp^2 + sum_r!=p max(e_okr, 0)^2) / (2 u_ok)  +  |R_o - s_ok U_l(k,p)|^2 / (2 v_o),
+
+cell after cell; where a target is only a bound, e_okp counts where it is positive. The step in X solves the normal
+equations, and v_o follows from what X and q leave.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +18,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.equations import SMALLEST, Equations, Preconditioner, Prior, System
+from attacks.analytic.maxpool.equations import MIN_RELATIVE_NOISE, Equations
+from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
+from attacks.analytic.maxpool.normal_equations import NormalEquations, Preconditioner
 
-STILL = 1e-3
-"""Change of the probabilities over a stretch in which X did not move, times its temperature: about the evidence,
+STATIONARY = 1e-3
+"""Change of the probabilities over a temperature at which X did not move, times the temperature: about the evidence,
 below which colder ones would change little."""
+SWEEPS = 2
+"""Times that a step in q goes through all cells."""
 
 
-def temperatures(first: float, factor: float) -> list[float]:
-    """A falling sequence from `first` to 1, which is held for a while."""
+def cooling_schedule(first: float, factor: float) -> list[float]:
+    """Return temperatures that fall from `first` to 1, which is held for a while."""
     falling = []
     while first > 1:
         falling.append(first)
@@ -25,87 +39,98 @@ def temperatures(first: float, factor: float) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Start:
+class AnnealingStart:
     """Where an annealing begins.
 
     Attributes:
         x: (I, H, W).
-        shares: probability of every position (O, K, P).
-        noise: standard deviation of each filter's gradient equations (O,).
-        forward: standard deviation of the forward equations.
+        selection: q, the probability of every position (O, K, P).
+        gradient_std: standard deviation of each filter's gradient equations (O,), the root of v.
+        output_std: standard deviation of the outputs' equations.
     """
 
     x: Tensor
-    shares: Tensor
-    noise: Tensor
-    forward: Tensor
+    selection: Tensor
+    gradient_std: Tensor
+    output_std: Tensor
 
     @classmethod
-    def blank(cls, known: Equations) -> Start:
-        """Nothing known."""
-        x = known.layer.weight.new_zeros(known.layer.shape)
-        return cls(x, known.start, known.gradient_scale, known.forward_scale)
+    def blank(cls, equations: Equations) -> AnnealingStart:
+        """Return the start where nothing is known."""
+        x = equations.layer.weight.new_zeros(equations.layer.shape)
+        return cls(x, equations.uniform_selection, equations.gradient_scale, equations.output_scale)
 
 
 def anneal(
-    known: Equations,
+    equations: Equations,
     temperatures: Sequence[float],
     done: Callable[[Tensor], bool],
     *,
     steps: int = 2,
-    start: Start | None = None,
-    prior: Prior | None = None,
+    start: AnnealingStart | None = None,
+    prior: GaussianPrior | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The layer's input X (I, H, W) and the probability of every position (O, K, P).
+    """Return the layer's input X (I, H, W) and the probability of every position (O, K, P).
 
-    Alternates X, the mean given the positions' probabilities, with the probabilities given X. Each filter has a noise
-    of its own, estimated anew in every step: filters whose positions are right become exact equations, X follows
-    from them, and the rest with it. High temperatures keep all positions open at first.
+    Each filter has a noise of its own, estimated anew in every step: filters whose positions are right become exact
+    equations, X follows from them, and the rest with it. High temperatures keep all positions open at first.
 
     Args:
-        known: the layer's equations.
-        temperatures: one per stretch.
+        equations: of the layer.
+        temperatures: one after the other.
         done: tells from X whether the search is over.
-        steps: per stretch.
+        steps: at each temperature.
         start: where to begin; None is nothing known and every position alike.
         prior: what is expected of X beside the equations.
     """
-    start = Start.blank(known) if start is None else start
-    x, shares, noise, forward = start.x, start.shares, start.noise, start.forward
+    start = AnnealingStart.blank(equations) if start is None else start
+    x, selection, gradient_std, output_std = start.x, start.selection, start.gradient_std, start.output_std
     preconditioner: Preconditioner = "mean" if prior is None else "channels"
-    exceeded = None
+    exceeding = None
     for temperature in temperatures:
-        before = x, shares
+        before = x, selection
         for _ in range(steps):
-            x = System.of(known, shares, noise, forward, exceeded, prior).solve(x, preconditioner=preconditioner)
-            excess = known.excess(x)
-            shares, left = _expected(known, x, excess, shares, noise, forward, temperature)
-            exceeded = (excess > 0).to(shares)
-            noise = known.deviation(x, shares, left).maximum(known.floor)
-            missed = known.average((shares * excess.square()).sum(-1)).sqrt()
-            forward = missed.clamp_min(SMALLEST * known.forward_scale)
-        if done(x) or (torch.equal(x, before[0]) and bool(temperature * (shares - before[1]).abs().max() < STILL)):
+            system = NormalEquations.of(equations, selection, gradient_std, output_std, exceeding, prior)
+            x = system.solve(x, preconditioner=preconditioner)
+            excess = equations.excess(x)
+            energy = _output_energy(equations, excess, output_std)
+            selection, residual = _update_selection(equations, x, energy, selection, gradient_std, temperature)
+            exceeding = (excess > 0).to(selection)
+            gradient_std = equations.gradient_std(x, selection, residual).maximum(equations.noise_floor)
+            off = equations.mean_over_targets((selection * excess.square()).sum(-1)).sqrt()
+            output_std = off.clamp_min(MIN_RELATIVE_NOISE * equations.output_scale)
+        still = torch.equal(x, before[0])
+        if done(x) or (still and bool(temperature * (selection - before[1]).abs().max() < STATIONARY)):
             break
-    return x, shares
+    return x, selection
 
 
-def _expected(
-    known: Equations, x: Tensor, excess: Tensor, shares: Tensor, noise: Tensor, forward: Tensor, temperature: float
+def _output_energy(equations: Equations, excess: Tensor, output_std: Tensor) -> Tensor:
+    """The outputs' part of E (O, K, P): the position's own error, and that of others above the target."""
+    above = excess.clamp_min(0).square()
+    own = excess.square() * equations.target_known[..., None] + above * ~equations.target_known[..., None]
+    return (own + above.sum(-1, keepdim=True) - above) / (2 * (output_std**2 + equations.target_std**2)[..., None])
+
+
+def _update_selection(
+    equations: Equations,
+    x: Tensor,
+    output_energy: Tensor,
+    selection: Tensor,
+    gradient_std: Tensor,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities cell after cell, each given the others' (O, K, P), and what of the gradient is left (O, M)."""
-    cells = known.layer.patches(x)[known.layer.cells]  # (K, P, M)
-    above = excess.clamp_min(0).square()
-    missed = excess.square() * known.seen[..., None] + above * ~known.seen[..., None]
-    energy = (missed + above.sum(-1, keepdim=True) - above) / (2 * (forward**2 + known.loose**2)[..., None])
-    within = cells @ cells.mT  # (K, P, P)
-    weight = known.signal / noise.square()[:, None]
-    against = energy + 0.5 * (known.signal * weight)[..., None] * within.diagonal(dim1=1, dim2=2)
-    left, shares = known.residual(x, shares), shares.clone()
-    for _ in range(2):
+    cells = equations.layer.patches(x)[equations.layer.cells]  # U (K, P, M)
+    products = cells @ cells.mT  # (K, P, P)
+    weight = equations.signal / gradient_std.square()[:, None]  # s / v
+    energy = output_energy + 0.5 * (equations.signal * weight)[..., None] * products.diagonal(dim1=1, dim2=2)
+    residual, selection = equations.residual(x, selection), selection.clone()
+    for _ in range(SWEEPS):
         for k in range(cells.shape[0]):
-            signal, before = known.signal[:, k, None], shares[:, k]
-            along = left @ cells[k].mT + signal * (before @ within[k])  # of what is left without this cell
-            now = torch.softmax((weight[:, k, None] * along - against[:, k]) / temperature, -1)
-            left.addmm_(signal * (before - now), cells[k])
-            shares[:, k] = now
-    return shares, left
+            signal, before = equations.signal[:, k, None], selection[:, k]
+            along = residual @ cells[k].mT + signal * (before @ products[k])  # U . R without this cell
+            now = torch.softmax((weight[:, k, None] * along - energy[:, k]) / temperature, -1)
+            residual.addmm_(signal * (before - now), cells[k])
+            selection[:, k] = now
+    return selection, residual

@@ -49,7 +49,7 @@ AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
-class Sum:
+class SummedGradient:
     """What a linear layer's gradient, and the bias gradient of the layer below, say of a batch of B images.
 
     Attributes:
@@ -76,14 +76,14 @@ class Sum:
     below: Tensor
     share: Tensor
 
-    def cpu(self) -> Sum:
+    def cpu(self) -> SummedGradient:
         """The same on the CPU."""
         parts = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **parts)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Apart:
+class SeparatedBatch:
     """Images told apart.
 
     Attributes:
@@ -98,17 +98,17 @@ class Apart:
     off: float
     left: float
 
-    def to(self, device: torch.device) -> Apart:
+    def to(self, device: torch.device) -> SeparatedBatch:
         """The same on `device`."""
         return replace(self, signals=self.signals.to(device), inputs=self.inputs.to(device))
 
 
-def most(channels: int) -> int:
+def max_separable_images(channels: int) -> int:
     """How many images so many biases of the layer below tell apart: B images are B (B - 1) unknowns."""
     return int((1 + math.sqrt(1 + 4 * max(channels - SPARE, 0))) / 2)
 
 
-def separate(known: Sum, count: int) -> Apart | None:
+def separate_batch(summed: SummedGradient, count: int) -> SeparatedBatch | None:
     """Signals and inputs of `count` images, in no particular order; None where no answer explains the gradients.
 
     The gradient has rank B: U R by an SVD, so that the signals are U A and the inputs A^-1 R with one unknown matrix A
@@ -120,7 +120,7 @@ def separate(known: Sum, count: int) -> Apart | None:
     others leave, until all are. Its least squares need a driver that torch has on the CPU alone:
     `known` has to be there (`Sum.cpu`).
     """
-    mixture = Mixture.of(known, count)
+    mixture = MixingProblem.of(summed, count)
     if mixture is None:
         return None
     for start in islice(mixture.starts(), TRIED):
@@ -131,7 +131,7 @@ def separate(known: Sum, count: int) -> Apart | None:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixingProblem:
     """A gradient U R of rank B.
 
     Attributes:
@@ -141,21 +141,21 @@ class Mixture:
         total: the sum of A's columns (B,).
     """
 
-    known: Sum
+    summed: SummedGradient
     left: Tensor
     right: Tensor
     total: Tensor
 
     @classmethod
-    def of(cls, known: Sum, count: int) -> Mixture | None:
+    def of(cls, summed: SummedGradient, count: int) -> MixingProblem | None:
         """From what is known of `count` images; None where the gradient is plainly not of as many: of another rank."""
-        left, sizes, right = torch.linalg.svd(known.gradient, full_matrices=False)
+        left, sizes, right = torch.linalg.svd(summed.gradient, full_matrices=False)
         if len(sizes) < count or not sizes[count - 1] > TRACE * sizes[0]:
             return None
         if len(sizes) > count and sizes[count] > MORE * sizes[count - 1]:
             return None
         left = left[:, :count]
-        return cls(known, left, sizes[:count, None] * right[:count], left.mT @ known.moved)
+        return cls(summed, left, sizes[:count, None] * right[:count], left.mT @ summed.moved)
 
     @property
     def count(self) -> int:
@@ -165,13 +165,15 @@ class Mixture:
     @cached_property
     def returned(self) -> Tensor:
         """What a row of A^-1, whose product with `total` is 1, is multiplied by for what the activation returned."""
-        return (self.right - self.total[:, None] * self.known.offset) / self.known.slope
+        return (self.right - self.total[:, None] * self.summed.offset) / self.summed.slope
 
     @cached_property
     def back(self) -> Tensor:
         """What A is multiplied by for what flows back below, but for its slope (C, n / C, B)."""
-        factor = self.known.share.repeat_interleave(len(self.known.slope) // len(self.known.share)) * self.known.slope
-        return ((self.known.weight.mT @ self.left) * factor[:, None]).view(len(self.known.below), -1, self.count)
+        factor = (
+            self.summed.share.repeat_interleave(len(self.summed.slope) // len(self.summed.share)) * self.summed.slope
+        )
+        return ((self.summed.weight.mT @ self.left) * factor[:, None]).view(len(self.summed.below), -1, self.count)
 
     @cached_property
     def free(self) -> Tensor:
@@ -194,11 +196,11 @@ class Mixture:
 
     def _agreement(self, made: Tensor) -> Tensor:
         """Share of the layer's outputs whose sign their signals confirm (N,), or what channels say where none do."""
-        if self.known.low is None:
+        if self.summed.low is None:
             return -self._score(self._left(torch.linalg.inv(made))[1])
-        active = made @ (self.right @ self.known.weight.mT) + self.known.bias > 0
+        active = made @ (self.right @ self.summed.weight.mT) + self.summed.bias > 0
         signals = (self.left @ torch.linalg.inv(made)).mT.abs()
-        bound = SILENT * max(self.known.low, 1e-3) * signals.square().mean(2, keepdim=True).sqrt()
+        bound = SILENT * max(self.summed.low, 1e-3) * signals.square().mean(2, keepdim=True).sqrt()
         return (active == (signals > bound)).to(signals).mean((1, 2))
 
     def _rows(self) -> Tensor:
@@ -223,7 +225,7 @@ class Mixture:
     def _at_rest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What the activation would return (N, n), in units of what it typically lets through at rest, and its size."""
         values = rows @ self.returned
-        size = values.square().mean(1, keepdim=True).sqrt() * max(self.known.gentle, 1e-3)
+        size = values.square().mean(1, keepdim=True).sqrt() * max(self.summed.gentle, 1e-3)
         return values / size, size
 
     def _precision(self, rows: Tensor) -> Tensor:
@@ -256,7 +258,7 @@ class Mixture:
         return rows[kept]
 
     # ---- refined -----------------------------------------------------------------------------------------------------
-    def refined(self, start: Tensor) -> Apart | None:
+    def refined(self, start: Tensor) -> SeparatedBatch | None:
         """From a rough inverse of A (B, B) on: many at random, the better half of which moves the next ones."""
         around = self._around(start)
         if around is None:
@@ -308,20 +310,20 @@ class Mixture:
         What a ReLU returned counts as zero up to `margin` of its root mean square.
         """
         returned, _ = torch.linalg.solve_ex(made, self.returned.expand(len(made), -1, -1))
-        least = margin * returned.square().mean(2, keepdim=True).sqrt() if self.known.gentle == 0 else 0.0
-        slopes = torch.where(returned > least, 1.0, self.known.gentle).to(made)
-        slopes = slopes.view(len(made), self.count, len(self.known.below), -1)
+        least = margin * returned.square().mean(2, keepdim=True).sqrt() if self.summed.gentle == 0 else 0.0
+        slopes = torch.where(returned > least, 1.0, self.summed.gentle).to(made)
+        slopes = slopes.view(len(made), self.count, len(self.summed.below), -1)
         rows = torch.einsum("nbck,ckj->ncbj", slopes, self.back).flatten(2)
-        return rows, (rows @ made.mT.flatten(1)[..., None])[..., 0] - self.known.below
+        return rows, (rows @ made.mT.flatten(1)[..., None])[..., 0] - self.summed.below
 
     def _score(self, left: Tensor) -> Tensor:
         """Low where many channels are explained exactly, whatever the others leave (N,)."""
-        return (left.abs() / self.known.below.abs().mean() + SMALL).log().mean(1).nan_to_num(float("inf"))
+        return (left.abs() / self.summed.below.abs().mean() + SMALL).log().mean(1).nan_to_num(float("inf"))
 
     def _settled(self, rows: Tensor, made: Tensor) -> Tensor:
         """A (N, B, B) with the least sum of what channels leave, by weighted least squares in turn; signs stay."""
-        size, columns = self.known.below.abs().mean(), made.mT.flatten(1)
-        first = (rows @ columns[..., None])[..., 0] - self.known.below
+        size, columns = self.summed.below.abs().mean(), made.mT.flatten(1)
+        first = (rows @ columns[..., None])[..., 0] - self.summed.below
         along, left, steps = rows @ self.free, first, columns
         for i in range(8):
             weights = 1 / (left.abs() + 10 ** (-3 - 0.6 * max(i - 1, 0)) * size)
@@ -333,12 +335,12 @@ class Mixture:
             left, steps = first + (along @ moved)[..., 0], columns + (self.free @ moved)[..., 0]
         return steps.view(-1, self.count, self.count).mT
 
-    def _answer(self, made: Tensor) -> Apart | None:
+    def _answer(self, made: Tensor) -> SeparatedBatch | None:
         """Signals and inputs by the least squares of the channels that are explained, and what the others leave.
 
         An input so near the bend that its side is open may be on either.
         """
-        size = self.known.below.abs().mean()
+        size = self.summed.below.abs().mean()
         for margin in (REST, *[ROUNDING] * 3):
             rows, left = self._left(made[None], margin)
             along, sure = rows[0] @ self.free, left[0].abs() < TRUSTED * size
@@ -356,8 +358,10 @@ class Mixture:
         moved = torch.einsum("bi,jn->bnji", inverse, inputs).flatten(2)  # d inputs = -A^-1 dA inputs
         deviation = ((moved @ spread) * moved).sum(-1).clamp_min(0).sqrt()
         size = inputs.square().mean(1, keepdim=True).sqrt()
-        near = (inverse @ self.returned).abs() * self.known.slope.abs() < 5 * deviation + ROUNDING * size
+        near = (inverse @ self.returned).abs() * self.summed.slope.abs() < 5 * deviation + ROUNDING * size
         open_ones = torch.einsum("ckj,jb->bck", self.back, made).abs() * near.view(self.count, len(left[0]), -1)
         excess = (left[0].abs() - open_ones.sum((0, 2))).clamp_min(0)
         off = torch.maximum(deviation.norm() / inputs.norm(), spread.trace().sqrt() / made.norm())
-        return Apart((self.left @ made).mT, inputs, float(off), float(excess.norm() / self.known.below.norm()))
+        return SeparatedBatch(
+            (self.left @ made).mT, inputs, float(off), float(excess.norm() / self.summed.below.norm())
+        )

@@ -1,4 +1,27 @@
-"""Which position of each cell was passed on, each filter's decided by what all the others say of the input."""
+r"""Pooling positions of each filter, decided by what all other filters say of the input.
+
+An input fitted to the gradients of all filters bears out whatever positions were supposed for each of them, and the
+more so the more unknowns there are: with four images, seven tenths of a filter's equations are its own doing. So the
+positions of filter o are decided by the input that the *other* filters' gradients tell, with its uncertainty: the
+cavity of expectation propagation (Minka, 2001), here of kh kw equations a channel at once.
+
+All of it is the same for every channel. With T_o the map from a channel to its part of filter o's gradient G_o
+(kh kw x H W), v_o the variance of these equations, L the prior's precision, and one column of X and G for each channel,
+
+    C    = (sum_o T_o^T T_o / v_o + L)^-1          covariance of a channel given all filters,
+    x    = C sum_o T_o^T G_o / v_o                 its mean,
+    r_o  = G_o - T_o x                             what the mean leaves of filter o.
+
+Without filter o, by the matrix inversion lemma, with B_o = T_o C T_o^T and J_o = (v_o - B_o)^-1,
+
+    x_-o = x - C T_o^T J_o r_o,                    mean,
+    C_-o = C + C T_o^T J_o T_o C,                  covariance,
+    G_o - T_o x_-o = r_o + B_o J_o r_o,            what it leaves of filter o, whose covariance by the input's alone is
+    S_o  = T_o C_-o T_o^T = B_o + B_o J_o B_o.
+
+So one inverse of the size of a plane serves all filters and channels. The cells' positions then follow from two kinds
+of evidence: outputs, whose largest is the target, and the gradient, of which each position explains another part.
+"""
 
 from __future__ import annotations
 
@@ -10,198 +33,215 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.conv_pool_layer import Layer
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
-from attacks.analytic.maxpool.expectation_propagation import conditioned, feature_prior
-from attacks.analytic.maxpool.pixel_subset import Part
+from attacks.analytic.maxpool.gaussian_prior import feature_prior
+from attacks.analytic.maxpool.maximum_moments import condition_on_maximum
+from attacks.analytic.maxpool.pixel_subset import PixelSubset
 
 DAMPING, TEMPERATURE = 0.3, 2.5
 """Share of the new probabilities that enters, and what the gradient's evidence for them is divided by: with 0.7 and 1
-four grey images stop with a sixth of their positions wrong."""
-ROUNDS = 90
-"""At most: four images took 57, two 15 to 35."""
-FORWARD = 1e-3
-"""Variance of the forward equations, relative to their mean square."""
-FREE = 0.02
+four gray images stop with a sixth of their positions wrong."""
+MAX_ROUNDS = 90
+"""Four images took 57, two 15 to 35."""
+OUTPUT_VARIANCE = 1e-3
+"""Variance of the outputs' equations, relative to their mean square."""
+MIN_FREE_SHARE = 0.02
 """Least share of a filter's equations that is taken to be left over once the input has followed them."""
-MANY = 2**26
-"""Numbers in the largest of a guess's arrays up to which the search is made: half a gigabyte each. A guess
-took four to six times its largest array in all."""
+MAX_NUMBERS = 2**26
+"""Numbers in the largest of the search's arrays up to which it is made: half a gigabyte each. A round took four to six
+times its largest array in all."""
 
 
-def affordable(known: Equations) -> bool:
-    """Whether a layer is small enough to be searched in this way."""
-    (count, cells, positions), (_, height, width) = known.start.shape, known.layer.shape
-    patches = known.start.numel() * known.gradient.shape[1]
-    pairs = count * math.prod(known.layer.windows.kernel) ** 2 * max(cells, positions**2)
-    return max(patches, pairs, (height * width) ** 2) <= MANY
+def fits_in_memory(equations: Equations) -> bool:
+    """Return whether a layer is small enough to be searched in this way."""
+    (count, cells, positions), (_, height, width) = equations.uniform_selection.shape, equations.layer.shape
+    patches = equations.uniform_selection.numel() * equations.gradient.shape[1]
+    pairs = count * math.prod(equations.layer.cell_layer.kernel) ** 2 * max(cells, positions**2)
+    return max(patches, pairs, (height * width) ** 2) <= MAX_NUMBERS
 
 
 @dataclass(frozen=True)
-class Guess:
+class CavityState:
     """Where the search stands.
 
     Attributes:
-        x: (I, H, W), given all filters.
-        shares: probability of every position (O, K, P).
-        noise: variance of each filter's gradient equations (O,), by what its cells leave open.
+        x: mean given all filters (I, H, W).
+        selection: q, the probability of every position (O, K, P).
+        variance: v, of each filter's gradient equations (O,), by what its cells leave open.
     """
 
     x: Tensor
-    shares: Tensor
-    noise: Tensor
+    selection: Tensor
+    variance: Tensor
 
 
-def guesses(known: Equations, rounds: int = ROUNDS) -> Iterator[Guess]:
-    """One after the other, `rounds` at most.
-
-    An input fitted to the gradients of all filters bears out whatever positions were supposed for each of them, and the
-    more so the more unknowns there are: with four images, seven tenths of a filter's equations are its own doing. So
-    the positions of a filter are decided by the input that the other filters' gradients tell, with its uncertainty
-    (the cavity of expectation propagation, here of 25 equations a channel at once). As the gradient's equations are the
-    same for all channels, that takes one inverse of the size of a plane, whatever the number of channels.
-    """
-    prior = feature_prior(known)
-    smooth = prior.pixels * prior.channels[0, 0]
-    noise = known.gradient_scale.square().maximum(known.floor**2)
-    guess = Guess(known.layer.weight.new_zeros(known.layer.shape), known.start, noise)
-    windows = Windows.of(known.layer)
+def cavity_states(equations: Equations, rounds: int = MAX_ROUNDS) -> Iterator[CavityState]:
+    """Yield one state after the other, `rounds` at most."""
+    prior = feature_prior(equations)
+    precision = prior.pixels * prior.channels[0, 0]
+    variance = equations.gradient_scale.square().maximum(equations.noise_floor**2)
+    start = equations.layer.weight.new_zeros(equations.layer.shape)
+    state = CavityState(start, equations.uniform_selection, variance)
+    geometry = CellGeometry.of(equations.layer)
     for _ in range(rounds):
-        without = Without.of(known, guess, smooth, windows)
-        if without is None:
+        others = LeaveOneFilterOut.of(equations, state, precision, geometry)
+        if others is None:
             return
-        shares = guess.shares.lerp(without.decided(guess.shares), DAMPING)
-        guess = Guess(without.x, shares, without.noise(shares))
-        yield guess
+        selection = state.selection.lerp(others.update_selection(state.selection), DAMPING)
+        state = CavityState(others.x, selection, others.gradient_variance(selection))
+        yield state
 
 
 @dataclass(frozen=True)
-class Windows:
+class CellGeometry:
     """What the search needs of the layer alone: its cells as seen in one channel, with patches of m numbers.
 
     Attributes:
         plane: one position per cell, of a single channel.
-        every: all numbers of a plane.
-        forms: products of the filters at two positions of a cell, summed over channels (O, P, P, m * m).
+        all_pixels: all numbers of a plane.
+        filter_products: products of the filters at two positions of a cell, summed over channels (O, P, P, m * m).
     """
 
-    plane: Layer
-    every: Part
-    forms: Tensor
+    plane: ConvPoolLayer
+    all_pixels: PixelSubset
+    filter_products: Tensor
 
     @classmethod
-    def of(cls, layer: Layer) -> Windows:
-        """Of a layer."""
-        windows, (channels, height, width) = layer.windows, layer.shape
-        plane = replace(windows, weight=windows.weight[:, :1], shape=(1, height, width))
-        filters = windows.filters.view(len(layer.weight), -1, channels, math.prod(windows.kernel))
-        forms = torch.einsum("opim,orin->oprmn", filters, filters).flatten(3)
-        return cls(plane, Part.of(plane, layer.weight.new_zeros(height, width, dtype=torch.bool)), forms)
+    def of(cls, layer: ConvPoolLayer) -> CellGeometry:
+        """Return that of a layer."""
+        cells, (channels, height, width) = layer.cell_layer, layer.shape
+        plane = replace(cells, weight=cells.weight[:, :1], shape=(1, height, width))
+        filters = cells.filters.view(len(layer.weight), -1, channels, math.prod(cells.kernel))
+        products = torch.einsum("opim,orin->oprmn", filters, filters).flatten(3)
+        nothing = layer.weight.new_zeros(height, width, dtype=torch.bool)
+        return cls(plane, PixelSubset.of(plane, nothing), products)
 
 
 @dataclass(frozen=True)
-class Without:
-    """What is expected of the input without each filter's own gradient, o in [0, O).
-
-    With T_o the map from a channel to its part of filter o's gradient (kh kw equations of variance v_o) and C a
-    channel's covariance given all filters, what filter o adds is taken off again by the matrix inversion lemma.
+class LeaveOneFilterOut:
+    """What is expected of the input without each filter's own gradient; symbols as at the head of the module.
 
     Attributes:
-        known: the layer's equations.
+        equations: of the layer.
         x: mean given all filters (I, H, W).
         covariance: C, the same for all channels (H W, H W).
-        through: T C (O, kh kw, H W).
-        within: T C T^T (O, kh kw, kh kw).
-        inner: (v - T C T^T)^-1 (O, kh kw, kh kw).
-        left: what the mean leaves of the gradient (O, kh kw, I).
+        tc: T C (O, kh kw, H W).
+        tct: B = T C T^T (O, kh kw, kh kw).
+        inner: J = (v - B)^-1 (O, kh kw, kh kw).
+        residual: r, what the mean leaves of the gradient (O, kh kw, I).
         variance: v (O,).
-        windows: of the layer.
+        geometry: of the layer's cells.
     """
 
-    known: Equations
+    equations: Equations
     x: Tensor
     covariance: Tensor
-    through: Tensor
-    within: Tensor
+    tc: Tensor
+    tct: Tensor
     inner: Tensor
-    left: Tensor
+    residual: Tensor
     variance: Tensor
-    windows: Windows
+    geometry: CellGeometry
 
     @classmethod
-    def of(cls, known: Equations, guess: Guess, smooth: Tensor, windows: Windows) -> Without | None:
-        """From a guess and the precision of a plane (H W, H W) that is expected; None where rounding is in the way."""
-        layer, channels = known.layer, known.layer.shape[0]
-        count = len(guess.noise)
-        maps = layer.correlation(layer.placed(guess.shares * known.signal[..., None])).unflatten(0, (count, -1))
-        weighted = maps / guess.noise[:, None, None]
-        factor, failed = torch.linalg.cholesky_ex(maps.flatten(0, 1).mT @ weighted.flatten(0, 1) + smooth)
+    def of(
+        cls, equations: Equations, state: CavityState, precision: Tensor, geometry: CellGeometry
+    ) -> LeaveOneFilterOut | None:
+        """Return it for a state; None where rounding is in the way.
+
+        Args:
+            equations: of the layer.
+            state: of the search.
+            precision: L, that the prior expects of a plane (H W, H W).
+            geometry: of the layer's cells.
+        """
+        layer, channels = equations.layer, equations.layer.shape[0]
+        count = len(state.variance)
+        signal = layer.scatter(state.selection * equations.signal[..., None])
+        maps = layer.gradient_map(signal).unflatten(0, (count, -1))  # T
+        weighted = maps / state.variance[:, None, None]
+        factor, failed = torch.linalg.cholesky_ex(maps.flatten(0, 1).mT @ weighted.flatten(0, 1) + precision)
         if bool(failed):
             return None
-        gradient = known.gradient.view(count, channels, -1).mT
+        gradient = equations.gradient.view(count, channels, -1).mT
         x = torch.cholesky_solve(weighted.flatten(0, 1).mT @ gradient.flatten(0, 1), factor)  # (H W, I)
         covariance = torch.cholesky_inverse(factor)
-        through = maps @ covariance
-        within = through @ maps.mT
-        ridge = (1 + 1e-9) * guess.noise[:, None, None] * torch.eye(maps.shape[1]).to(maps)
-        inner = torch.linalg.inv(ridge - within)
-        left = gradient - maps @ x
-        return cls(known, x.mT.reshape(layer.shape), covariance, through, within, inner, left, guess.noise, windows)
+        tc = maps @ covariance
+        tct = tc @ maps.mT
+        ridge = (1 + 1e-9) * state.variance[:, None, None] * torch.eye(maps.shape[1]).to(maps)
+        inner = torch.linalg.inv(ridge - tct)
+        residual = gradient - maps @ x
+        mean = x.mT.reshape(layer.shape)
+        return cls(equations, mean, covariance, tc, tct, inner, residual, state.variance, geometry)
 
     @cached_property
     def cells(self) -> Tensor:
-        """The patches of every cell without the filter's own gradient (O, K, P, M)."""
-        layer, count = self.known.layer, len(self.through)
-        moved = (self.through.mT @ (self.inner @ self.left)).mT  # (O, I, H W)
-        apart = (self.x.flatten(1) - moved).reshape(-1, *layer.shape[1:])
-        seen = replace(layer, shape=apart.shape).patches(apart).unflatten(1, (count, -1))  # type: ignore[arg-type]
-        return seen.transpose(0, 1)[:, layer.cells].contiguous()
+        """The patches of every cell in x_-o, the input without the filter's own gradient (O, K, P, M)."""
+        layer, count = self.equations.layer, len(self.tc)
+        shift = (self.tc.mT @ (self.inner @ self.residual)).mT  # C T^T J r (O, I, H W)
+        without = (self.x.flatten(1) - shift).reshape(-1, *layer.shape[1:])
+        patches = replace(layer, shape=without.shape).patches(without).unflatten(1, (count, -1))  # type: ignore[arg-type]
+        return patches.transpose(0, 1)[:, layer.cells].contiguous()
 
     @cached_property
     def spread(self) -> Tensor:
-        """Covariance of what is left of each filter's gradient (O, kh kw, kh kw), by the input's alone."""
-        return self.within + self.within @ self.inner @ self.within
+        """S, the covariance of what x_-o leaves of each filter's gradient (O, kh kw, kh kw), by the input's alone."""
+        return self.tct + self.tct @ self.inner @ self.tct
 
     @cached_property
     def outputs(self) -> tuple[Tensor, Tensor]:
-        """Mean (O, K, P) and covariance (O, K, P, P) of the outputs without the bias."""
-        layer, (count, equations, _), windows = self.known.layer, self.through.shape, self.windows
+        """Mean (O, K, P) and covariance (O, K, P, P) of the outputs without the bias, by x_-o and C_-o."""
+        layer, (count, equations, _), geometry = self.equations.layer, self.tc.shape, self.geometry
         mean = torch.einsum("okpm,om->okp", self.cells, layer.filters)
-        common = windows.every.covariances(self.covariance)  # (K, m, m)
-        planes = self.through.reshape(-1, *layer.shape[1:])
-        seen = replace(windows.plane, shape=planes.shape).patches(planes)  # type: ignore[arg-type]
-        own = seen.view(len(common), count, equations, -1)
-        added = torch.einsum("koam,oab,kobn->okmn", own, self.inner, own)
-        spread = torch.einsum("oprm,okm->okpr", windows.forms, (common + added).flatten(2))
-        tiny = 1e-9 * self.known.forward_scale.square() * torch.eye(mean.shape[2]).to(mean)
-        return mean, spread + tiny
+        common = geometry.all_pixels.patch_covariances(self.covariance)  # of C (K, m, m)
+        planes = self.tc.reshape(-1, *layer.shape[1:])
+        patches = replace(geometry.plane, shape=planes.shape).patches(planes)  # type: ignore[arg-type]
+        own = patches.view(len(common), count, equations, -1)
+        added = torch.einsum("koam,oab,kobn->okmn", own, self.inner, own)  # of C T^T J T C
+        covariance = torch.einsum("oprm,okm->okpr", geometry.filter_products, (common + added).flatten(2))
+        tiny = 1e-9 * self.equations.output_scale.square() * torch.eye(mean.shape[2]).to(mean)
+        return mean, covariance + tiny
 
-    def noise(self, shares: Tensor) -> Tensor:
-        """Variance of each filter's equations (O,): what open cells may add, and no less than what is left of them."""
-        known, (_, equations, channels) = self.known, self.left.shape
-        patches = torch.einsum("okp,okpm->okm", shares, self.cells).square().sum(-1)
-        apart = torch.einsum("okp,okp->ok", shares, self.cells.square().sum(-1)) - patches
+    def gradient_variance(self, selection: Tensor) -> Tensor:
+        """Return v, of each filter's equations (O,): what open cells may add, and no less than what is left of them."""
+        _, equations, channels = self.residual.shape
         size = equations * channels
-        apart = apart.clamp_min(0) + size * self.covariance.diagonal().mean() * (1 - shares.square().sum(-1))
-        own = self.within.diagonal(dim1=1, dim2=2).mean(1) / self.variance
-        missed = self.left.square().sum((1, 2)) / (size * (1 - own).clamp_min(FREE))
-        return ((known.signal.square() * apart).sum(1) / size + known.floor**2).maximum(missed)
+        mean = torch.einsum("okp,okpm->okm", selection, self.cells).square().sum(-1)
+        spread = torch.einsum("okp,okp->ok", selection, self.cells.square().sum(-1)) - mean
+        spread = spread.clamp_min(0) + size * self.covariance.diagonal().mean() * (1 - selection.square().sum(-1))
+        own_share = self.tct.diagonal(dim1=1, dim2=2).mean(1) / self.variance
+        left = self.residual.square().sum((1, 2)) / (size * (1 - own_share).clamp_min(MIN_FREE_SHARE))
+        open_cells = (self.equations.signal.square() * spread).sum(1) / size
+        return (open_cells + self.equations.noise_floor**2).maximum(left)
 
-    def decided(self, shares: Tensor) -> Tensor:
-        """New probabilities (O, K, P), cell after cell, each given the others'."""
-        known, cells, (count, equations, _) = self.known, self.cells, self.left.shape
-        variance = (FORWARD * known.forward_scale.square() + known.loose**2)[..., None]
-        outside = conditioned(known, *self.outputs, variance)[0].clamp_min(1e-300).log()
-        inverse = torch.linalg.inv(self.noise(shares)[:, None, None] * torch.eye(equations).to(cells) + self.spread)
-        whitened = (cells.view(count, -1, equations) @ inverse.mT).view_as(cells)
-        within = known.signal[..., None, None].square() * (whitened @ cells.mT)  # (O, K, P, P)
-        square = 0.5 * within.diagonal(dim1=2, dim2=3)
-        left = (self.left + self.within @ (self.inner @ self.left)).mT.flatten(1)[..., None]  # (O, M, 1)
-        shares = shares.clone()
+    def update_selection(self, selection: Tensor) -> Tensor:
+        """Return new probabilities (O, K, P), cell after cell, each given the others'."""
+        equations, cells = self.equations, self.cells
+        from_outputs = self._output_evidence()
+        whitened, products = self._whitened(selection)
+        square = 0.5 * products.diagonal(dim1=2, dim2=3)
+        residual = self.residual + self.tct @ (self.inner @ self.residual)  # G - T x_-o
+        left = residual.mT.flatten(1)[..., None]  # (O, M, 1)
+        selection = selection.clone()
         for k in range(cells.shape[1]):
-            signal, before = known.signal[:, k, None], shares[:, k, :, None]
-            along = signal * (whitened[:, k] @ left)[..., 0] + (within[:, k] @ before)[..., 0]  # without this cell
-            now = torch.softmax((along - square[:, k]) / TEMPERATURE + outside[:, k], -1)[..., None]
+            signal, before = equations.signal[:, k, None], selection[:, k, :, None]
+            along = signal * (whitened[:, k] @ left)[..., 0] + (products[:, k] @ before)[..., 0]  # without this cell
+            now = torch.softmax((along - square[:, k]) / TEMPERATURE + from_outputs[:, k], -1)[..., None]
             left.baddbmm_(cells[:, k].mT, signal[..., None] * (before - now))
-            shares[:, k] = now[..., 0]
-        return shares
+            selection[:, k] = now[..., 0]
+        return selection
+
+    def _output_evidence(self) -> Tensor:
+        """Log-probability of each position by the outputs (O, K, P)."""
+        equations = self.equations
+        variance = (OUTPUT_VARIANCE * equations.output_scale.square() + equations.target_std**2)[..., None]
+        return condition_on_maximum(equations, *self.outputs, variance)[0].clamp_min(1e-300).log()
+
+    def _whitened(self, selection: Tensor) -> tuple[Tensor, Tensor]:
+        """The cells' patches times the gradient's precision (O, K, P, M), and s^2 times their products (O, K, P, P)."""
+        cells, (count, size, _) = self.cells, self.residual.shape
+        covariance = self.gradient_variance(selection)[:, None, None] * torch.eye(size).to(cells) + self.spread
+        inverse = torch.linalg.inv(covariance)
+        whitened = (cells.view(count, -1, size) @ inverse.mT).view_as(cells)
+        return whitened, self.equations.signal[..., None, None].square() * (whitened @ cells.mT)

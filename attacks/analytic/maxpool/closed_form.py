@@ -8,29 +8,29 @@ from torch import Tensor
 from attacks.analytic.maxpool.equations import Equations
 
 
-def from_rows(known: Equations) -> Tensor | None:
-    """The layer's input X (I, H, W), or None where its gradient does not fix it.
+def solve_by_row_space(equations: Equations) -> Tensor | None:
+    """Return the layer's input X (I, H, W), or None where its gradient does not fix it.
 
     The gradient is S Phi, with S (O, L) the signal at every position and Phi (L, M) the patches. Where S has full
     column rank, its rows span what the patches span: every patch of X vanishes under the projection N onto the
-    rest, so X minimises sum_l U_l^T N U_l, up to a factor. The factor follows from S = gradient Phi^+, which in every
+    rest, so X minimizes sum_l U_l^T N U_l, up to a factor. The factor follows from S = gradient Phi^+, which in every
     cell must add up to the known signal.
     """
-    layer = known.layer
+    layer = equations.layer
     positions = layer.positions
-    if known.gradient.shape[0] < positions or known.gradient.shape[1] <= positions:
+    if equations.gradient.shape[0] < positions or equations.gradient.shape[1] <= positions:
         return None
-    _, _, rows = torch.linalg.svd(known.gradient, full_matrices=False)
+    _, _, rows = torch.linalg.svd(equations.gradient, full_matrices=False)
     rows = rows[:positions]
     rest = torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device) - rows.mT @ rows
-    form = layer.form(rest)
+    form = layer.quadratic_form(rest)
     direction = _smallest(form)
     if direction is None:
         return None
     x = direction.view(layer.shape)
-    signal = known.gradient @ torch.linalg.pinv(layer.patches(x), rtol=1e-6)
+    signal = equations.gradient @ torch.linalg.pinv(layer.patches(x), rtol=1e-6)
     cells = signal[:, layer.cells].sum(-1)
-    factor = (cells * known.signal).sum() / known.signal.square().sum()
+    factor = (cells * equations.signal).sum() / equations.signal.square().sum()
     return x * factor
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConvPoolLayer:
     """A convolution of an input X (I, H, W) whose outputs are pooled cell by cell.
 
     Output positions are counted along rows, l in [0, L). Pooling takes K cells of P positions each; without pooling
@@ -28,8 +28,8 @@ class Layer:
         window: of the pooling, by axis, also its stride; (1, 1) is none.
         average: whether pooling averages instead of taking the maximum.
         images: how many.
-        kept: rows and columns of each image's cells of which anything is known: the layer above saw no others. All
-            if None.
+        visible_cells: rows and columns of each image's cells of which anything is known: the layer above saw no
+            others. All if None.
     """
 
     weight: Tensor
@@ -40,31 +40,31 @@ class Layer:
     window: tuple[int, int] = (1, 1)
     average: bool = False
     images: int = 1
-    kept: tuple[int, int] | None = None
+    visible_cells: tuple[int, int] | None = None
 
     @cached_property
-    def alone(self) -> tuple[int, int, int]:
+    def image_shape(self) -> tuple[int, int, int]:
         """The shape of one image."""
         return self.shape[0], self.shape[1] // self.images, self.shape[2]
 
     @cached_property
-    def whole(self) -> tuple[int, int]:
+    def full_output_size(self) -> tuple[int, int]:
         """Height and width of an image's outputs before pooling."""
-        sides = zip(self.alone[1:], self.padding, self.kernel, self.stride, strict=True)
+        sides = zip(self.image_shape[1:], self.padding, self.kernel, self.stride, strict=True)
         height, width = ((n + 2 * p - k) // s + 1 for n, p, k, s in sides)
         return height, width
 
     @cached_property
-    def size(self) -> tuple[int, int]:
+    def output_size(self) -> tuple[int, int]:
         """The same without the rows and columns beyond the cells kept: only these positions are counted."""
-        kept = self.kept or self.whole
-        height, width = (min(n, k * w) for n, k, w in zip(self.whole, kept, self.window, strict=True))
+        kept = self.visible_cells or self.full_output_size
+        height, width = (min(n, k * w) for n, k, w in zip(self.full_output_size, kept, self.window, strict=True))
         return height, width
 
     @property
     def positions(self) -> int:
         """How many outputs a filter has before pooling (L)."""
-        return self.images * self.size[0] * self.size[1]
+        return self.images * self.output_size[0] * self.output_size[1]
 
     @property
     def kernel(self) -> tuple[int, int]:
@@ -77,27 +77,29 @@ class Layer:
         return self.weight.flatten(1)
 
     @cached_property
-    def pooled(self) -> tuple[int, int]:
+    def pooled_size(self) -> tuple[int, int]:
         """Height and width of an image after pooling, as far as it is kept."""
-        return self.size[0] // self.window[0], self.size[1] // self.window[1]
+        return self.output_size[0] // self.window[0], self.output_size[1] // self.window[1]
 
     @cached_property
-    def reached(self) -> tuple[int, int]:
+    def visible_input_size(self) -> tuple[int, int]:
         """Height and width of the part of an image that the cells see: pooling leaves out what fills no window."""
-        sides = zip(self.alone[1:], self.pooled, self.window, self.stride, self.kernel, self.padding, strict=True)
+        sides = zip(
+            self.image_shape[1:], self.pooled_size, self.window, self.stride, self.kernel, self.padding, strict=True
+        )
         height, width = (min(n, (c * w - 1) * s + k - p) for n, c, w, s, k, p in sides)
         return height, width
 
     @cached_property
     def cells(self) -> Tensor:
         """The positions of every cell (K, P)."""
-        (height, width), (rows, columns) = self.pooled, self.window
-        grid = torch.arange(self.positions, device=self.weight.device).view(self.images, *self.size)
+        (height, width), (rows, columns) = self.pooled_size, self.window
+        grid = torch.arange(self.positions, device=self.weight.device).view(self.images, *self.output_size)
         grid = grid[:, : height * rows, : width * columns].reshape(-1, height, rows, width, columns)
         return grid.transpose(2, 3).reshape(-1, rows * columns)
 
     @cached_property
-    def merged(self) -> Layer:
+    def merged_convolution(self) -> ConvPoolLayer:
         """Convolution and average pooling as one convolution: filters averaged over the window's shifts."""
         (rows, columns), (down, right) = self.window, self.stride
         height, width = self.kernel[0] + down * (rows - 1), self.kernel[1] + right * (columns - 1)
@@ -107,65 +109,65 @@ class Layer:
                 top, left = a * down, b * right
                 weight[:, :, top : top + self.kernel[0], left : left + self.kernel[1]] += self.weight / (rows * columns)
         stride = (down * rows, right * columns)
-        return Layer(weight, self.bias, self.shape, self.padding, stride, images=self.images, kept=self.kept)
+        return self._with_filters(weight, self.bias, stride)
 
     @cached_property
-    def searched(self) -> bool:
+    def positions_unknown(self) -> bool:
         """Whether it is unknown which position of a cell was passed on."""
         return self.cells.shape[1] > 1 and not self.average
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def patches(self, x: Tensor) -> Tensor:
-        """The patch each position sees (L, M)."""
-        seen = F.unfold(self.apart(x), self.kernel, padding=self.padding, stride=self.stride)
+        """Return the patch U_l that each position sees (L, M)."""
+        seen = F.unfold(self.split_images(x), self.kernel, padding=self.padding, stride=self.stride)
         return self._counted(seen).mT.flatten(0, 1)
 
-    def moved(self, numbers: Tensor, step: Tensor) -> Tensor:
-        """What a step (n,) of each of some numbers (n,), counted along X, adds to the patches (L, M, n)."""
-        units = torch.zeros(len(numbers), *self.shape).to(step)
-        units.flatten(1)[torch.arange(len(numbers)), numbers] = step
+    def patch_changes(self, entries: Tensor, step: Tensor) -> Tensor:
+        """Return what a step (n,) of each of some numbers of X (n,), counted along X, adds to the patches (L, M, n)."""
+        units = torch.zeros(len(entries), *self.shape).to(step)
+        units.flatten(1)[torch.arange(len(entries)), entries] = step
         return torch.stack([self.patches(unit) for unit in units], -1)
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs by cell (O, K, P)."""
+        """Return the outputs by cell (O, K, P)."""
         return self._convolved(x, self.bias)[:, self.cells]
 
-    def convolved(self, x: Tensor) -> Tensor:
-        """Outputs without the bias at every position (O, L)."""
+    def linear_outputs(self, x: Tensor) -> Tensor:
+        """Return the outputs without the bias at every position (O, L)."""
         return self._convolved(x, None)
 
     def pooled_outputs(self, x: Tensor) -> Tensor:
-        """Outputs after pooling (O, K)."""
+        """Return the outputs after pooling (O, K)."""
         made = self.outputs(x)
         return made.mean(-1) if self.average else made.amax(-1)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
-    def placed(self, values: Tensor) -> Tensor:
-        """Values by cell (O, K, P) at their positions (O, L), zero at those that no cell covers."""
+    def scatter(self, values: Tensor) -> Tensor:
+        """Return values by cell (O, K, P) at their positions (O, L), zero at those that no cell covers."""
         result = values.new_zeros(values.shape[0], self.positions)
         result[:, self.cells.flatten()] = values.flatten(1)
         return result
 
-    def gradient(self, signal: Tensor, x: Tensor) -> Tensor:
-        """The weight's gradient (O, M) where `signal` (O, L) flows back into the outputs."""
+    def weight_gradient(self, signal: Tensor, x: Tensor) -> Tensor:
+        """Return the weight's gradient (O, M) where `signal` (O, L) flows back into the outputs."""
         return signal @ self.patches(x)
 
-    def pull(self, signal: Tensor) -> Tensor:
-        """What flows back into X (I, H, W) from `signal` (O, L)."""
-        sides = zip(self.alone[1:], self.whole, self.padding, self.kernel, self.stride, strict=True)
+    def backpropagate(self, signal: Tensor) -> Tensor:
+        """Return what flows back into X (I, H, W) from `signal` (O, L)."""
+        sides = zip(self.image_shape[1:], self.full_output_size, self.padding, self.kernel, self.stride, strict=True)
         rest = [n - ((o - 1) * s - 2 * p + k) for n, o, p, k, s in sides]
-        below, beside = (n - m for n, m in zip(self.whole, self.size, strict=True))
-        back = F.pad(signal.view(-1, self.images, *self.size).transpose(0, 1), (0, beside, 0, below))
+        below, beside = (n - m for n, m in zip(self.full_output_size, self.output_size, strict=True))
+        back = F.pad(signal.view(-1, self.images, *self.output_size).transpose(0, 1), (0, beside, 0, below))
         made = F.conv_transpose2d(back, self.weight, padding=self.padding, stride=self.stride, output_padding=rest)
         return made.transpose(0, 1).reshape(self.shape).contiguous()
 
     # ---- matrices ----------------------------------------------------------------------------------------------------
-    def correlation(self, signal: Tensor) -> Tensor:
-        """The map T (O * kh * kw, H * W) from one channel of X to its part of the weight's gradient.
+    def gradient_map(self, signal: Tensor) -> Tensor:
+        """Return the map T (O * kh * kw, H * W) from one channel of X to its part of the weight's gradient.
 
         It is the same for all channels: gradient[o, i] = T[o] X[i].
         """
-        (height, width), (rows, columns), (down, right) = self.size, self.kernel, self.stride
+        (height, width), (rows, columns), (down, right) = self.output_size, self.kernel, self.stride
         planes = signal.view(-1, self.images, height, width)
         result = signal.new_zeros(len(planes), rows, columns, self.images, *self._padded)
         for a in range(rows):
@@ -173,20 +175,20 @@ class Layer:
                 result[:, a, b, :, a : a + down * height : down, b : b + right * width : right] = planes
         return self._cropped(result).reshape(len(planes) * rows * columns, -1)
 
-    def blocks(self, weights: Tensor) -> Tensor:
-        """Of sum_ol weights[o, l] (filter_o . patch_l)^2 as a form in X, each channel's own part (I, H W, H W)."""
+    def channel_blocks(self, weights: Tensor) -> Tensor:
+        """Return each channel's own block (I, H W, H W) of sum_ol weights[o, l] (w_o . U_l)^2 as a form in X."""
         filters = self.weight.flatten(2).transpose(0, 1)  # (I, O, kh * kw)
         squares = torch.einsum("iom,ion->imno", filters, filters)
         return self._summed(squares @ weights)
 
     def mean_block(self, weights: Tensor) -> Tensor:
-        """The mean of `blocks` over the channels (H W, H W)."""
+        """Return the mean of `channel_blocks` over the channels (H W, H W)."""
         filters = self.weight.flatten(2)  # (O, I, kh * kw)
         squares = (filters.mT @ filters / filters.shape[1]).permute(1, 2, 0)
         return self._summed((squares @ weights)[None])[0]
 
-    def form(self, kernels: Tensor) -> Tensor:
-        """The matrix (N, N), N = I * H * W, of sum_l patch_l^T kernels_l patch_l as a form in X.
+    def quadratic_form(self, kernels: Tensor) -> Tensor:
+        """Return the matrix (N, N), N = I * H * W, of sum_l U_l^T kernels_l U_l as a form in X.
 
         `kernels` is (L, M, M), or (M, M) for all positions.
         """
@@ -194,10 +196,10 @@ class Layer:
         kernels = kernels.expand(positions, -1, -1).flatten(1).mT.contiguous()
         apart = kernels.view(channels, height * width, channels, height * width, positions)
         summed = self._summed(apart.transpose(1, 2).flatten(0, 1))
-        return joined(summed.unflatten(0, (channels, channels)))
+        return join_blocks(summed.unflatten(0, (channels, channels)))
 
     @cached_property
-    def windows(self) -> Layer:
+    def cell_layer(self) -> ConvPoolLayer:
         """The layer of its cells: one position per cell, whose patch is all that the cell sees.
 
         Its filters (O * P, I, ., .) are the filters at the cell's positions.
@@ -210,23 +212,23 @@ class Layer:
             weight[:, p, :, top : top + height, left : left + width] = self.weight
         bias = self.bias.repeat_interleave(rows * columns)
         stride = (down * rows, right * columns)
-        return Layer(weight.flatten(0, 1), bias, self.shape, self.padding, stride, images=self.images, kept=self.kept)
+        return self._with_filters(weight.flatten(0, 1), bias, stride)
 
     def _summed(self, forms: Tensor) -> Tensor:
         """The matrices (count, H W, H W) of sum_l patch_l^T forms_l patch_l over one channel, of (count, m, m, L)."""
         (rows, columns), (down, right) = self.kernel, self.stride
         full = forms.new_zeros(len(forms), self.images, *self._padded, *self._padded)
         steps = full.stride()
-        placed = forms.view(len(forms), rows, columns, rows, columns, self.images, *self.size)
-        view = (len(forms), columns, self.images, *self.size)
+        placed = forms.view(len(forms), rows, columns, rows, columns, self.images, *self.output_size)
+        view = (len(forms), columns, self.images, *self.output_size)
         strides = (steps[0], steps[5], steps[1], down * (steps[2] + steps[4]), right * (steps[3] + steps[5]))
         for a, b, c in itertools.product(range(rows), range(columns), range(rows)):
             # with these three given no two positions write to the same place
             full.as_strided(view, strides, a * steps[2] + b * steps[3] + c * steps[4]).add_(placed[:, a, b, c])
         return self._diagonal(self._both_cropped(full))
 
-    def pairs(self, weights: Tensor) -> Tensor:
-        """The matrix (H W, H W) of sum_kpr weights[k, p, r] patch_kp . patch_kr as a form in one channel of X."""
+    def within_cell_form(self, weights: Tensor) -> Tensor:
+        """Return the matrix (H W, H W) of sum_kpr weights[k, p, r] U_l(k,p) . U_l(k,r), of one channel."""
         rows, columns = self._padded
         cells = self.cells[: len(self.cells) // self.images]
         reach = self._reach[cells]  # (K, P, kh * kw), of one image
@@ -239,14 +241,19 @@ class Layer:
         return self._diagonal(self._both_cropped(flat.view(1, self.images, rows, columns, rows, columns)))[0]
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _with_filters(self, weight: Tensor, bias: Tensor, stride: tuple[int, int]) -> ConvPoolLayer:
+        """A layer of the same input without pooling."""
+        visible = self.visible_cells
+        return ConvPoolLayer(weight, bias, self.shape, self.padding, stride, images=self.images, visible_cells=visible)
+
     def _convolved(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs at every position (O, L)."""
-        made = F.conv2d(self.apart(x), self.weight, bias, padding=self.padding, stride=self.stride)
+        made = F.conv2d(self.split_images(x), self.weight, bias, padding=self.padding, stride=self.stride)
         return self._counted(made.flatten(2)).transpose(0, 1).flatten(1)
 
     @property
     def _padded(self) -> tuple[int, int]:
-        (_, height, width), (top, left) = self.alone, self.padding
+        (_, height, width), (top, left) = self.image_shape, self.padding
         return height + 2 * top, width + 2 * left
 
     @cached_property
@@ -258,11 +265,11 @@ class Layer:
 
     def _counted(self, values: Tensor) -> Tensor:
         """Of values (., ., outputs of an image) those at the positions counted."""
-        return values.unflatten(2, self.whole)[..., : self.size[0], : self.size[1]].flatten(2)
+        return values.unflatten(2, self.full_output_size)[..., : self.output_size[0], : self.output_size[1]].flatten(2)
 
     def _both_cropped(self, forms: Tensor) -> Tensor:
         """Forms over padded planes (., ., rows, columns, rows, columns) as matrices over the planes (., ., n, n)."""
-        (top, left), (_, height, width) = self.padding, self.alone
+        (top, left), (_, height, width) = self.padding, self.image_shape
         part = forms[..., top : top + height, left : left + width, top : top + height, left : left + width]
         return part.reshape(*forms.shape[:2], height * width, height * width)
 
@@ -270,17 +277,17 @@ class Layer:
         """Matrices of one image each (., images, n, n) as matrices of all (., H W, H W)."""
         return blocks[:, 0] if self.images == 1 else torch.stack([torch.block_diag(*own) for own in blocks])
 
-    def apart(self, x: Tensor) -> Tensor:
-        """X (I, H, W) as its images (images, I, ., W)."""
+    def split_images(self, x: Tensor) -> Tensor:
+        """Return X (I, H, W) as its images (images, I, ., W)."""
         return x.view(self.shape[0], self.images, -1, self.shape[2]).transpose(0, 1)
 
     def _cropped(self, planes: Tensor) -> Tensor:
         """The last two axes without the padding."""
-        (top, left), (_, height, width) = self.padding, self.alone
+        (top, left), (_, height, width) = self.padding, self.image_shape
         return planes[..., top : top + height, left : left + width]
 
 
-def joined(blocks: Tensor) -> Tensor:
-    """Blocks (I, I, N, N) as one matrix (I N, I N)."""
+def join_blocks(blocks: Tensor) -> Tensor:
+    """Return blocks (I, I, N, N) as one matrix (I N, I N)."""
     count, _, size, _ = blocks.shape
     return blocks.transpose(1, 2).reshape(count * size, count * size)

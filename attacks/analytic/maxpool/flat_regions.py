@@ -1,4 +1,4 @@
-"""Flat areas: a pixel that the equations hardly tell is most likely what its neighbours are."""
+"""Flat regions of an image: a pixel that the equations hardly tell is most likely what its neighbors are."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.integer_decoding import WORSE, judged
-from attacks.analytic.maxpool.likelihood import APART, misfit, usual
-from attacks.analytic.maxpool.pixel_levels import Levels
-from attacks.analytic.maxpool.solution import Doubt, Solved
+from attacks.analytic.maxpool.integer_decoding import MAX_ERROR_RATIO, mark_determined
+from attacks.analytic.maxpool.lattice import RULED_OUT
+from attacks.analytic.maxpool.likelihood import misfit, typical_deviation
+from attacks.analytic.maxpool.pixel_levels import PixelLevels
+from attacks.analytic.maxpool.solution import Ambiguity, LayerSolution
 
-LOOSE = 0.02
+MIN_STD = 0.02
 """Standard deviation, in steps between two levels, from which a pixel is tried: with less, equations alone tell it."""
-TOLD = 1 / 6
-"""Standard deviation up to which a pixel says of others what area they are in."""
+INFORMATIVE_STD = 1 / 6
+"""Standard deviation up to which a pixel says of others what region they are in."""
 SURE = 3.0
-"""Standard deviations by which a flat area may explain less than what explained most."""
-FAR = 10.0
+"""Standard deviations by which a flat region may explain less than what explained most."""
+ON_LEVELS_ERROR = 10.0
 """How much more the levels nearest to the input may leave than they may in the end: with more, it is on no levels."""
-MANY = 400
+MAX_MOVES = 400
 """Pixels tried, the loosest first, and moves after which no further pass begins."""
 
 
-def flatten(now: Solved, levels: Levels) -> Solved:
-    """The same with loose pixels on the level of the area around them, where the equations bear it.
+def snap_flat_regions(now: LayerSolution, levels: PixelLevels) -> LayerSolution:
+    """Return the same with loose pixels on the level of the region around them, where the equations bear it.
 
     At the rim of an image few outputs see a pixel, and along its edges many real pictures are exactly flat. Each move
     is tried on the equations themselves, positions included: these may follow wrong pixels, which then look certain.
@@ -36,58 +37,66 @@ def flatten(now: Solved, levels: Levels) -> Solved:
 
     Returns:
         `now` itself where nothing moves, or the input is on no levels. A pixel of which two levels explain about as
-        much is not fixed.
+        much is not determined.
     """
-    number, loose = levels.number(now.found.x), now.deviations() / levels.step
-    area = partial(_area, told=loose < TOLD, height=now.known.layer.alone[1], top=levels.count - 1)
-    order = loose.masked_fill(loose <= LOOSE, 0).flatten().argsort(descending=True).tolist()
-    tried = [index for index in order[: int((loose > LOOSE).sum())] if area(number, index) is not None][:MANY]
-    if not tried:
+    indices, std = levels.indices(now.fit.x), now.deviations() / levels.step
+    height, top = now.equations.layer.image_shape[1], levels.count - 1
+    region = partial(_region_level, informative=std < INFORMATIVE_STD, height=height, top=top)
+    order = std.masked_fill(std <= MIN_STD, 0).flatten().argsort(descending=True).tolist()
+    entries = [entry for entry in order[: int((std > MIN_STD).sum())] if region(indices, entry) is not None][:MAX_MOVES]
+    if not entries:
         return now
-    best, moved = now.at(levels.values(number)), False
-    bound = WORSE * max(now.found.error, now.known.noise)
-    if not best.found.error < FAR * bound:  # on no levels: a few moves would not change that
+    best, moved = now.at(levels.values(indices)), False
+    allowed = MAX_ERROR_RATIO * max(now.fit.error, now.equations.gradient_noise)
+    if not best.fit.error < ON_LEVELS_ERROR * allowed:  # on no levels: a few moves would not change that
         return now
-    doubt = Doubt.none(best.found.x)
-    scale = usual(best.known, best.found)
-    left, least = MANY, misfit(best.known, best.found, scale)
-    while left > 0:
-        before = number.clone()
-        for index in tried:
-            level = area(number, index)
+    ambiguity = Ambiguity.none(best.fit.x)
+    scale = typical_deviation(best.equations, best.fit)
+    moves_left, least = MAX_MOVES, misfit(best.equations, best.fit, scale)
+    while moves_left > 0:
+        before = indices.clone()
+        for entry in entries:
+            level = region(indices, entry)
             if level is None:
                 continue
-            other = number.clone()
-            other.view(-1)[index] = level
+            other = indices.clone()
+            other.view(-1)[entry] = level
             found = now.at(levels.values(other))
-            left -= 1
-            more = misfit(found.known, found.found, scale) - least
-            if abs(more) < APART**2:
-                doubt |= Doubt.between(best, found)
+            moves_left -= 1
+            more = misfit(found.equations, found.fit, scale) - least
+            if abs(more) < RULED_OUT**2:
+                ambiguity |= Ambiguity.between(best, found)
             if more < SURE**2:
-                number, best, least, moved = other, found, least + min(more, 0.0), True
-        if torch.equal(number, before):
+                indices, best, least, moved = other, found, least + min(more, 0.0), True
+        if torch.equal(indices, before):
             break
-    if not best.found.error < bound:
+    if not best.fit.error < allowed:
         return now
     if not moved:
-        return now.doubted(doubt)
-    return judged(best, levels).doubted(doubt, now)  # what was open stays so
+        return now.with_ambiguity(ambiguity)
+    return mark_determined(best, levels).with_ambiguity(ambiguity, now)  # what was open stays so
 
 
-def _area(number: Tensor, index: int, told: Tensor, height: int, top: int) -> float | None:
-    """The level of the area around a pixel in its image of `height` rows, if there is one and it is not on that itself.
+def _region_level(indices: Tensor, entry: int, informative: Tensor, height: int, top: int) -> float | None:
+    """The level of the region around a pixel in its image, if there is one and the pixel is not on that itself.
 
-    Half of its neighbours are on it, and none that is `told` is on another, but where it is the lowest or the `top`:
-    of the corners of CIFAR-10 four in five are on such a level, one in ten on one that only two of three have.
+    Half of its neighbors are on it, and none that is `informative` is on another, but where it is the lowest or the
+    `top`: of the corners of CIFAR-10 four in five are on such a level, one in ten on one that only two of three have.
+
+    Args:
+        indices: of all pixels' levels (I, H, W).
+        entry: which pixel, counted along the input.
+        informative: which pixels say what region others are in (I, H, W).
+        height: of an image.
+        top: index of the highest level.
     """
-    channel, row, column = (int(i) for i in torch.unravel_index(torch.tensor(index), number.shape))
+    channel, row, column = (int(i) for i in torch.unravel_index(torch.tensor(entry), indices.shape))
     first = row // height * height
     around = (channel, slice(max(row - 1, first), min(row + 2, first + height)), slice(max(column - 1, 0), column + 2))
-    own = float(number[channel, row, column])
-    levels = number[around].flatten().tolist()
-    sure = [level for level, is_told in zip(levels, told[around].flatten().tolist(), strict=True) if is_told]
-    if told[channel, row, column]:
+    own = float(indices[channel, row, column])
+    levels = indices[around].flatten().tolist()
+    sure = [level for level, known in zip(levels, informative[around].flatten().tolist(), strict=True) if known]
+    if informative[channel, row, column]:
         sure.remove(own)
     levels.remove(own)
     level = max(levels, key=levels.count)

@@ -1,40 +1,42 @@
-"""Pixels of 8 bits from equations that fix some of them only together with others."""
+r"""Pixels of 8 bits from equations that fix some of them only together with others.
+
+In whole steps n between levels, x = first + step n, a solution's normal equations read n^T A n - 2 b^T n. At the rim of
+an image fewer outputs see a pixel than it has channels, so that real numbers are not fixed there; that n is whole fixes
+many. Pixels whose deviation diag(A^-1)^.5 is well below a step are rounded. The others, the *loose* ones, are searched
+for together, given the rounded ones: the nearest point of a lattice with metric A to the real solution (`lattice`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.equations import Prior
-from attacks.analytic.maxpool.lattice import Lattice
-from attacks.analytic.maxpool.pixel_levels import Levels
-from attacks.analytic.maxpool.solution import Solved
+from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
+from attacks.analytic.maxpool.lattice import MAX_INVERSE_VARIANCE, Lattice
+from attacks.analytic.maxpool.pixel_levels import PixelLevels
+from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.analytic.maxpool.spd_linalg import Factor
 
-LOOSE = 1 / 6
-"""Standard deviation, in steps between two levels, from which a pixel is no more told by rounding."""
-MANY = 256
+MAX_ROUNDABLE_STD = 1 / 6
+"""Standard deviation, in steps between two levels, from which a pixel is no more told by rounding: it is loose."""
+MAX_LOOSE = 256
 """Loose pixels up to which their levels are searched for together."""
-SHARPEST = 3e7
-"""Inverse variance of a pixel, in steps, that is more than enough: with more, double precision does not suffice."""
-ROUNDS = 4
+MAX_ROUNDS = 4
 FALLING = 0.7
-"""Of what was left unexplained: above that another round brings nothing."""
-WORSE = 2.0
+"""Share of what was left unexplained above which another round brings nothing."""
+MAX_ERROR_RATIO = 2.0
 """How much more the levels may leave unexplained than real numbers did: these follow rounding, too."""
 
 
-def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
-    """The same with every pixel on a level, and told which levels the equations leave no choice of.
+def decode_levels(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
+    """Return the same with every pixel on a level, and which of them the equations leave no choice of.
 
-    At the rim of an image fewer outputs see a pixel than it has channels, so that real numbers are not fixed there;
-    that levels are whole numbers fixes many. Loose pixels are searched for together, as a closest-vector problem, and
-    all others rounded; positions that follow from this are taken over, and the system is solved again. Where the
-    equations leave a choice, the prior makes it.
+    Positions that follow from the levels are taken over, and the system is solved again. Where the equations leave a
+    choice, the prior makes it.
 
     Args:
         now: a solution near the truth.
@@ -44,93 +46,117 @@ def decode(now: Solved, prior: Prior, levels: Levels) -> Solved:
     Returns:
         `now` itself where that explains the equations far better, as it does for an input that is on no levels.
     """
-    best, least = now, now.found.error
-    for _ in range(ROUNDS):
-        least = min(least, best.found.error)
-        bound = WORSE * max(least, now.known.noise)
-        found = next((x for x in _candidates(best, prior, levels) if x.found.error < bound), None)
+    best, least = now, now.fit.error
+    for _ in range(MAX_ROUNDS):
+        least = min(least, best.fit.error)
+        allowed = MAX_ERROR_RATIO * max(least, now.equations.gradient_noise)
+        found = next((other for other in _candidates(best, prior, levels) if other.fit.error < allowed), None)
         if found is None or (best.satisfied and not found.satisfied):
             break
-        same = torch.equal(found.found.shares, best.found.shares) and found.known is best.known
-        if not same and found.fixed is not None:  # what is fixed was told at positions that are given up
-            found = replace(found, fixed=torch.zeros_like(found.fixed), spread=None)
-        done = same and not found.found.error < FALLING * best.found.error
+        same = torch.equal(found.fit.selection, best.fit.selection) and found.equations is best.equations
+        if not same and found.determined is not None:  # it was looked at, at positions that are given up
+            found = replace(found, determined=torch.zeros_like(found.determined), entry_std=None)
+        done = same and not found.fit.error < FALLING * best.fit.error
         best = found
         if done:
             break
     return best
 
 
-def judged(now: Solved, levels: Levels) -> Solved:
-    """The same, told which pixels are on the same level in all inputs that explain the equations at its positions."""
-    shape = now.found.x.shape
-    told, _, off, loose = _told(now.system().dense(), levels.step.expand(shape).flatten(), levels)
-    result = torch.full_like(now.found.x, loose is not None, dtype=torch.bool).flatten()
+def mark_determined(now: LayerSolution, levels: PixelLevels) -> LayerSolution:
+    """Return the same with which pixels are on one level in all inputs that explain the equations at its positions."""
+    shape = now.fit.x.shape
+    system = _StepSystem.of(now.normal_equations().dense(), levels.step.expand(shape).flatten(), levels)
+    loose, deviations = system.loose, system.deviations
+    determined = torch.full_like(now.fit.x, loose is not None, dtype=torch.bool).flatten()
     if loose is not None and len(loose):
         try:
-            lattice = Lattice(told[loose][:, loose].cpu().numpy())
-            result[loose] = torch.from_numpy(lattice.fixed).to(result.device)
+            determined[loose] = torch.from_numpy(system.lattice().determined).to(determined.device)
         except np.linalg.LinAlgError:
-            result[:] = False
-    return replace(now, fixed=result.view(shape), spread=None if off is None else off.view(shape))
+            determined[:] = False
+    entry_std = None if deviations is None else deviations.view(shape)
+    return replace(now, determined=determined.view(shape), entry_std=entry_std)
 
 
-def _told(matrix: Tensor, step: Tensor, levels: Levels) -> tuple[Tensor, float, Tensor | None, Tensor | None]:
-    """What equations say in steps (N, N), the factor it is weakened by, how far off pixels are (N,), which are loose.
+@dataclass(frozen=True)
+class _StepSystem:
+    """The matrix A of a solution's equations in whole steps.
 
-    How far is in units of the input; None, as the last, where precision does not suffice, the last also where too much
-    is open.
+    Attributes:
+        matrix: A (N, N), weakened.
+        weakening: the factor it is weakened by, so that double precision suffices.
+        deviations: of the pixels (N,), in units of the input; None where precision does not suffice.
+        loose: which pixels are loose (n,); None where precision does not suffice, or too many are.
     """
-    told = matrix.mul_(step[:, None] * step)
-    weaker = float((SHARPEST / told.diagonal().max()).clamp_max(1.0))
-    told *= weaker
-    told.diagonal().add_((2 / levels.count) ** 2)  # a pixel is on one of so many levels
-    factor = Factor.of(told)
-    if factor is None:
-        return told, weaker, None, None
-    spread = factor.variances().sqrt()
-    loose = (spread > LOOSE).nonzero().flatten()
-    off = torch.where(spread < levels.count / 16, spread * weaker**0.5, spread) * step  # beyond that nothing tells them
-    return told, weaker, off, loose if len(loose) <= MANY else None
+
+    matrix: Tensor
+    weakening: float
+    deviations: Tensor | None
+    loose: Tensor | None
+
+    @classmethod
+    def of(cls, matrix: Tensor, step: Tensor, levels: PixelLevels) -> _StepSystem:
+        """From the matrix in units of the input (N, N), which is overwritten, and the step of each pixel (N,)."""
+        matrix = matrix.mul_(step[:, None] * step)
+        weakening = float((MAX_INVERSE_VARIANCE / matrix.diagonal().max()).clamp_max(1.0))
+        matrix *= weakening
+        matrix.diagonal().add_(levels.index_precision)
+        factor = Factor.of(matrix)
+        if factor is None:
+            return cls(matrix, weakening, None, None)
+        std = factor.variances().sqrt()
+        loose = (std > MAX_ROUNDABLE_STD).nonzero().flatten()
+        # beyond a sixteenth of all levels nothing tells a pixel, and so weakening did not either
+        deviations = torch.where(std < levels.count / 16, std * weakening**0.5, std) * step
+        return cls(matrix, weakening, deviations, loose if len(loose) <= MAX_LOOSE else None)
+
+    def lattice(self) -> Lattice:
+        """Whole steps of the loose pixels."""
+        return Lattice(self.matrix[self.loose][:, self.loose].cpu().numpy())
 
 
-def _candidates(now: Solved, prior: Prior, levels: Levels) -> Iterator[Solved]:
+def _candidates(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> Iterator[LayerSolution]:
     """What the equations leave open as `prior` expects it, then as it is: none where too much is open.
 
     Where pooling did not look, what is expected may be larger than what was passed on.
     """
-    shape = now.found.x.shape
+    shape = now.fit.x.shape
     first, step = (x.expand(shape).flatten() for x in (levels.first, levels.step))
-    origin, spread = first / step, (2 / levels.count) ** 2
-    system = now.system()
-    told, weaker, off, loose = _told(system.dense(), step, levels)
-    if off is None or loose is None:
+    origin = first / step
+    equations = now.normal_equations()
+    system = _StepSystem.of(equations.dense(), step, levels)
+    if system.deviations is None or system.loose is None:
         return
-    right = system.right.flatten() * step * weaker - told @ origin
-    own = prior.dense * step[:, None] * step
-    expected = told + own, right + prior.right.flatten() * step - own @ origin
-    as_it_is = told, right + spread * now.found.x.flatten() / step
-    for whole, side in (expected, as_it_is):
-        factor = Factor.of(whole)
+    rhs = equations.rhs.flatten() * step * system.weakening - system.matrix @ origin
+    precision = prior.dense * step[:, None] * step
+    expected = system.matrix + precision, rhs + prior.shift.flatten() * step - precision @ origin
+    as_it_is = system.matrix, rhs + levels.index_precision * now.fit.x.flatten() / step
+    for matrix, side in (expected, as_it_is):
+        factor = Factor.of(matrix)
         if factor is None:
             continue
         mean = factor.solve(side)
-        numbers = mean.round().clamp(0, levels.count - 1)
-        same = torch.ones_like(numbers, dtype=torch.bool)
-        if len(loose):
-            try:
-                numbers[loose], same[loose] = _together(told, whole, mean, numbers, loose)
-            except np.linalg.LinAlgError:
-                return
-        found = now.at(levels.values(numbers.clamp(0, levels.count - 1).view(shape))).found
-        yield replace(Solved.of(now.known, found), fixed=same.view(shape), spread=off.view(shape))
+        try:
+            indices, determined = _nearest_indices(system, matrix, mean, levels)
+        except np.linalg.LinAlgError:
+            return
+        fit = now.at(levels.values(indices.clamp(0, levels.count - 1).view(shape))).fit
+        solution = LayerSolution.of(now.equations, fit)
+        yield replace(solution, determined=determined.view(shape), entry_std=system.deviations.view(shape))
 
 
-def _together(told: Tensor, whole: Tensor, mean: Tensor, numbers: Tensor, loose: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels of the loose pixels where the others are `numbers`, and which are fixed."""
-    off = (mean - numbers).index_fill(0, loose, 0.0)
-    inner = whole[loose][:, loose]
-    centre = mean[loose] + torch.linalg.solve(inner, (whole @ off)[loose])
-    lattice = Lattice(told[loose][:, loose].cpu().numpy())
+def _nearest_indices(system: _StepSystem, matrix: Tensor, mean: Tensor, levels: PixelLevels) -> tuple[Tensor, Tensor]:
+    """Whole numbers near `mean` (N,), as `matrix` (N, N) measures it, and which the equations determine."""
+    loose = system.loose
+    indices = mean.round().clamp(0, levels.count - 1)
+    determined = torch.ones_like(indices, dtype=torch.bool)
+    if loose is None or not len(loose):
+        return indices, determined
+    off = (mean - indices).index_fill(0, loose, 0.0)
+    inner = matrix[loose][:, loose]
+    centre = mean[loose] + torch.linalg.solve(inner, (matrix @ off)[loose])  # of the loose, given the rounded
+    lattice = system.lattice()
     nearest = lattice.nearest(centre.cpu().numpy(), inner.cpu().numpy())
-    return torch.from_numpy(nearest).to(mean), torch.from_numpy(lattice.fixed).to(mean.device)
+    indices[loose] = torch.from_numpy(nearest).to(mean)
+    determined[loose] = torch.from_numpy(lattice.determined).to(mean.device)
+    return indices, determined

@@ -1,4 +1,19 @@
-"""Levels of pixels and positions of pooling, decided together: where one is wrong, it makes the other look certain."""
+r"""Levels of pixels and positions of pooling, decided together: where one is wrong, it makes the other look certain.
+
+Near a solution x all equations are linear in the whole steps n by which its loosest pixels move, as long as the
+positions stay. With r what x leaves of the gradient and d_ok what an output is off its target, steps leave
+
+    gradient:  r_o + D_o n,        D_o = -sum_k s_ok dU_k        (what a step of each pixel adds to the patches, dU),
+    outputs:   d_ok + w_o dU_k n,
+
+whose squares, weighed by how far each can be trusted, and the prior add up to n^T A n - 2 b^T n + c (`StepForm`). The
+whole n that makes this least is the nearest point of a lattice. Another position for one cell changes D_o and r_o of
+one filter and one output, so that A, b and c of every such change follow from those of none by a product of few rows.
+
+So: for the positions taken, and for each cell that could as well have passed on another one, find the best few n; try
+the most promising on the equations themselves, where all positions are decided anew; keep what is likeliest; repeat
+from there.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +27,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.equations import LARGEST, Prior, System
-from attacks.analytic.maxpool.flat_regions import FAR
-from attacks.analytic.maxpool.integer_decoding import WORSE, judged
-from attacks.analytic.maxpool.lattice import Array, Lattice
-from attacks.analytic.maxpool.likelihood import deviation, likeliest, missed, usual
-from attacks.analytic.maxpool.pixel_levels import Levels
-from attacks.analytic.maxpool.solution import Doubt, Solved
+from attacks.analytic.maxpool.equations import Equations
+from attacks.analytic.maxpool.flat_regions import ON_LEVELS_ERROR
+from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
+from attacks.analytic.maxpool.integer_decoding import MAX_ERROR_RATIO, mark_determined
+from attacks.analytic.maxpool.lattice import MAX_INVERSE_VARIANCE, Array, Lattice
+from attacks.analytic.maxpool.likelihood import (
+    output_deviations,
+    select_likeliest,
+    target_deviation,
+    typical_deviation,
+)
+from attacks.analytic.maxpool.normal_equations import MAX_DENSE_UNKNOWNS, NormalEquations
+from attacks.analytic.maxpool.pixel_levels import PixelLevels
+from attacks.analytic.maxpool.solution import Ambiguity, LayerSolution
 from attacks.analytic.maxpool.spd_linalg import Factor
 
-LOOSE, OPEN = 0.01, 30.0
+MIN_STD, UNTOLD_STD = 0.01, 30.0
 """Standard deviation of a pixel, in steps between two levels: with less it is certain even beside wrong ones, with more
 nothing tells which level it is on."""
-MANY = (80, 250)
-"""Pixels looked at, the loosest first; the second time where equations stay unsatisfied."""
-REACH, MISSED = 4.0, 3.0
+PIXELS = (80, 250)
+"""Pixels looked at, the loosest first; the second number where equations stay unsatisfied."""
+REACH, MISSED_REACH = 4.0, 3.0
 """Standard deviations by which another position may fall short of the one taken, and times what its cell misses."""
-CELLS, EACH, TRIED = 40, 8, 32
-"""Positions changed that are followed, the most promising first; levels taken from each; and of all these tried."""
-ROUNDS = 12
-SHARPEST = 3e7
-"""Inverse variance of a pixel, in steps, beyond which double precision does not suffice to tell the loosest ones."""
+MAX_CHANGES, STEPS_EACH, MAX_TRIED = 40, 8, 32
+"""Changed positions that are followed, the most promising first; steps taken from each; and of all these tried."""
+MAX_ROUNDS = 12
 
 
-def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
-    """The likeliest of what a changed position, and the levels that follow from it, lead to, step by step.
-
-    Near a solution all equations are linear in the steps by which its loosest pixels move. For every position that
-    could as well be another one, and for none, the levels that explain the equations best are found as a closest-vector
-    problem; the best of these are tried on the equations themselves, all positions decided anew, and judged by
-    `misfit` and what `prior` expects.
+def decode_jointly(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
+    """Return the likeliest of what a changed position, and the levels that follow from it, lead to, step by step.
 
     Args:
         now: a solution near the truth.
@@ -50,207 +65,262 @@ def together(now: Solved, prior: Prior, levels: Levels) -> Solved:
 
     Returns:
         `now` itself where its input is on no levels, or nothing is explained better. A pixel that is on another level
-        where about as much is explained is not fixed.
+        where about as much is explained is not determined.
     """
-    best = start = now.at(levels.nearest(now.found.x))
-    allowed = WORSE * max(now.found.error, now.known.noise)
-    if now.found.x.numel() > LARGEST or not start.found.error < FAR * allowed:
+    start = now.at(levels.nearest(now.fit.x))
+    allowed = MAX_ERROR_RATIO * max(now.fit.error, now.equations.gradient_noise)
+    if now.fit.x.numel() > MAX_DENSE_UNKNOWNS or not start.fit.error < ON_LEVELS_ERROR * allowed:
         return now
-    doubt = Doubt.none(start.found.x)
-    for many in MANY:
-        for _ in range(ROUNDS):
-            before, pixels = best, _loosest(best, levels)[:many]  # anew: others are loose once less is unexplained
-            others = Near.of(before, prior, levels, pixels).others() if len(pixels) else ()
-            best, doubt = likeliest(before, others, prior, allowed if now.satisfied else math.inf)
+    best, ambiguity = _climb(start, prior, levels, allowed if now.satisfied else math.inf)
+    if not best.satisfied and best.fit.error > now.fit.error:  # likelier, but led astray
+        return now.with_ambiguity(Ambiguity.between(start, best))
+    if best is not start or (now.determined is None and torch.equal(start.fit.x, now.fit.x)):
+        now = mark_determined(best, levels)
+    return now.with_ambiguity(ambiguity)
+
+
+def _climb(
+    start: LayerSolution, prior: GaussianPrior, levels: PixelLevels, allowed: float
+) -> tuple[LayerSolution, Ambiguity]:
+    """From one solution to a likelier one, until none is, and what the last search disputes."""
+    best, ambiguity = start, Ambiguity.none(start.fit.x)
+    for count in PIXELS:
+        for _ in range(MAX_ROUNDS):
+            before = best
+            pixels = _loosest_pixels(best, levels)[:count]  # anew: others are loose once less is unexplained
+            others = LocalSystem.of(before, prior, levels, pixels).neighbors() if len(pixels) else ()
+            best, ambiguity = select_likeliest(best, others, prior, allowed)
             if best is before:
                 break
         if best.satisfied:
             break
-    if not best.satisfied and best.found.error > now.found.error:  # likelier, but led astray
-        return now.doubted(Doubt.between(start, best))
-    if best is not start or (now.fixed is None and torch.equal(start.found.x, now.found.x)):
-        now = judged(best, levels)
-    return now.doubted(doubt)
+    return best, ambiguity
 
 
-def _loosest(now: Solved, levels: Levels) -> Tensor:
+def _loosest_pixels(now: LayerSolution, levels: PixelLevels) -> Tensor:
     """Which pixels are not certain, counted along the input (n,), the loosest first."""
-    noise, _, sure, _ = _weights(now)
-    exact = replace(now.known, loose=sure.rsqrt())
-    system = System.of(exact, now.found.shares, noise, noise.new_zeros(()), fine=True)
-    step = levels.step.expand_as(now.found.x).flatten()
-    loose = _deviations(system.dense() * step[:, None] * step, 2 / levels.count)
-    loose = loose.masked_fill(loose >= OPEN, 0.0)
-    return loose.argsort(descending=True)[: int((loose > LOOSE).sum())]
+    trust = Trust.of(now)
+    exact = replace(now.equations, target_std=trust.outputs.rsqrt())
+    system = NormalEquations.of(
+        exact, now.fit.selection, trust.gradient_std, trust.gradient_std.new_zeros(()), per_equation=True
+    )
+    step = levels.step.expand_as(now.fit.x).flatten()
+    factor = Factor.of(_with_index_precision(system.dense() * step[:, None] * step, levels))
+    std = torch.full_like(step, UNTOLD_STD) if factor is None else factor.variances().sqrt()
+    std = std.masked_fill(std >= UNTOLD_STD, 0.0)
+    return std.argsort(descending=True)[: int((std > MIN_STD).sum())]
 
 
-def _weights(now: Solved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How far the equations can be trusted.
-
-    Returns:
-        Standard deviation of the gradient's equations by filter (O,), inverse variance of each (O, M), that of the
-        outputs (O, K), less where one misses its target already, and the same as if none did.
-    """
-    known, found = now.known, now.found
-    scale = usual(known, found)
-    fresh = 1 / (deviation(known) * scale).square()
-    sure = fresh / (1 + (missed(known, found) / scale).square())
-    noise = known.residual(found.x, found.shares).square().mean(1).sqrt().maximum(known.floor)
-    sharp = known.sharpness(noise)
-    trust = (1 if sharp is None else sharp) / noise[:, None].square().expand_as(known.gradient)
-    return noise, trust, sure, fresh
+def _with_index_precision(matrix: Tensor, levels: PixelLevels) -> Tensor:
+    """A matrix in steps (n, n), with as much more for every pixel as that it is on one of its levels."""
+    return matrix + levels.index_precision * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 @dataclass(frozen=True)
-class Near:
+class Trust:
+    """How far a solution's equations can be trusted.
+
+    Attributes:
+        gradient_std: standard deviation of the gradient's equations, by filter (O,).
+        gradient: inverse variance of each (O, M).
+        outputs: inverse variance of the outputs (O, K), less where one misses its target already.
+        changed_outputs: the same if a cell's position is another one (O, K): as if none missed its target.
+    """
+
+    gradient_std: Tensor
+    gradient: Tensor
+    outputs: Tensor
+    changed_outputs: Tensor
+
+    @classmethod
+    def of(cls, now: LayerSolution) -> Trust:
+        """Return that of a solution, by what it leaves of its equations."""
+        equations, fit = now.equations, now.fit
+        scale = typical_deviation(equations, fit)
+        changed = 1 / (target_deviation(equations) * scale).square()
+        outputs = changed / (1 + (output_deviations(equations, fit) / scale).square())
+        std = equations.residual(fit.x, fit.selection).square().mean(1).sqrt().maximum(equations.noise_floor)
+        factors = equations.precision_factors(std)
+        gradient = (1 if factors is None else factors) / std[:, None].square().expand_as(equations.gradient)
+        return cls(std, gradient, outputs, changed)
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """What steps n leave unexplained: n^T A n - 2 b^T n + c, c counted from the positions taken.
+
+    Attributes:
+        matrix: A (n, n).
+        rhs: b (n,).
+        constant: c.
+    """
+
+    matrix: Tensor
+    rhs: Tensor
+    constant: float
+
+    def relaxed_minimum(self) -> float:
+        """Return the least value over real numbers."""
+        solution, failed = torch.linalg.solve_ex(self.matrix, self.rhs)
+        return math.inf if bool(failed) else self.constant - float(self.rhs @ solution)
+
+
+@dataclass(frozen=True)
+class LocalSystem:
     """The equations around a solution, in whole steps by which n of its pixels move.
 
     Attributes:
         now: the solution, its input on levels.
         levels: of its pixels.
         pixels: which ones, counted along the input (n,).
-        patches: what a step of each adds to the patches at the positions of each cell (K, P, M, n).
-        trust: inverse variance of the gradient's equations (O, M).
-        sure: inverse variance of the outputs (O, K), less where one misses its target already.
-        fresh: the same if a cell's position is another one (O, K).
+        patches: dU, what a step of each adds to the patches at the positions of each cell (K, P, M, n).
+        trust: in the equations; its `outputs` are 0 where a target is not known.
         expected: precision (n, n), and precision times mean (n,), that the prior adds.
     """
 
-    now: Solved
-    levels: Levels
+    now: LayerSolution
+    levels: PixelLevels
     pixels: Tensor
     patches: Tensor
-    trust: Tensor
-    sure: Tensor
-    fresh: Tensor
+    trust: Trust
     expected: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, now: Solved, prior: Prior, levels: Levels, pixels: Tensor) -> Near:
-        """In steps of `pixels` (n,)."""
-        known, found = now.known, now.found
-        _, trust, sure, fresh = _weights(now)
-        step = levels.step.expand_as(found.x).flatten()
-        patches = known.layer.moved(pixels, step[pixels])[known.layer.cells]
-        expected = prior.around(found.x, pixels, step[pixels])
-        return cls(now, levels, pixels, patches, trust, sure * known.seen, fresh, expected)
+    def of(cls, now: LayerSolution, prior: GaussianPrior, levels: PixelLevels, pixels: Tensor) -> LocalSystem:
+        """Return the system in steps of `pixels` (n,)."""
+        equations, fit, trust = now.equations, now.fit, Trust.of(now)
+        step = levels.step.expand_as(fit.x).flatten()[pixels]
+        patches = equations.layer.patch_changes(pixels, step)[equations.layer.cells]
+        trust = replace(trust, outputs=trust.outputs * equations.target_known)
+        return cls(now, levels, pixels, patches, trust, prior.in_steps(fit.x, pixels, step))
 
-    def others(self) -> Iterator[Solved]:
-        """What the best levels of the likeliest positions lead to."""
+    @property
+    def equations(self) -> Equations:
+        """Of the layer."""
+        return self.now.equations
+
+    # ---- search ------------------------------------------------------------------------------------------------------
+    def neighbors(self) -> Iterator[LayerSolution]:
+        """Yield what the best steps at the likeliest positions lead to, `MAX_TRIED` at most."""
         tried: set[bytes] = set()
-        number = self.levels.number(self.now.found.x)
-        for steps in self._candidates():
-            if steps.any() and steps.tobytes() not in tried and len(tried) < TRIED:
+        indices = self.levels.indices(self.now.fit.x)
+        for steps in self._best_steps():
+            if steps.any() and steps.tobytes() not in tried and len(tried) < MAX_TRIED:
                 tried.add(steps.tobytes())
-                other = number.clone()
-                other.view(-1)[self.pixels] += torch.from_numpy(steps).to(other)
-                yield self.now.at(self.levels.values(other.clamp(0, self.levels.count - 1)))
+                moved = indices.clone()
+                moved.view(-1)[self.pixels] += torch.from_numpy(steps).to(moved)
+                yield self.now.at(self.levels.values(moved.clamp(0, self.levels.count - 1)))
 
-    def _candidates(self) -> list[Array]:
-        """Steps (n,), those that leave least first."""
-        even = _even(self._normal[0], 2 / self.levels.count)
-        weaker = min(1.0, SHARPEST / float(even.diagonal().max()))
-        lattice = Lattice((even * weaker).cpu().numpy())
+    def _best_steps(self) -> list[Array]:
+        """Steps (n,), those that leave least first, from the most promising positions."""
+        metric = _with_index_precision(self._own_form[0], self.levels)
+        weakening = min(1.0, MAX_INVERSE_VARIANCE / float(metric.diagonal().max()))
+        lattice = Lattice((metric * weakening).cpu().numpy())
         try:
             _ = lattice.reduced
         except np.linalg.LinAlgError:
             return []
-        found: list[tuple[float, Array]] = []
-        for told, right, left in heapq.nsmallest(CELLS, self._systems(), key=self._relaxed):
-            whole, side = told + self.expected[0], right + self.expected[1]
-            matrix, wanted = whole.cpu().numpy(), side.cpu().numpy()
+        best: list[tuple[float, Array]] = []
+        for form in heapq.nsmallest(MAX_CHANGES, self._forms(), key=StepForm.relaxed_minimum):
+            matrix, rhs = form.matrix.cpu().numpy(), form.rhs.cpu().numpy()
             try:
-                near = lattice.near(np.linalg.solve(matrix, wanted), matrix * weaker, EACH)
+                nearest = lattice.nearest_candidates(np.linalg.solve(matrix, rhs), matrix * weakening, STEPS_EACH)
             except np.linalg.LinAlgError:
                 continue
-            found += [(float(steps @ (matrix @ steps - 2 * wanted)) + left, steps) for steps in near]
-        return [steps for _, steps in sorted(found, key=lambda pair: pair[0])]
+            best += [(float(steps @ (matrix @ steps - 2 * rhs)) + form.constant, steps) for steps in nearest]
+        return [steps for _, steps in sorted(best, key=lambda pair: pair[0])]
 
-    def _relaxed(self, system: tuple[Tensor, Tensor, float]) -> float:
-        """What real numbers would leave."""
-        told, right, left = system
-        whole, side = told + self.expected[0], right + self.expected[1]
-        solution, failed = torch.linalg.solve_ex(whole, side)
-        return math.inf if bool(failed) else left - float(side @ solution)
+    def _forms(self) -> Iterator[StepForm]:
+        """The forms at the positions taken, and with each plausible change of one of them."""
+        for matrix, rhs, constant in self._forms_without_prior():
+            yield StepForm(matrix + self.expected[0], rhs + self.expected[1], constant)
 
-    def _systems(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Matrix, right-hand side and what is left, more than now, at the positions taken and with each changed."""
-        told, right = self._normal
-        yield told, right, 0.0
-        known, root = self.now.known, self.trust.sqrt()
-        for o, k, p in self._doubtful(torch.linalg.inv_ex(told + self.expected[0]).inverse):
-            taken = int(self._taken[o, k])
-            change = self.patches[k, p] - self.patches[k, taken]
-            signal = known.signal[o, k] * root[o]
-            before, after = root[o, :, None] * self._gradient[o], signal[:, None] * change
-            left = root[o] * self._left[o]
-            moved = left - signal * (self._cells[k, p] - self._cells[k, taken])
-            rows = torch.cat([before - after, self.fresh[o, k].sqrt() * self._outputs[o, k, p][None]])
-            ends = torch.cat([moved, (self.fresh[o, k].sqrt() * self._off[o, k, p])[None]])
-            sure = self.sure[o, k].sqrt()
-            old_rows = torch.cat([before, sure * self._outputs[o, k, taken][None]])
-            old_ends = torch.cat([left, (sure * self._off[o, k, taken])[None]])
-            more = float(ends @ ends - old_ends @ old_ends)
-            yield told + rows.mT @ rows - old_rows.mT @ old_rows, right - ends @ rows + old_ends @ old_rows, more
+    def _forms_without_prior(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """A, b and c of the same, but for what the prior adds."""
+        matrix, rhs = self._own_form
+        yield matrix, rhs, 0.0
+        for o, k, p in self._plausible_changes(torch.linalg.inv_ex(matrix + self.expected[0]).inverse):
+            rows, ends = self._rows_at(o, k, p)
+            old_rows, old_ends = self._rows_at(o, k, int(self._positions[o, k]))
+            constant = float(ends @ ends - old_ends @ old_ends)
+            yield matrix + rows.mT @ rows - old_rows.mT @ old_rows, rhs - ends @ rows + old_ends @ old_rows, constant
 
-    def _doubtful(self, covariance: Tensor) -> list[list[int]]:
-        """Filter, cell and position (O, K, P) of those that could have been passed on as well as the one taken."""
-        passed = self._taken[..., None]
-        ahead = self._outputs.gather(2, passed[..., None].expand(-1, -1, 1, len(self.pixels))) - self._outputs
-        spread = torch.einsum("okpn,nm,okpm->okp", ahead, covariance, ahead).clamp_min(0).sqrt()
-        short = self._off.gather(2, passed) - self._off
-        reach = REACH * (spread + self.fresh.rsqrt()[..., None])
-        reach = reach + MISSED * (missed(self.now.known, self.now.found) * deviation(self.now.known)).abs()[..., None]
-        others = torch.arange(short.shape[-1]).to(passed) != passed
-        return ((short.abs() < reach) & others & self.now.known.seen[..., None]).nonzero().tolist()
+    def _rows_at(self, o: int, k: int, p: int) -> tuple[Tensor, Tensor]:
+        """Filter o's gradient and cell k's output where that passes on position p, as rows n + ends, weighed.
+
+        Rows are (M + 1, n), ends (M + 1,).
+        """
+        taken, root = int(self._positions[o, k]), self._root_trust
+        rows, ends = root[o, :, None] * self._gradient_change[o], root[o] * self._residual[o]
+        trust = self.trust.outputs[o, k]
+        if p != taken:
+            signal = self.equations.signal[o, k] * root[o]
+            rows = rows - signal[:, None] * (self.patches[k, p] - self.patches[k, taken])
+            ends = ends - signal * (self._cells[k, p] - self._cells[k, taken])
+            trust = self.trust.changed_outputs[o, k]
+        weight = trust.sqrt()
+        rows = torch.cat([rows, weight * self._output_change[o, k, p][None]])
+        return rows, torch.cat([ends, (weight * self._excess[o, k, p])[None]])
+
+    def _plausible_changes(self, covariance: Tensor) -> list[list[int]]:
+        """Filter, cell and position of those that could have been passed on as well as the one taken.
+
+        They fall short of it by no more than steps of this covariance (n, n), and what the cell misses, allow.
+        """
+        taken, count = self._positions[..., None], len(self.pixels)
+        ahead = self._output_change.gather(2, taken[..., None].expand(-1, -1, 1, count)) - self._output_change
+        std = torch.einsum("okpn,nm,okpm->okp", ahead, covariance, ahead).clamp_min(0).sqrt()
+        short = self._excess.gather(2, taken) - self._excess
+        off = (output_deviations(self.equations, self.now.fit) * target_deviation(self.equations)).abs()
+        reach = REACH * (std + self.trust.changed_outputs.rsqrt()[..., None])
+        reach = reach + MISSED_REACH * off[..., None]
+        others = torch.arange(short.shape[-1]).to(taken) != taken
+        return ((short.abs() < reach) & others & self.equations.target_known[..., None]).nonzero().tolist()
+
+    # ---- what the equations are made of ------------------------------------------------------------------------------
+    @cached_property
+    def _positions(self) -> Tensor:
+        """The position that each cell passes on (O, K)."""
+        return self.now.fit.selection.argmax(-1)
 
     @cached_property
-    def _taken(self) -> Tensor:
-        """The position of each cell (O, K)."""
-        return self.now.found.shares.argmax(-1)
+    def _residual(self) -> Tensor:
+        """What is left of the gradient: r (O, M)."""
+        return self.equations.residual(self.now.fit.x, self.now.fit.selection)
 
     @cached_property
-    def _left(self) -> Tensor:
-        """Of the gradient (O, M)."""
-        return self.now.known.residual(self.now.found.x, self.now.found.shares)
+    def _root_trust(self) -> Tensor:
+        """The inverse standard deviation of each of the gradient's equations (O, M)."""
+        return self.trust.gradient.sqrt()
 
     @cached_property
     def _cells(self) -> Tensor:
         """The patches at the positions of each cell (K, P, M)."""
-        return self.now.known.layer.patches(self.now.found.x)[self.now.known.layer.cells]
+        return self.equations.layer.patches(self.now.fit.x)[self.equations.layer.cells]
 
     @cached_property
-    def _off(self) -> Tensor:
-        """How far the output of each position is from its cell's target (O, K, P)."""
-        return self.now.known.excess(self.now.found.x)
+    def _excess(self) -> Tensor:
+        """How far the output of each position is from its cell's target: d (O, K, P)."""
+        return self.equations.excess(self.now.fit.x)
 
     @cached_property
-    def _outputs(self) -> Tensor:
-        """What a step of each pixel adds to the output of each position (O, K, P, n)."""
-        return torch.einsum("om,kpmn->okpn", self.now.known.layer.filters, self.patches)
+    def _output_change(self) -> Tensor:
+        """What a step of each pixel adds to the output of each position: w dU (O, K, P, n)."""
+        return torch.einsum("om,kpmn->okpn", self.equations.layer.filters, self.patches)
 
     @cached_property
-    def _gradient(self) -> Tensor:
-        """What a step of each pixel adds to what is left of the gradient (O, M, n)."""
-        return -torch.einsum("okp,kpmn->omn", self.now.found.shares * self.now.known.signal[..., None], self.patches)
+    def _gradient_change(self) -> Tensor:
+        """What a step of each pixel adds to what is left of the gradient: D (O, M, n)."""
+        signal = self.now.fit.selection * self.equations.signal[..., None]
+        return -torch.einsum("okp,kpmn->omn", signal, self.patches)
 
     @cached_property
-    def _normal(self) -> tuple[Tensor, Tensor]:
-        """Matrix (n, n) and right-hand side (n,) at the positions taken."""
-        count = len(self.pixels)
-        passed = self._taken[..., None]
-        outputs = self._outputs.gather(2, passed[..., None].expand(-1, -1, 1, count))[:, :, 0].flatten(0, 1)
-        off, sure = self._off.gather(2, passed).flatten(), self.sure.flatten()
-        gradient, trust = self._gradient.flatten(0, 1), self.trust.flatten()
+    def _own_form(self) -> tuple[Tensor, Tensor]:
+        """A (n, n) and b (n,) at the positions taken, but for what the prior adds."""
+        taken = self._positions[..., None]
+        outputs = self._output_change.gather(2, taken[..., None].expand(-1, -1, 1, len(self.pixels)))
+        outputs = outputs[:, :, 0].flatten(0, 1)
+        off, sure = self._excess.gather(2, taken).flatten(), self.trust.outputs.flatten()
+        gradient, trust = self._gradient_change.flatten(0, 1), self.trust.gradient.flatten()
         matrix = gradient.mT @ (trust[:, None] * gradient) + outputs.mT @ (sure[:, None] * outputs)
-        return matrix, -(trust * self._left.flatten()) @ gradient - (sure * off) @ outputs
-
-
-def _even(matrix: Tensor, least: float) -> Tensor:
-    """With as much more for every pixel as that it is on one of its levels."""
-    return matrix + least**2 * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-
-
-def _deviations(matrix: Tensor, least: float) -> Tensor:
-    factor = Factor.of(_even(matrix, least))
-    return torch.full_like(matrix.diagonal(), OPEN) if factor is None else factor.variances().sqrt()
+        return matrix, -(trust * self._residual.flatten()) @ gradient - (sure * off) @ outputs

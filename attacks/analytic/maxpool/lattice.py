@@ -1,4 +1,8 @@
-"""Whole numbers behind linear equations that, were the numbers real, would leave some combinations of them open."""
+"""Whole numbers behind linear equations that, were the numbers real, would leave some combinations of them open.
+
+The closest-vector problem of integer least squares: a basis is reduced (Lenstra, Lenstra and Lovasz, 1982), and the
+nearest planes are followed (Babai, 1986).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-APART = 6.0
+RULED_OUT = 6.0
 """Standard deviations by which two candidates differ, at least, where the equations tell them apart."""
+MAX_INVERSE_VARIANCE = 3e7
+"""Inverse variance of a number that is more than enough: with more, double precision does not do for loose ones."""
 LOVASZ = 0.99
-SWAPS = 100
-"""Of neighbours in a basis, times its size squared: more are made by rounding alone."""
+MAX_SWAPS = 100
+"""Swaps of neighbors in a basis, times its size squared: more are made by rounding alone."""
 
-BESIDE = np.array([0.0, -1.0, 1.0, -2.0, 2.0])
+OFFSETS = np.array([0.0, -1.0, 1.0, -2.0, 2.0])
 """Whole numbers tried beside the one that is nearest in a plane."""
 
 Array = NDArray[np.float64]
@@ -34,14 +40,14 @@ class Lattice:
     def reduced(self) -> tuple[Array, Array]:
         """A basis of short, nearly orthogonal vectors (n, n), one a column, and its triangular factor.
 
-        By the algorithm of Lenstra, Lenstra and Lovasz (1982), with the factor kept up to date by rotations.
+        By the algorithm of Lenstra, Lenstra and Lovasz, with the factor kept up to date by rotations.
 
         Raises:
             numpy.linalg.LinAlgError: if double precision does not suffice for the matrix.
         """
         factor: Array = np.array(np.linalg.cholesky(self.matrix).T, dtype=np.float64)
         basis: Array = np.eye(len(factor))
-        k, left = 1, SWAPS * len(factor) ** 2
+        k, left = 1, MAX_SWAPS * len(factor) ** 2
         while k < len(factor):
             _shorten(factor, basis, k, k - 1)
             if factor[k, k] ** 2 + factor[k - 1, k] ** 2 >= LOVASZ * factor[k - 1, k - 1] ** 2:
@@ -69,26 +75,31 @@ class Lattice:
         return np.round(np.linalg.inv(self.reduced[0]))
 
     @property
-    def fixed(self) -> NDArray[np.bool_]:
-        """Which numbers are the same in all candidates less than `APART` standard deviations from each other (n,).
+    def determined(self) -> NDArray[np.bool_]:
+        """Which numbers are the same in all candidates less than `RULED_OUT` standard deviations from each other (n,).
 
         A vector that takes part in the basis from place i on is at least as long as the shortest remainder there, so
-        what the vectors before the last short remainder do not touch is fixed.
+        what the vectors before the last short remainder do not touch is determined.
         """
         basis, factor = self.reduced
-        short = np.abs(np.diag(factor)) < APART
+        short = np.abs(np.diag(factor)) < RULED_OUT
         open_ones = int(short.nonzero()[0].max()) + 1 if short.any() else 0
         return np.logical_not(basis[:, :open_ones].any(axis=1))
 
     def nearest(self, centre: Array, matrix: Array) -> Array:
-        """Whole numbers (n,) near `centre` (n,), as `matrix` (n, n) measures it: Babai's nearest plane (1986)."""
-        return self.near(centre, matrix, 1)[0]
+        """Return whole numbers (n,) near `centre` (n,), as `matrix` (n, n) measures it, by Babai's nearest plane."""
+        return self.nearest_candidates(centre, matrix, 1)[0]
 
-    def near(self, centre: Array, matrix: Array, count: int) -> Array:
-        """Some whole numbers (at most `count`, n) near `centre` (n,), as `matrix` (n, n) measures it, nearest first.
+    def nearest_candidates(self, centre: Array, matrix: Array, count: int) -> Array:
+        """Return some whole numbers (at most `count`, n) near `centre`, nearest first.
 
-        Babai's nearest plane, with the best `count` kept from one plane to the next. `matrix` may hold more than this
-        lattice's own, or a little else, for which its basis is short too.
+        Babai's nearest plane, with the best `count` kept from one plane to the next.
+
+        Args:
+            centre: the real solution (n,).
+            matrix: the metric (n, n); it may hold more than this lattice's own, or a little else, for which its basis
+                is short too.
+            count: how many.
         """
         basis, _ = self.reduced
         factor = np.linalg.cholesky(basis.T @ matrix @ basis).T
@@ -96,7 +107,7 @@ class Lattice:
         whole, far = np.zeros((1, len(real))), np.zeros(1)
         for i in range(len(real) - 1, -1, -1):
             wanted = real[i] + (real - whole)[:, i + 1 :] @ factor[i, i + 1 :] / factor[i, i]
-            values = np.round(wanted)[:, None] + (BESIDE if count > 1 else BESIDE[:1])
+            values = np.round(wanted)[:, None] + (OFFSETS if count > 1 else OFFSETS[:1])
             total = far[:, None] + (factor[i, i] * (values - wanted[:, None])) ** 2
             kept = np.argsort(total, axis=None, kind="stable")[:count]
             whole, far = whole[kept // values.shape[1]], total.flat[kept]
@@ -105,7 +116,7 @@ class Lattice:
 
 
 def _shorten(factor: Array, basis: Array, k: int, j: int) -> None:
-    """Takes as much of vector `j` from vector `k` as brings them nearest to a right angle."""
+    """Take as much of vector `j` from vector `k` as brings them nearest to a right angle, in place."""
     times = np.round(factor[j, k] / factor[j, j])
     if times:
         factor[: j + 1, k] -= times * factor[: j + 1, j]

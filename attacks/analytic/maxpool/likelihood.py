@@ -1,4 +1,4 @@
-"""How well an input explains what is known of a layer, measured by how well that is known."""
+"""How well an input explains the equations, measured by how well these are known."""
 
 from __future__ import annotations
 
@@ -8,69 +8,87 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.equations import SMALLEST, Equations, Prior
+from attacks.analytic.maxpool.equations import MIN_RELATIVE_NOISE, Equations
+from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
+from attacks.analytic.maxpool.lattice import RULED_OUT
 from attacks.analytic.maxpool.refinement import Fit
-from attacks.analytic.maxpool.solution import Doubt, Solved
+from attacks.analytic.maxpool.solution import Ambiguity, LayerSolution
 
-APART = 6.0
-"""Standard deviations beyond which another level is out of the question."""
-LEAST = 1e-6
+MIN_VARIANCE_RATIO = 1e-6
 """Of variances: below that share of rounding less is no better."""
-ASTRAY = 12.0
-"""Times the usual by which no output misses its target unless something is wrong; seven were seen."""
-MEDIAN = 0.6745
-"""Of what is normally distributed, without its sign, in standard deviations."""
+OUTLIER = 12.0
+"""Times the typical by which no output misses its target unless something is wrong; seven were seen."""
+NORMAL_MEDIAN = 0.6745
+"""Median of what is normally distributed, without its sign, in standard deviations."""
 
 
-def missed(known: Equations, found: Fit) -> Tensor:
-    """How far the pooled outputs of `found` are from their targets (O, K), in standard deviations by rounding."""
-    off = known.layer.pooled_outputs(found.x) - known.target
-    return torch.where(known.seen, off, off.clamp_min(0)) / deviation(known)
+def target_deviation(equations: Equations) -> Tensor:
+    """Return the standard deviation of the targets by rounding (O, K)."""
+    return (equations.target_std.square() + (MIN_RELATIVE_NOISE * equations.output_scale) ** 2).sqrt()
 
 
-def deviation(known: Equations) -> Tensor:
-    """Standard deviation of the targets by rounding (O, K)."""
-    return (known.loose.square() + (SMALLEST * known.forward_scale) ** 2).sqrt()
+def output_deviations(equations: Equations, fit: Fit) -> Tensor:
+    """Return how far the pooled outputs of `fit` are from their targets (O, K), in standard deviations by rounding."""
+    off = equations.layer.pooled_outputs(fit.x) - equations.target
+    return torch.where(equations.target_known, off, off.clamp_min(0)) / target_deviation(equations)
 
 
-def usual(known: Equations, found: Fit) -> float:
-    """How far outputs are from their targets as a rule, in standard deviations by rounding, which bounds it."""
-    return max(float(missed(known, found).abs()[known.seen].median()) / MEDIAN, LEAST**0.5)
+def typical_deviation(equations: Equations, fit: Fit) -> float:
+    """Return how far outputs are from their targets as a rule, in standard deviations by rounding, which bounds it."""
+    median = float(output_deviations(equations, fit).abs()[equations.target_known].median())
+    return max(median / NORMAL_MEDIAN, MIN_VARIANCE_RATIO**0.5)
 
 
-def astray(known: Equations, found: Fit) -> bool:
-    """Whether an output is too far from its target: of a corner few equations tell, so that all others may hold."""
-    return bool(missed(known, found).abs()[known.seen].max() > ASTRAY * usual(known, found))
+def has_outlier(equations: Equations, fit: Fit) -> bool:
+    """Return whether an output is too far from its target: of a corner few equations tell, so all others may hold."""
+    largest = output_deviations(equations, fit).abs()[equations.target_known].max()
+    return bool(largest > OUTLIER * typical_deviation(equations, fit))
 
 
-def misfit(known: Equations, found: Fit, usual: float) -> float:
-    """Minus twice the logarithm of the likelihood of `found`, but for a constant.
+def misfit(equations: Equations, fit: Fit, scale: float) -> float:
+    """Return minus twice the logarithm of the likelihood of `fit`, up to a constant.
+
+    With r_o what is left of filter o's gradient in units of rounding, and d_ok what an output is off by,
+
+        M sum_o log(mean r_o^2) + 2 sum_ok log(1 + (d_ok / scale)^2).
 
     A wrong position spoils the gradient of its filter and one output. So the former is taken for known up to a factor
-    of its own for each filter, estimated from what is left, and outputs for scattered as Cauchy's distribution has it,
-    of which `usual` is the scale: what is wrong already hides nothing else.
+    of its own for each filter, estimated from what is left, and outputs for scattered as Cauchy's distribution has it:
+    what is wrong already hides nothing else.
+
+    Args:
+        equations: of the layer.
+        fit: an input.
+        scale: of the outputs' scatter, in standard deviations by rounding (`typical_deviation`).
     """
-    left = (known.residual(found.x, found.shares).square() / known.rounded).mean(1)
-    gradient = known.gradient.shape[1] * torch.log(left + LEAST).sum()
-    total = float(gradient + 2 * torch.log1p((missed(known, found) / usual).square()).sum())
+    left = (equations.residual(fit.x, fit.selection).square() / equations.rounding_variance).mean(1)
+    gradient = equations.gradient.shape[1] * torch.log(left + MIN_VARIANCE_RATIO).sum()
+    outputs = 2 * torch.log1p((output_deviations(equations, fit) / scale).square()).sum()
+    total = float(gradient + outputs)
     return total if math.isfinite(total) else math.inf
 
 
-def likeliest(now: Solved, others: Iterable[Solved], prior: Prior, allowed: float) -> tuple[Solved, Doubt]:
-    """The likeliest of `now` and what explains about as much or more, and the doubt that this leaves of `now`.
+def select_likeliest(
+    now: LayerSolution, others: Iterable[LayerSolution], prior: GaussianPrior, allowed: float
+) -> tuple[LayerSolution, Ambiguity]:
+    """Return the likeliest of `now` and `others`, and what of `now` the others that explain about as much dispute.
 
-    Only what leaves less than `allowed` unexplained is believed.
+    Args:
+        now: what is compared with.
+        others: other inputs.
+        prior: what is expected of the input.
+        allowed: error up to which another one is believed.
     """
-    scale = usual(now.known, now.found)
-    told = misfit(now.known, now.found, scale)
-    best, least = now, told + prior.against(now.found.x)
-    doubt = Doubt.none(now.found.x)
+    scale = typical_deviation(now.equations, now.fit)
+    own = misfit(now.equations, now.fit, scale)
+    best, least = now, own + prior.penalty(now.fit.x)
+    ambiguity = Ambiguity.none(now.fit.x)
     for other in others:
-        explained = misfit(other.known, other.found, scale)
-        if not explained < told + APART**2:
+        explained = misfit(other.equations, other.fit, scale)
+        if not explained < own + RULED_OUT**2:
             continue
-        doubt |= Doubt.between(now, other)
-        total = explained + prior.against(other.found.x)
-        if total < least and other.found.error < allowed:
+        ambiguity |= Ambiguity.between(now, other)
+        total = explained + prior.penalty(other.fit.x)
+        if total < least and other.fit.error < allowed:
             least, best = total, other
-    return best, doubt
+    return best, ambiguity

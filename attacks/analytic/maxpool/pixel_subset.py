@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attacks.analytic.maxpool.conv_pool_layer import Layer
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 
 
 @dataclass(frozen=True)
-class Part:
+class PixelSubset:
     """The numbers of some pixels, in all channels (n = I * pixels, channel by channel).
 
     Attributes:
@@ -21,13 +21,13 @@ class Part:
         pixels: where they lie in a plane (H W), in rising order.
     """
 
-    layer: Layer
+    layer: ConvPoolLayer
     pixels: Tensor
 
     @classmethod
-    def of(cls, layer: Layer, held: Tensor) -> Part:
-        """All but those that are `held` (H, W)."""
-        return cls(layer, (~held).flatten().nonzero().flatten())
+    def of(cls, layer: ConvPoolLayer, known: Tensor) -> PixelSubset:
+        """Return all pixels but those that are `known` (H, W)."""
+        return cls(layer, (~known).flatten().nonzero().flatten())
 
     @property
     def count(self) -> int:
@@ -38,31 +38,31 @@ class Part:
     def _pairs(self) -> Tensor:
         """Where each pair of numbers of every patch stands in a matrix with a row and a column before the first.
 
-        (L * M * M); what is held, or padding, is row or column 0.
+        (L * M * M); what is known, or padding, is row or column 0.
         """
-        places = torch.zeros(self.layer.shape[0], self.layer.shape[1] * self.layer.shape[2], dtype=torch.float64)
+        columns = torch.zeros(self.layer.shape[0], self.layer.shape[1] * self.layer.shape[2], dtype=torch.float64)
         numbers = torch.arange(1, self.count + 1, dtype=torch.float64)
-        places[:, self.pixels.cpu()] = numbers.view(self.layer.shape[0], -1)
-        reach = self.layer.patches(places.view(self.layer.shape).to(self.pixels.device)).round().long()  # (L, M)
+        columns[:, self.pixels.cpu()] = numbers.view(self.layer.shape[0], -1)
+        reach = self.layer.patches(columns.view(self.layer.shape).to(self.pixels.device)).round().long()  # (L, M)
         return (reach[:, :, None] * (self.count + 1) + reach[:, None, :]).flatten()
 
-    def form(self, kernels: Tensor) -> Tensor:
-        """The matrix (n, n) of sum_l patch_l^T kernels_l patch_l, of kernels (L, M, M)."""
+    def quadratic_form(self, kernels: Tensor) -> Tensor:
+        """Return the matrix (n, n) of sum_l patch_l^T kernels_l patch_l, of kernels (L, M, M)."""
         flat = kernels.new_zeros((self.count + 1) ** 2)
         flat.index_add_(0, self._pairs, kernels.flatten())
         return flat.view(self.count + 1, -1)[1:, 1:]
 
-    def covariances(self, covariance: Tensor) -> Tensor:
-        """Of every patch (L, M, M), from that of the part (n, n); all else has none."""
+    def patch_covariances(self, covariance: Tensor) -> Tensor:
+        """Return the covariance of every patch (L, M, M), from that of the subset (n, n); all else has none."""
         size = self.layer.filters.shape[1]
         return F.pad(covariance, (1, 0, 1, 0)).flatten()[self._pairs].view(-1, size, size)
 
-    def taken(self, x: Tensor) -> Tensor:
-        """The numbers (n,) of X (I, H W)."""
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the subset's numbers (n,) of X (I, H W)."""
         return x[:, self.pixels].flatten()
 
-    def filled(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """X, in the shape that it has, with these numbers (n,)."""
+    def scatter(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """Return X, in the shape that it has, with these numbers (n,) in place of the subset's."""
         made = x.flatten(1).clone()
         made[:, self.pixels] = numbers.view(len(x), -1).to(x)
         return made.view_as(x)

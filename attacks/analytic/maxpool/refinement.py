@@ -9,161 +9,190 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from attacks.analytic.maxpool.equations import SMALLEST, Equations, Preconditioner, Prior, System
-from attacks.analytic.maxpool.position_flips import Flips
+from attacks.analytic.maxpool.equations import MIN_RELATIVE_NOISE, Equations
+from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
+from attacks.analytic.maxpool.normal_equations import NormalEquations, Preconditioner
+from attacks.analytic.maxpool.position_flips import PositionFlips
 
 TIE = 1e-5
 """Of the outputs' root mean square: two positions that differ by less are equal but for rounding."""
-AT_ONCE = 2**24
+MAX_PATCH_NUMBERS = 2**24
 """Numbers of patches, at most, for as many filters as are decided at once; for one filter it may be more."""
+FALLING = 0.9
+"""Share of what was left unexplained above which another round brings nothing."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """An input of the layer, and how well it explains what is known.
+    """An input of the layer, and how well it explains the equations.
 
     Attributes:
         x: (I, H, W).
-        shares: 1 at the positions it passes on (O, K, P).
-        gradient: what it leaves of the gradient, relative to it.
-        forward: what it leaves of the pooled outputs, relative to them.
+        selection: 1 at the positions it selects (O, K, P).
+        gradient_error: norm of what it leaves of the gradient, relative to the gradient's.
+        output_error: root mean square of what it leaves of the pooled outputs, relative to theirs.
     """
 
     x: Tensor
-    shares: Tensor
-    gradient: float
-    forward: float
+    selection: Tensor
+    gradient_error: float
+    output_error: float
 
     @property
     def error(self) -> float:
         """Both together; what is not a number is worst."""
-        total = self.gradient + self.forward
+        total = self.gradient_error + self.output_error
         return total if total == total else float("inf")
 
 
-def fit(known: Equations, x: Tensor, shares: Tensor | None = None) -> Fit:
-    """`x` with the positions it passes on itself, or with `shares` for the gradient."""
-    shares = passed(known, x) if shares is None else shares
-    missed = known.layer.pooled_outputs(x) - known.target
-    missed = torch.where(known.seen, missed, missed.clamp_min(0))
-    left = known.residual(x, shares)
-    gradient = float(left.norm() / known.gradient.norm())
-    return Fit(x, shares, gradient, float(known.average(missed.square()).sqrt() / known.forward_scale))
+def evaluate(equations: Equations, x: Tensor, selection: Tensor | None = None) -> Fit:
+    """Return `x` (I, H, W) with what it leaves, at the positions it selects itself or at those of `selection`."""
+    selection = select_largest(equations, x) if selection is None else selection
+    off = equations.layer.pooled_outputs(x) - equations.target
+    off = torch.where(equations.target_known, off, off.clamp_min(0))
+    residual = equations.residual(x, selection)
+    gradient_error = float(residual.norm() / equations.gradient.norm())
+    output_error = float(equations.mean_over_targets(off.square()).sqrt() / equations.output_scale)
+    return Fit(x, selection, gradient_error, output_error)
 
 
-def explained(known: Equations, x: Tensor) -> Fit:
-    """`x` with the positions it passes on, or, if that explains more, with near ties as the gradient has them."""
-    own = fit(known, x)
-    told = fit(known, x, decided(known, own))
-    return told if told.error < own.error else own
+def evaluate_with_ties(equations: Equations, x: Tensor) -> Fit:
+    """Return `x` at the positions it selects, or, if that explains more, with near ties as the gradient has them."""
+    own = evaluate(equations, x)
+    resolved = evaluate(equations, x, resolve_ties(equations, own))
+    return resolved if resolved.error < own.error else own
 
 
-def passed(known: Equations, x: Tensor) -> Tensor:
-    """1 at the first position of each cell whose output is the largest up to rounding (O, K, P)."""
-    if not known.layer.searched:
-        return known.start
-    outputs = known.layer.outputs(x)
-    largest = outputs >= outputs.amax(-1, keepdim=True) - TIE * known.forward_scale
+def select_largest(equations: Equations, x: Tensor) -> Tensor:
+    """Return 1 at the first position of each cell whose output is the largest up to rounding (O, K, P)."""
+    if not equations.layer.positions_unknown:
+        return equations.uniform_selection
+    outputs = equations.layer.outputs(x)
+    largest = outputs >= outputs.amax(-1, keepdim=True) - TIE * equations.output_scale
     return one_hot(largest.long().argmax(-1), outputs.shape[-1]).to(x)
 
 
-def settle(known: Equations, x: Tensor, rounds: int = 8, prior: Prior | None = None, within: float = math.inf) -> Fit:
-    """The best of: `x`, and the solutions of the linear systems of the positions found so far.
+def refine(
+    equations: Equations, x: Tensor, rounds: int = 8, prior: GaussianPrior | None = None, within: float = math.inf
+) -> Fit:
+    """Return the best of `x` and the solutions of the linear systems of the positions found so far.
 
     Filters that the gradient confirms are trusted up to rounding, the others by what they leave; where two positions
     of a cell are close enough to be mistaken, the gradient decides. Of a layer without positions every system changes
-    only how far filters are trusted, from `solvable` on.
+    only how far filters are trusted, from `solve_linear` on.
 
     Args:
-        known: the layer's equations.
-        x: where to begin.
+        equations: of the layer.
+        x: where to begin (I, H, W).
         rounds: linear systems at most.
         prior: what is expected of X beside them.
         within: what the solution of a system may leave unexplained for another one to follow.
     """
-    best = now = fit(known, x)
+    searched = equations.layer.positions_unknown
+    best = now = evaluate(equations, x)
     tried: list[Tensor] = []
     for _ in range(rounds):
-        shares = decided(known, now)
-        if known.layer.searched and any(torch.equal(shares, other) for other in tried):
+        selection = resolve_ties(equations, now)
+        if searched and any(torch.equal(selection, other) for other in tried):
             break
-        tried.append(shares)
-        system = system_of(known, replace(now, shares=shares), prior)
-        by: Preconditioner = "whole" if prior is not None or not known.layer.searched else "channels"
-        now = explained(known, system.solve(now.x, 1e-12 if prior is None else 1e-6, preconditioner=by))
-        if not now.error < min(0.9 * best.error, within):
+        tried.append(selection)
+        system = normal_equations_of(equations, replace(now, selection=selection), prior)
+        by: Preconditioner = "whole" if prior is not None or not searched else "channels"
+        now = evaluate_with_ties(equations, system.solve(now.x, 1e-12 if prior is None else 1e-6, preconditioner=by))
+        if not now.error < min(FALLING * best.error, within):
             return now if now.error < best.error else best
         best = now
     return best
 
 
-def solvable(known: Equations, prior: Prior | None = None) -> Fit:
-    """The input of a layer without positions where its equations are off by rounding alone, as they mostly are.
+def solve_linear(equations: Equations, prior: GaussianPrior | None = None) -> Fit:
+    """Return the input of a layer without positions where its equations are off by rounding alone, as they mostly are.
 
     Trusted less at the start, the gradient would win that trust back only slowly: the outputs, often as many as there
     are unknowns, are explained by what leaves a thousandth of it.
     """
-    noise = known.floor.expand(len(known.gradient))
-    system = System.of(known, known.start, noise, SMALLEST * known.forward_scale, prior=prior, fine=True)
-    return fit(known, system.solve(known.layer.weight.new_zeros(known.layer.shape), 1e-12, preconditioner="whole"))
+    std = equations.noise_floor.expand(len(equations.gradient))
+    system = NormalEquations.of(
+        equations,
+        equations.uniform_selection,
+        std,
+        MIN_RELATIVE_NOISE * equations.output_scale,
+        prior=prior,
+        per_equation=True,
+    )
+    start = equations.layer.weight.new_zeros(equations.layer.shape)
+    return evaluate(equations, system.solve(start, 1e-12, preconditioner="whole"))
 
 
-def system_of(known: Equations, now: Fit, prior: Prior | None = None) -> System:
-    """The linear system of the positions in `now`, each filter trusted as far as the gradient confirms it."""
-    left = known.residual(now.x, now.shares).square().mean(1).sqrt()
-    noise = left.maximum(known.floor)
-    forward = known.forward_scale * min(max(now.forward, 1e-6), 1e-4)
-    return System.of(known, now.shares, noise, forward, prior=prior, fine=True)
+def normal_equations_of(equations: Equations, fit: Fit, prior: GaussianPrior | None = None) -> NormalEquations:
+    """Return the linear system of the positions in `fit`, each filter trusted as far as the gradient confirms it."""
+    residual = equations.residual(fit.x, fit.selection).square().mean(1).sqrt()
+    gradient_std = residual.maximum(equations.noise_floor)
+    output_std = equations.output_scale * min(max(fit.output_error, 1e-6), 1e-4)
+    return NormalEquations.of(equations, fit.selection, gradient_std, output_std, prior=prior, per_equation=True)
 
 
-def unbent(known: Equations, found: Fit) -> tuple[Equations, Fit]:
-    """The same with outputs moved to the other side of the activation's bend where that explains the gradient better.
+# ---- outputs near an activation's bend -------------------------------------------------------------------------------
+def choose_activation_sides(equations: Equations, fit: Fit) -> tuple[Equations, Fit]:
+    """Move outputs to the other side of the activation's bend where that explains the gradient better.
 
     Outputs too small for their sign to be known give their filter a signal that is off by the ratio of the two slopes.
+    The best one of a filter is moved, for as long as that halves what the filter leaves.
+
+    Returns:
+        The equations and the fit, the same objects where nothing is moved.
     """
-    doubtful = known.doubt != 1
-    cells = torch.einsum("okp,kpm->okm", found.shares, known.layer.patches(found.x)[known.layer.cells])
-    left = known.residual(found.x, found.shares)
-    factor = torch.ones_like(known.signal)
-    for o in doubtful.any(1).nonzero().flatten().tolist():
-        at = doubtful[o].nonzero().flatten()
+    undecided = equations.side_factor != 1
+    cells = torch.einsum("okp,kpm->okm", fit.selection, equations.layer.patches(fit.x)[equations.layer.cells])
+    residual = equations.residual(fit.x, fit.selection)
+    factor = torch.ones_like(equations.signal)
+    for o in undecided.any(1).nonzero().flatten().tolist():
+        at = undecided[o].nonzero().flatten()
         for _ in range(len(at)):
-            change = known.signal[o, at] * factor[o, at] * (_other(known.doubt[o, at], factor[o, at]) - 1)
-            after = (left[o] - change[:, None] * cells[o, at]).square().sum(-1)
+            other = _to_other_side(equations.side_factor[o, at], factor[o, at])
+            change = equations.signal[o, at] * factor[o, at] * (other - 1)
+            after = (residual[o] - change[:, None] * cells[o, at]).square().sum(-1)
             best = int(after.argmin())
-            if not after[best] < 0.5 * left[o].square().sum():
+            if not after[best] < 0.5 * residual[o].square().sum():
                 break
-            left[o] -= change[best] * cells[o, at[best]]
-            factor[o, at[best]] *= _other(known.doubt[o, at[best]], factor[o, at[best]])
+            residual[o] -= change[best] * cells[o, at[best]]
+            factor[o, at[best]] *= other[best]
     if bool((factor == 1).all()):
-        return known, found
-    moved = replace(known, signal=known.signal * factor, target=known.target / factor, loose=known.loose / factor)
-    return moved, fit(moved, found.x, found.shares)
+        return equations, fit
+    moved = replace(
+        equations,
+        signal=equations.signal * factor,
+        target=equations.target / factor,
+        target_std=equations.target_std / factor,
+    )
+    return moved, evaluate(moved, fit.x, fit.selection)
 
 
-def _other(doubt: Tensor, factor: Tensor) -> Tensor:
+def _to_other_side(side_factor: Tensor, factor: Tensor) -> Tensor:
     """What moves an output to the other side of the bend, from the side it is on."""
-    return torch.where(factor == 1, doubt, 1 / doubt)
+    return torch.where(factor == 1, side_factor, 1 / side_factor)
 
 
-def decided(known: Equations, now: Fit, tries: int = 64) -> Tensor:
-    """The positions of `now` (O, K, P), with those changed that are nearly as large and explain the gradient better."""
-    if not known.layer.searched:
-        return now.shares
-    outputs = known.layer.outputs(now.x)
-    reach = (10 * max(now.forward, 1e-6)) * known.forward_scale
+# ---- positions nearly as large as the one selected -------------------------------------------------------------------
+def resolve_ties(equations: Equations, fit: Fit, tries: int = 64) -> Tensor:
+    """Return the selection of `fit` (O, K, P), near ties changed where that explains the gradient better."""
+    if not equations.layer.positions_unknown:
+        return fit.selection
+    outputs = equations.layer.outputs(fit.x)
+    reach = (10 * max(fit.output_error, 1e-6)) * equations.output_scale
     near = outputs >= outputs.amax(-1, keepdim=True) - reach
-    cells = known.layer.patches(now.x)[known.layer.cells]
-    shares, left = now.shares.clone(), known.residual(now.x, now.shares)
     near &= near.sum(-1, keepdim=True) > 1
-    for some in torch.arange(len(near), device=near.device).split(max(1, AT_ONCE // cells.numel())):
+    cells = equations.layer.patches(fit.x)[equations.layer.cells]
+    selection, residual = fit.selection.clone(), equations.residual(fit.x, fit.selection)
+    for filters in torch.arange(len(near), device=near.device).split(max(1, MAX_PATCH_NUMBERS // cells.numel())):
         asked = torch.zeros_like(near)
-        asked[some] = near[some]
-        flips = Flips.of(asked, shares, cells, known.signal, left, 1e-6 * known.gradient_scale)
+        asked[filters] = near[filters]
+        explained = 1e-6 * equations.gradient_scale
+        flips = PositionFlips.of(asked, selection, cells, equations.signal, residual, explained)
         for _ in range(tries):
             made = flips.best()
             if made is None:
                 break
-            flips, filters, at, position = made
-            shares[filters, at] = one_hot(position, shares.shape[-1]).to(shares)
-    return shares
+            flips, changed, at, position = made
+            selection[changed, at] = one_hot(position, selection.shape[-1]).to(selection)
+    return selection

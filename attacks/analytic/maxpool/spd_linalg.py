@@ -1,8 +1,8 @@
-"""Large symmetric matrices that are positive definite: products, factors and inverses.
+"""Symmetric matrices: products, factors and inverses of large positive definite ones, eigenvalues of many small ones.
 
-On a CPU by the LAPACK that scipy ships (OpenBLAS): of 3,072 rows factor and inverse take .6 of the time on an AMD
-processor that they take in torch, whose LAPACK is Intel's. On another device by torch. All matrices have at least one
-row.
+Large ones go to the LAPACK that scipy ships (OpenBLAS) on a CPU: of 3,072 rows factor and inverse take .6 of the time
+on an AMD processor that they take in torch, whose LAPACK is Intel's. On another device torch does it. All matrices have
+at least one row.
 """
 
 from __future__ import annotations
@@ -24,28 +24,33 @@ from torch import Tensor
 Numbers = npt.NDArray[np.floating]
 BLOCK = 256
 """Rows copied to the other side of the diagonal at once."""
+BATCH = 2**14
+"""Matrices whose eigenvalues are asked for together: of 40,000 a GPU's library failed (mujocolab/mjlab, issue 732)."""
 LOCK = Lock()
 
 
 class Factor(ABC):
-    """Cholesky's, of one matrix."""
+    """The Cholesky factor of one matrix."""
 
     @classmethod
     def of(cls, matrix: Tensor) -> Factor | None:
-        """Of a symmetric matrix (n, n), n > 0, in either precision; None where it is not positive definite."""
+        """Return the factor of a symmetric matrix (n, n), n > 0, in either precision.
+
+        None where it is not positive definite.
+        """
         return _Lapack.of(matrix) if matrix.device.type == "cpu" else _Torch.of(matrix)
 
     @abstractmethod
     def solve(self, right: Tensor) -> Tensor:
-        """The inverse times `right` (n,) or (n, k)."""
+        """Return the inverse times `right` (n,) or (n, k)."""
 
     @abstractmethod
     def variances(self) -> Tensor:
-        """The diagonal of the inverse (n,), at half its cost: the squares of the factor's own inverse, summed."""
+        """Return the diagonal of the inverse (n,), at half its cost: the summed squares of the factor's inverse."""
 
     @abstractmethod
     def inverse(self) -> Tensor:
-        """The inverse (n, n)."""
+        """Return the inverse (n, n)."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,8 @@ class _Torch(Factor):
         return torch.cholesky_inverse(self.lower).contiguous()
 
 
-def inverted(matrix: Tensor) -> Tensor:
-    """The inverse of a positive definite matrix (n, n).
+def spd_inverse(matrix: Tensor) -> Tensor:
+    """Return the inverse of a positive definite matrix (n, n).
 
     Raises:
         ValueError: if it is not positive definite.
@@ -126,7 +131,7 @@ def inverted(matrix: Tensor) -> Tensor:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """All products of the columns of `rows` (m, n) with each other (n, n), each computed once on a CPU."""
+    """Return all products of the columns of `rows` (m, n) with each other (n, n), each computed once on a CPU."""
     if rows.device.type != "cpu":
         return rows.mT @ rows
     columns = _numpy(rows).T
@@ -134,6 +139,20 @@ def gram(rows: Tensor) -> Tensor:
     with _limited():
         half = syrk(1.0, columns, lower=True)
     return _mirrored(half)
+
+
+def eigenvalues(matrices: Tensor) -> Tensor:
+    """Return the eigenvalues of symmetric matrices (..., m, n, n), rising (..., m, n)."""
+    parts = matrices.flatten(0, -3).split(BATCH)
+    return torch.cat([torch.linalg.eigvalsh(part) for part in parts]).view(matrices.shape[:-1])
+
+
+def clamp_eigenvalues(matrices: Tensor, low: Tensor, high: Tensor | None = None) -> Tensor:
+    """Return symmetric matrices (..., m, n, n) with their eigenvalues moved into [low, high]."""
+    parts = (0.5 * (matrices + matrices.mT)).flatten(0, -3).split(BATCH)
+    values, vectors = (torch.cat(side) for side in zip(*map(torch.linalg.eigh, parts), strict=True))
+    values, vectors = values.view(matrices.shape[:-1]), vectors.view(matrices.shape)
+    return (vectors * values.clamp(low, high)[..., None, :]) @ vectors.mT
 
 
 def _mirrored(half: Numbers) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from attacks.analytic.maxpool.conv_pool_layer import Layer
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.recursive.layer_equations import Outputs, bend, invert
 from attacks.network.interlayer_maps import Reshape, Scaling
@@ -129,7 +129,7 @@ def equations(
     bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
     scale, shift = normalisation(stage, weight)
     count, (channels, height, width) = len(returned.signal), stage.taken
-    layer = Layer(
+    layer = ConvPoolLayer(
         weight * scale[:, None, None, None],
         bias * scale + shift,
         (channels, count * height, width),
@@ -140,10 +140,10 @@ def equations(
         count,
         kept,
     )
-    rows, columns = replace(layer, kept=None).pooled
+    rows, columns = replace(layer, visible_cells=None).pooled_size
     gradient = gradients[f"{stage.name}.weight"]
     target, seen, signal, loose, doubt = (
-        part.view(count, len(weight), rows, columns)[..., : layer.pooled[0], : layer.pooled[1]]
+        part.view(count, len(weight), rows, columns)[..., : layer.pooled_size[0], : layer.pooled_size[1]]
         .transpose(0, 1)
         .flatten(1)
         for part in (returned.given.values, returned.given.known, returned.signal, returned.loose, returned.doubt)
@@ -156,7 +156,7 @@ def equations(
         seen,
         loose,
         doubt,
-        grain=_grain(view, stage, gradient),
+        rounding=_grain(view, stage, gradient),
     )
 
 

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from attacks.analytic.maxpool.batch_separation import Apart, Mixture, Sum, most, separate
+from attacks.analytic.maxpool.batch_separation import (
+    MixingProblem,
+    SeparatedBatch,
+    SummedGradient,
+    max_separable_images,
+    separate_batch,
+)
 from attacks.analytic.recursive.layer_equations import slope_below
 from attacks.network.layer_chain import Stage
 from attacks.result import NotApplicable
@@ -22,7 +28,9 @@ def first_told(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> int 
     return None
 
 
-def told_apart(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int) -> Apart | NotApplicable:
+def told_apart(
+    stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int
+) -> SeparatedBatch | NotApplicable:
     """Signals and inputs of the layer `top` for each of `count` images, or why they can't be told apart.
 
     Its gradient is the sum over the images of signal times input, which any mixture of them explains as well. What
@@ -44,7 +52,7 @@ def told_apart(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: in
     if share is None:
         return NotApplicable(f"pooling with padding above {stage.name} weighs its outputs unevenly", limit=True)
     rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
-    known = Sum(
+    known = SummedGradient(
         weight=above.layer.weight.detach(),
         bias=above.layer.bias.detach(),
         low=slope_below(above.activation) if rises else None,
@@ -56,12 +64,12 @@ def told_apart(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: in
         below=gradients[f"{stage.name}.bias"],
         share=share,
     ).cpu()
-    if Mixture.of(known, count) is None:
+    if MixingProblem.of(known, count) is None:
         return NotApplicable(
             f"the gradient of {above.name} is not of rank {count}: of the {count} images of the batch some are alike "
             "or leave nothing, or more than these were fed"
         )
-    found = separate(known, count)
+    found = separate_batch(known, count)
     if found is None:
         return NotApplicable(f"the {count} images of the batch could not be told apart", limit=True)
     return found.to(gradients[f"{above.name}.weight"].device)
@@ -80,9 +88,9 @@ def _inseparable(
     below = gradients.get(f"{stage.name}.bias")
     if below is None or not bool(below.any()):
         return NotApplicable(f"the update says nothing of the bias of {stage.name}, by which images are told apart")
-    if most(len(below)) < count:
-        few = f"the {len(below)} biases of {stage.name} tell at most {most(len(below))} images apart, not {count}"
-        return NotApplicable(few)
+    most = max_separable_images(len(below))
+    if most < count:
+        return NotApplicable(f"the {len(below)} biases of {stage.name} tell at most {most} images apart, not {count}")
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attacks.analytic.maxpool.batch_separation import Apart
+from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from fl.seeds import stream
 
 FITS = 1e-4
@@ -53,7 +53,7 @@ def few(classes: int, count: int, *, bias: bool) -> bool:
     return (count + bias) * (classes - 1) - count**2 < SPARE or count >= classes
 
 
-def told_by_loss(known: Classified, labels: Iterable[Tensor]) -> tuple[Apart, Tensor] | None:
+def told_by_loss(known: Classified, labels: Iterable[Tensor]) -> tuple[SeparatedBatch, Tensor] | None:
     """Signals and inputs of the classifier for each image, and its labels; None where no answer explains the gradient.
 
     With inputs X (B, d) and signals D (B, K) the gradient is D^T X: of rank B, U R by an SVD, so that D^T = U A and
@@ -132,7 +132,7 @@ class _Mixed:
         """Number of images."""
         return len(self.labels)
 
-    def solved(self, start: int) -> Apart | None:
+    def solved(self, start: int) -> SeparatedBatch | None:
         """What is found from the start of that number, or None where it leads nowhere."""
         mixing, damping = self._start(start), 1e-3
         rows, off = self._equations(mixing)
@@ -192,7 +192,7 @@ class _Mixed:
             off = torch.cat([off, self.left @ mixing.sum(1) - self.known.moved])
         return rows, off
 
-    def _answer(self, mixing: Tensor, rows: Tensor, off: Tensor) -> Apart | None:
+    def _answer(self, mixing: Tensor, rows: Tensor, off: Tensor) -> SeparatedBatch | None:
         """Signals and inputs by A (B, B), and to first order how far off the equations' rest may put them."""
         inverse, failed = torch.linalg.inv_ex(mixing)
         if bool(failed) or not bool(off.isfinite().all() and rows.isfinite().all()):
@@ -203,4 +203,4 @@ class _Mixed:
         moved = torch.einsum("ij,kn->injk", inverse, inputs).flatten(2)
         deviation = ((moved @ covariance) * moved).sum(-1).clamp_min(0).sqrt()
         error = torch.maximum(deviation.norm() / inputs.norm(), covariance.trace().clamp_min(0).sqrt() / mixing.norm())
-        return Apart(signals, inputs, float(error), float(off.norm() / signals.norm()))
+        return SeparatedBatch(signals, inputs, float(error), float(off.norm() / signals.norm()))

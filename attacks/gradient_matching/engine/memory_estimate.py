@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attacks.gradient_matching.engine.batching import BatchableProblem
+from attacks.gradient_matching.engine.batching import Posed
 from attacks.gradient_matching.engine.problem import Problem, Variables
 from fl.aggregated_view import joint_schedule
 from fl.types import Schedule, ServerView
@@ -26,7 +26,7 @@ CACHE = 16 * 2**20
 (0.1 million weights, 64 trials) to a half (2.2 million, 4 trials); measured on two processors, in float32."""
 
 
-def trials_in_cache(view: ServerView) -> int:
+def cached(view: ServerView) -> int:
     """How many trials' gradients stay in a CPU's caches, at least one; no bound on any other device."""
     if view.device.type != "cpu":
         return sys.maxsize
@@ -38,7 +38,7 @@ SHARE = 16
 """Trials in one of several processes, at most: on a CPU larger stacks are hardly faster, and leave cores idle."""
 
 
-def split_into_portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Sequence[int]]:
+def portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Sequence[int]]:
     """Consecutive views whose trials fill one stack, as evenly as can be.
 
     Args:
@@ -49,13 +49,13 @@ def split_into_portions(views: Sequence[ServerView], stack: int, restarts: int) 
     if not views:
         return []
     most = SHARE if views[0].device.type == "cpu" else stack
-    together = max(min(stack, trials_in_cache(views[0]), most) // restarts, 1)
+    together = max(min(stack, cached(views[0]), most) // restarts, 1)
     parts = -(-len(views) // together)
     bounds = [len(views) * i // parts for i in range(parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
-def bytes_per_trial(problem: Problem, variables: Variables) -> int:
+def per_trial(problem: Problem, variables: Variables) -> int:
     """Bytes that it takes to differentiate the objective of one guess, about.
 
     They grow with the local steps: every step's activations, gradient and the derivative's own intermediate values
@@ -74,20 +74,20 @@ def _unrolled(problem: Problem, variables: Variables) -> int:
     """The bytes that autograd keeps for all steps of a round."""
     counts = [len(steps) for steps in problem.view.schedule or ()]
     ones = [min(count, 1) for count in counts]
-    least = whole = _bytes_with_steps(problem, variables, ones)
+    least = whole = _kept(problem, variables, ones)
     for phase, count in enumerate(counts):
         if count > 1:
             more = [n + (i == phase) for i, n in enumerate(ones)]
-            whole += (_bytes_with_steps(problem, variables, more) - least) * (count - 1)
+            whole += (_kept(problem, variables, more) - least) * (count - 1)
     return whole
 
 
-def _bytes_with_steps(problem: Problem, variables: Variables, counts: Sequence[int]) -> int:
+def _kept(problem: Problem, variables: Variables, counts: Sequence[int]) -> int:
     """The bytes for so many steps of each phase, by trying."""
-    return saved_bytes(replace(problem, view=_shortened(problem.view, counts)), variables)
+    return kept(replace(problem, view=_shortened(problem.view, counts)), variables)
 
 
-def saved_bytes(problem: BatchableProblem, variables: Variables) -> int:
+def kept(problem: Posed, variables: Variables) -> int:
     """The bytes that autograd keeps of one evaluation, its constants apart, by trying.
 
     Args:
@@ -96,7 +96,7 @@ def saved_bytes(problem: BatchableProblem, variables: Variables) -> int:
     """
     leaves = {name: value.detach().requires_grad_() for name, value in variables.items()}
     with torch.enable_grad():
-        value = problem.value(leaves, problem.constants, problem.view.client, vmapped=False)
+        value = problem.value(leaves, problem.constants, problem.view.client, stacked=False)
     given = {_place(leaf) for leaf in pytree.tree_leaves(problem.constants) if isinstance(leaf, Tensor)}
     sizes = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _saved(value)}
     return sum(size for place, size in sizes.items() if place not in given)

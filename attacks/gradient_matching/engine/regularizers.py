@@ -10,7 +10,7 @@ from fl.client import Client
 from fl.types import Candidate, ServerView
 
 
-class Regularizer(Protocol):
+class Term(Protocol):
     """A further term of a search's objective: a frozen dataclass of settings."""
 
     def constants(self, view: ServerView) -> Any:

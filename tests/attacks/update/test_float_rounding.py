@@ -12,7 +12,7 @@ from support.pictures import STEP, attack, photograph, victim
 import attacks.analytic.cascade
 import fl.models
 from attacks.analytic.maxpool.equations import Equations
-from attacks.analytic.maxpool.solution import Solved
+from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.update.float_rounding import grain
 from fl.seeds import stream
 from fl.simulation.capture import from_update
@@ -83,20 +83,20 @@ def test_what_is_sent_in_half_precision_is_not_taken_for_more() -> None:
 
 def test_cascade_tells_its_layers_how_each_number_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Equations] = []
-    solve = attacks.analytic.cascade.solve
+    solve_layer = attacks.analytic.cascade.solve_layer
 
-    def spy(known: Equations, *rest: Any) -> Solved:
-        told.append(known)
-        return solve(known, *rest)
+    def spy(equations: Equations, *rest: Any) -> LayerSolution:
+        told.append(equations)
+        return solve_layer(equations, *rest)
 
-    monkeypatch.setattr(attacks.analytic.cascade, "solve", spy)
+    monkeypatch.setattr(attacks.analytic.cascade, "solve_layer", spy)
     view = view_of()
     attack(view)
     upper, lower = told
-    assert torch.equal(upper.grain, grain(view, NAME).flatten(1))  # type: ignore[union-attr, arg-type]
-    assert torch.equal(lower.grain, grain(view, "body.conv1.weight").flatten(1))  # type: ignore[union-attr, arg-type]
-    steep = lower.loose[lower.target > 0].view(-1)
-    assert upper.loose[upper.target > 0].unique().numel() == 1  # a linear layer above: one number for all
+    assert torch.equal(upper.rounding, grain(view, NAME).flatten(1))  # type: ignore[union-attr, arg-type]
+    assert torch.equal(lower.rounding, grain(view, "body.conv1.weight").flatten(1))  # type: ignore[union-attr, arg-type]
+    steep = lower.target_std[lower.target > 0].view(-1)
+    assert upper.target_std[upper.target > 0].unique().numel() == 1  # a linear layer above: one number for all
     assert float(steep.max()) > 2 * float(steep.min())  # where few positions see a feature it is known less well
 
 

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.cascade import Cascade
-from attacks.analytic.maxpool.batch_separation import Apart, Mixture, Sum, most, separate
+from attacks.analytic.maxpool.batch_separation import (
+    MixingProblem,
+    SeparatedBatch,
+    SummedGradient,
+    max_separable_images,
+    separate_batch,
+)
 from attacks.base import build
 from defenses.secagg import SecAgg
 from fl.client import Client
@@ -27,7 +33,9 @@ def randn(*shape: int, key: object) -> Tensor:
     return torch.randn(shape, generator=stream(0, "separate", str(key)), dtype=torch.float64)
 
 
-def mixed(count: int, *, low: float = 0.01, gentle: float = 0.01, channels: int = 32) -> tuple[Sum, Tensor, Tensor]:
+def mixed(
+    count: int, *, low: float = 0.01, gentle: float = 0.01, channels: int = 32
+) -> tuple[SummedGradient, Tensor, Tensor]:
     """What the gradients of random layers say of `count` images, their inputs and their signals."""
     units, outputs = channels * 12, 64
     before = randn(count, units, key="z") + 0.5
@@ -37,7 +45,7 @@ def mixed(count: int, *, low: float = 0.01, gentle: float = 0.01, channels: int 
     slopes = torch.where(inputs @ weight.mT + bias > 0, 1.0, low)
     signals = slopes * (randn(count, 10, key="p") @ randn(10, outputs, key="head"))
     back = (signals @ weight) * slope * torch.where(before > 0, 1.0, gentle)
-    known = Sum(
+    summed = SummedGradient(
         weight=weight,
         bias=bias,
         low=low,
@@ -49,14 +57,14 @@ def mixed(count: int, *, low: float = 0.01, gentle: float = 0.01, channels: int 
         below=back.sum(0).view(channels, -1).sum(1) * share,
         share=share,
     )
-    return known, inputs, signals
+    return summed, inputs, signals
 
 
 @pytest.mark.parametrize("gentle", [0.01, 0.0])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_images_are_told_apart_behind_a_linear_layer(count: int, gentle: float) -> None:
-    known, inputs, signals = mixed(count, gentle=gentle)
-    found = separate(known, count)
+    summed, inputs, signals = mixed(count, gentle=gentle)
+    found = separate_batch(summed, count)
     assert found is not None
     which = torch.cdist(found.inputs, inputs).argmin(1)
     assert sorted(which.tolist()) == list(range(count))
@@ -67,27 +75,27 @@ def test_images_are_told_apart_behind_a_linear_layer(count: int, gentle: float) 
 
 
 def test_two_images_that_are_one_are_not_told_apart() -> None:
-    known, *_ = mixed(1)
-    assert separate(known, 2) is None
-    assert Mixture.of(known, 2) is None
+    summed, *_ = mixed(1)
+    assert separate_batch(summed, 2) is None
+    assert MixingProblem.of(summed, 2) is None
 
 
 def test_biases_that_contradict_are_not_believed() -> None:
-    known, *_ = mixed(2)
-    altered = known.below.clone()
+    summed, *_ = mixed(2)
+    altered = summed.below.clone()
     altered[:3] *= 2
-    assert separate(replace(known, below=altered), 2) is None
+    assert separate_batch(replace(summed, below=altered), 2) is None
 
 
 def test_an_answer_that_is_known_to_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, inputs, signals = mixed(2)
+    summed, inputs, signals = mixed(2)
     for off, there in ((1e-3, True), (2.0, False)):
-        monkeypatch.setattr(Mixture, "refined", lambda *_, off=off: Apart(signals, inputs, off, 0.0))
-        assert (separate(known, 2) is not None) == there
+        monkeypatch.setattr(MixingProblem, "refined", lambda *_, off=off: SeparatedBatch(signals, inputs, off, 0.0))
+        assert (separate_batch(summed, 2) is not None) == there
 
 
 def test_images_that_can_be_told_apart_grow_with_the_biases() -> None:
-    assert [most(channels) for channels in (4, 9, 10, 19, 20, 32, 64)] == [1, 1, 2, 3, 4, 5, 8]
+    assert [max_separable_images(channels) for channels in (4, 9, 10, 19, 20, 32, 64)] == [1, 1, 2, 3, 4, 5, 8]
 
 
 WIDE = (nn.Conv2d(1, 32, 3, padding=1), nn.MaxPool2d(2), LEAKY)

@@ -15,13 +15,13 @@ from attacks import Reconstruction
 from attacks.analytic.cascade import Cascade
 from attacks.analytic.maxpool import cavity, solver
 from attacks.analytic.maxpool.annealing import anneal
-from attacks.analytic.maxpool.cavity import Guess, Windows, Without, affordable, guesses
-from attacks.analytic.maxpool.conv_pool_layer import Layer
+from attacks.analytic.maxpool.cavity import CavityState, CellGeometry, LeaveOneFilterOut, cavity_states, fits_in_memory
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
-from attacks.analytic.maxpool.pixel_subset import Part
-from attacks.analytic.maxpool.refinement import fit, passed, settle
-from attacks.analytic.maxpool.solution import Solved
-from attacks.analytic.maxpool.solver import FAST, SLOW, _without, solve
+from attacks.analytic.maxpool.pixel_subset import PixelSubset
+from attacks.analytic.maxpool.refinement import evaluate, refine, select_largest
+from attacks.analytic.maxpool.solution import LayerSolution
+from attacks.analytic.maxpool.solver import FAST, SLOW, _solve_by_cavity, solve_layer
 from eval.run.attack_cell import _scored
 from fl.client import Client
 from fl.seeds import stream
@@ -36,10 +36,10 @@ def randn(*shape: int, key: object) -> Tensor:
 def problem(filters: int, images: int, channels: int = 4, size: int = 8) -> tuple[Equations, Tensor]:
     """A layer under several random inputs, and these."""
     weight, shape = randn(filters, channels, 3, 3, key="weight"), (channels, images * size, size)
-    made = Layer(weight, randn(filters, key="bias"), shape, (1, 1), window=(2, 2), images=images)
+    made = ConvPoolLayer(weight, randn(filters, key="bias"), shape, (1, 1), window=(2, 2), images=images)
     x = randn(*shape, key="x")
     target = made.pooled_outputs(x)
-    known = Equations(
+    equations = Equations(
         made,
         x.new_zeros(filters, channels * 9),
         target,
@@ -48,20 +48,20 @@ def problem(filters: int, images: int, channels: int = 4, size: int = 8) -> tupl
         torch.full_like(target, 1e-12),
         torch.ones_like(target),
     )
-    return replace(known, gradient=-known.residual(x, passed(known, x))), x
+    return replace(equations, gradient=-equations.residual(x, select_largest(equations, x))), x
 
 
 def test_what_the_other_filters_say_is_the_least_squares_without_one() -> None:
-    known, x = problem(3, 2, channels=2, size=4)
-    layer = known.layer
-    shares = torch.softmax(randn(*known.start.shape, key="shares"), -1)
+    equations, x = problem(3, 2, channels=2, size=4)
+    layer = equations.layer
+    selection = torch.softmax(randn(*equations.uniform_selection.shape, key="shares"), -1)
     noise = randn(3, key="noise").square() + 0.1
     smooth = torch.eye(32).double() * 0.3 + 0.01
-    without = Without.of(known, Guess(x, shares, noise), smooth, Windows.of(layer))
+    without = LeaveOneFilterOut.of(equations, CavityState(x, selection, noise), smooth, CellGeometry.of(layer))
     assert without is not None
     mean, covariance = without.outputs
-    maps = layer.correlation(layer.placed(shares * known.signal[..., None])).unflatten(0, (3, -1))
-    gradient = known.gradient.view(3, 2, 9)
+    maps = layer.gradient_map(layer.scatter(selection * equations.signal[..., None])).unflatten(0, (3, -1))
+    gradient = equations.gradient.view(3, 2, 9)
     probes = torch.stack([layer.outputs(unit.view(layer.shape)) for unit in torch.eye(64).double()], -1)
     linear = probes - layer.bias[:, None, None, None]  # (O, K, P, N): outputs by unit of the input
     for o in range(3):
@@ -78,26 +78,26 @@ def test_what_the_other_filters_say_is_the_least_squares_without_one() -> None:
 
 
 def test_positions_are_found_where_annealing_stays_stuck() -> None:
-    known, x = problem(20, 3, channels=8, size=6)
+    equations, x = problem(20, 3, channels=8, size=6)
     for stretches in (FAST, SLOW):
-        stuck, _ = anneal(known, stretches, lambda _: False)
-        assert settle(known, stuck).error > 0.1
-    last = list(guesses(known))[-1]
-    right = (last.shares.argmax(-1) == passed(known, x).argmax(-1)).double().mean()
+        stuck, _ = anneal(equations, stretches, lambda _: False)
+        assert refine(equations, stuck).error > 0.1
+    last = list(cavity_states(equations))[-1]
+    right = (last.selection.argmax(-1) == select_largest(equations, x).argmax(-1)).double().mean()
     assert right > 0.97
-    solved = solve(known)
+    solved = solve_layer(equations)
     assert solved.satisfied
-    assert torch.allclose(solved.found.x, x, atol=1e-6)
+    assert torch.allclose(solved.fit.x, x, atol=1e-6)
 
 
 def test_a_filter_whose_gradient_is_zero_is_no_end_of_the_search() -> None:
-    known, _ = problem(8, 3)
-    silent = known.gradient.clone()
+    equations, _ = problem(8, 3)
+    silent = equations.gradient.clone()
     silent[0] = 0
-    known = replace(known, gradient=silent)
-    assert len(list(guesses(known, rounds=2))) == 2
-    assert not _without(known).satisfied
-    assert not solve(known).satisfied
+    equations = replace(equations, gradient=silent)
+    assert len(list(cavity_states(equations, rounds=2))) == 2
+    assert not _solve_by_cavity(equations).satisfied
+    assert not solve_layer(equations).satisfied
 
 
 def test_what_a_guess_holds_at_once_bounds_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,36 +105,36 @@ def test_what_a_guess_holds_at_once_bounds_the_search(monkeypatch: pytest.Monkey
     patches = 3 * 8 * 4 * 16 * 9
     plane = (4 * 8 * 8) ** 2
     for shape, size in (((3, 2, 1, 4), pairs), ((3, 2, 16, 4), patches), ((1, 4, 1, 8), plane)):
-        known, _ = problem(*shape)
-        monkeypatch.setattr(cavity, "MANY", size)
-        assert affordable(known)
-        monkeypatch.setattr(cavity, "MANY", size - 1)
-        assert not affordable(known)
+        equations, _ = problem(*shape)
+        monkeypatch.setattr(cavity, "MAX_NUMBERS", size)
+        assert fits_in_memory(equations)
+        monkeypatch.setattr(cavity, "MAX_NUMBERS", size - 1)
+        assert not fits_in_memory(equations)
 
 
 def test_what_depends_on_the_layer_alone_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Layer] = []
-    of = Part.of
-    monkeypatch.setattr(Part, "of", lambda layer, held: made.append(layer) or of(layer, held))  # type: ignore[func-returns-value]
-    assert len(list(guesses(problem(3, 2, channels=2, size=4)[0], rounds=3))) == 3
+    made: list[ConvPoolLayer] = []
+    of = PixelSubset.of
+    monkeypatch.setattr(PixelSubset, "of", lambda layer, held: made.append(layer) or of(layer, held))  # type: ignore[func-returns-value]
+    assert len(list(cavity_states(problem(3, 2, channels=2, size=4)[0], rounds=3))) == 3
     assert len(made) == 1
 
 
 def test_a_search_that_never_starts_leaves_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, _ = problem(8, 3)
-    monkeypatch.setattr(solver, "guesses", lambda _: iter(()))
-    assert _without(known).found.x.count_nonzero() == 0
+    equations, _ = problem(8, 3)
+    monkeypatch.setattr(solver, "cavity_states", lambda _: iter(()))
+    assert _solve_by_cavity(equations).fit.x.count_nonzero() == 0
 
 
 def test_a_search_without_an_end_is_cut_off() -> None:
-    known, x = problem(8, 3)
-    assert len(list(guesses(replace(known, gradient=randn(8, 36, key="other")), rounds=4))) == 4
-    solved = solve(replace(known, gradient=randn(8, 36, key="other")))
+    equations, x = problem(8, 3)
+    assert len(list(cavity_states(replace(equations, gradient=randn(8, 36, key="other")), rounds=4))) == 4
+    solved = solve_layer(replace(equations, gradient=randn(8, 36, key="other")))
     assert not solved.satisfied
     count, rest = solved.progress.split(" ", 1)
     assert rest.startswith("of 384 pooling cells open")
     assert int(count) > 100
-    assert Solved(known, fit(known, x)).progress.startswith("0 of 384")
+    assert LayerSolution(equations, evaluate(equations, x)).progress.startswith("0 of 384")
 
 
 def test_two_blocks_of_few_filters_with_relu() -> None:
@@ -187,33 +187,33 @@ def test_an_end_that_was_reached_has_no_note(changed: bool) -> None:
 
 
 def test_of_one_image_a_second_annealing_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, _ = problem(20, 1, channels=8, size=6)
-    nothing = Solved.of(known, fit(known, known.layer.weight.new_zeros(known.layer.shape)))
+    equations, _ = problem(20, 1, channels=8, size=6)
+    nothing = LayerSolution.of(equations, evaluate(equations, equations.layer.weight.new_zeros(equations.layer.shape)))
     ways: list[object] = []
 
-    def annealing(known: Equations, stretches: Sequence[float], within: float = math.inf) -> Solved:
-        ways.append((stretches, within))
+    def annealing(equations: Equations, temperatures: Sequence[float], within: float = math.inf) -> LayerSolution:
+        ways.append((temperatures, within))
         return nothing
 
-    def without(known: Equations) -> Solved:
+    def without(equations: Equations) -> LayerSolution:
         ways.append("without")
-        return _without(known)
+        return _solve_by_cavity(equations)
 
-    monkeypatch.setattr(solver, "_annealed", annealing)
-    monkeypatch.setattr(solver, "_without", without)
-    monkeypatch.setattr(solver, "_propagated", lambda *_: nothing)
-    assert solve(known).satisfied
-    assert ways == [(FAST, solver.NEAR), "without"]
+    monkeypatch.setattr(solver, "_solve_by_annealing", annealing)
+    monkeypatch.setattr(solver, "_solve_by_cavity", without)
+    monkeypatch.setattr(solver, "_solve_by_propagation", lambda *_: nothing)
+    assert solve_layer(equations).satisfied
+    assert ways == [(FAST, solver.FEW_PIXELS_OFF), "without"]
     ways.clear()
-    monkeypatch.setattr(cavity, "MANY", 0)  # more than it may hold
-    assert not solve(known).satisfied
+    monkeypatch.setattr(cavity, "MAX_NUMBERS", 0)  # more than it may hold
+    assert not solve_layer(equations).satisfied
     assert ways == [(FAST, math.inf), "without", (SLOW, math.inf)]
 
 
 def test_what_leaves_too_much_is_not_settled_further() -> None:
-    known, x = problem(20, 1, channels=8, size=6)
+    equations, x = problem(20, 1, channels=8, size=6)
     off = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
-    first, settled = settle(known, off, rounds=1), settle(known, off)
+    first, settled = refine(equations, off, rounds=1), refine(equations, off)
     assert settled.error < 0.5 * first.error  # it takes several systems
-    assert torch.equal(settle(known, off, within=0.5 * first.error).x, first.x)
-    assert torch.equal(settle(known, off, within=2 * first.error).x, settled.x)
+    assert torch.equal(refine(equations, off, within=0.5 * first.error).x, first.x)
+    assert torch.equal(refine(equations, off, within=2 * first.error).x, settled.x)

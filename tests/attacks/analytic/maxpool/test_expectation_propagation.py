@@ -12,139 +12,151 @@ from support.pixels import LEVELS, MEAN, STD, problem
 from torch import Tensor
 
 from attacks.analytic.maxpool import expectation_propagation, solver
-from attacks.analytic.maxpool.equations import Equations, Prior
+from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.expectation_propagation import (
-    Precision,
+    PosteriorPrecision,
+    PropagationState,
     Schedule,
-    State,
-    feature_prior,
-    gradient,
-    image_prior,
+    gradient_precision,
     propagate,
-    sites,
+    update_sites,
 )
-from attacks.analytic.maxpool.pixel_levels import Levels
-from attacks.analytic.maxpool.pixel_subset import Part
-from attacks.analytic.maxpool.refinement import fit, passed
-from attacks.analytic.maxpool.solution import Solved
+from attacks.analytic.maxpool.gaussian_prior import GaussianPrior, feature_prior, image_prior
+from attacks.analytic.maxpool.pixel_levels import PixelLevels
+from attacks.analytic.maxpool.pixel_subset import PixelSubset
+from attacks.analytic.maxpool.refinement import evaluate, select_largest
+from attacks.analytic.maxpool.solution import LayerSolution
 
 
-def moved(known: Equations, truth: Tensor) -> State:
+def moved(equations: Equations, truth: Tensor) -> PropagationState:
     """A state as the propagation meets it: sites of all sizes, some positions open."""
-    shares = 0.7 * passed(known, truth) + 0.3 * known.start
+    selection = 0.7 * select_largest(equations, truth) + 0.3 * equations.uniform_selection
     draw = torch.Generator().manual_seed(3)
-    half = torch.randn(*shares.shape, shares.shape[-1], generator=draw, dtype=torch.float64)
-    shift = torch.randn(shares.shape, generator=draw, dtype=torch.float64)
+    half = torch.randn(*selection.shape, selection.shape[-1], generator=draw, dtype=torch.float64)
+    shift = torch.randn(selection.shape, generator=draw, dtype=torch.float64)
     levels = torch.rand(2, *truth.shape, generator=draw, dtype=torch.float64)
     none = torch.zeros(truth.shape[1:], dtype=torch.bool)
-    return State(half @ half.mT, shift, shares, truth, torch.ones_like(truth), levels, none)
+    return PropagationState(half @ half.mT, shift, selection, truth, torch.ones_like(truth), levels, none)
 
 
-def every(known: Equations) -> Part:
+def every(equations: Equations) -> PixelSubset:
     """All pixels."""
-    return Part.of(known.layer.windows, torch.zeros(known.layer.shape[1:], dtype=torch.bool))
+    return PixelSubset.of(equations.layer.cell_layer, torch.zeros(equations.layer.shape[1:], dtype=torch.bool))
 
 
 @pytest.mark.parametrize("told", [False, True])
 def test_the_precision_is_its_matrix(told: bool) -> None:
-    known, truth = problem(6, 4)
-    state = moved(known, truth)
-    prior = replace(image_prior(known.layer, MEAN, STD, 0.3), sites=state.levels)
-    precision = Precision(known, prior, state, gradient(known, state, 0.1) if told else None, every(known))
+    equations, truth = problem(6, 4)
+    state = moved(equations, truth)
+    prior = replace(image_prior(equations.layer, MEAN, STD, 0.3), sites=state.level_sites)
+    precision = PosteriorPrecision(
+        equations, prior, state, gradient_precision(equations, state, 0.1) if told else None, every(equations)
+    )
     matrix, x = precision.dense(torch.float64), truth.flatten(1)
     assert torch.allclose(matrix, matrix.mT)
     assert torch.allclose((precision @ x).flatten(), matrix @ x.flatten())
     assert torch.allclose(precision.dense(torch.float32).double(), matrix, atol=1e-4 * float(matrix.abs().max()))
-    mean, covariance = precision.solved(single=False) or (None, None)
+    mean, covariance = precision.moments(single=False) or (None, None)
     assert mean is not None
     assert covariance is not None
-    assert torch.allclose(mean.flatten(), torch.linalg.solve(matrix, precision.right.flatten()))
+    assert torch.allclose(mean.flatten(), torch.linalg.solve(matrix, precision.shift.flatten()))
     assert torch.allclose(covariance, torch.linalg.inv(matrix))
 
 
-@pytest.mark.parametrize("of", [lambda known: image_prior(known.layer, MEAN, STD, 0.3), feature_prior])
+@pytest.mark.parametrize("of", [lambda equations: image_prior(equations.layer, MEAN, STD, 0.3), feature_prior])
 @pytest.mark.parametrize("images", [1, 2])
-def test_before_anything_is_known_the_prior_is_all_there_is(of: Callable[[Equations], Prior], images: int) -> None:
-    known, _ = problem(6, 4)
-    layer = replace(known.layer, shape=(3, 6 * images, 6), images=images)
-    every_cell = [torch.cat([part] * images, 1) for part in (known.target, known.signal, known.seen, known.loose)]
+def test_before_anything_is_known_the_prior_is_all_there_is(
+    of: Callable[[Equations], GaussianPrior], images: int
+) -> None:
+    equations, _ = problem(6, 4)
+    layer = replace(equations.layer, shape=(3, 6 * images, 6), images=images)
+    every_cell = [
+        torch.cat([part] * images, 1)
+        for part in (equations.target, equations.signal, equations.target_known, equations.target_std)
+    ]
     target, signal, seen, loose = every_cell
-    known = replace(known, layer=layer, target=target, signal=signal, seen=seen, loose=loose, doubt=loose)
-    prior, blank = of(known), State.first(known)
-    solved = Precision(known, replace(prior, sites=blank.levels), blank, None, every(known)).solved(single=False)
+    equations = replace(
+        equations, layer=layer, target=target, signal=signal, target_known=seen, target_std=loose, side_factor=loose
+    )
+    prior, blank = of(equations), PropagationState.first(equations)
+    solved = PosteriorPrecision(
+        equations, replace(prior, sites=blank.level_sites), blank, None, every(equations)
+    ).moments(single=False)
     assert solved is not None
-    assert prior.alone is not None
-    for made, expected in zip(prior.alone, solved, strict=True):
+    assert prior.moments is not None
+    for made, expected in zip(prior.moments, solved, strict=True):
         assert torch.allclose(made, expected)
 
 
 @pytest.mark.parametrize("size", [0.0, math.inf])
 def test_of_outputs_that_say_nothing_there_is_no_prior_to_begin_with(size: float) -> None:
-    known, _ = problem(6, 4)
-    layer = replace(known.layer, weight=known.layer.weight * 0) if size == 0 else known.layer
-    known = replace(known, layer=layer, target=known.target * size if size else known.target)
-    prior = feature_prior(known)
-    assert prior.alone is None
-    assert list(propagate(known, prior, Schedule())) == []
+    equations, _ = problem(6, 4)
+    layer = replace(equations.layer, weight=equations.layer.weight * 0) if size == 0 else equations.layer
+    equations = replace(equations, layer=layer, target=equations.target * size if size else equations.target)
+    prior = feature_prior(equations)
+    assert prior.moments is None
+    assert list(propagate(equations, prior, Schedule())) == []
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_what_is_certain_stays_and_the_rest_is_what_follows(share: float) -> None:
-    known, truth = problem(6, 4)
+    equations, truth = problem(6, 4)
     held = torch.rand(truth.shape[1:], generator=torch.Generator().manual_seed(4)) < share
-    state = replace(moved(known, truth), held=held)
-    prior = replace(image_prior(known.layer, MEAN, STD, 0.3), sites=state.levels)
-    told, part = gradient(known, state, 0.1), Part.of(known.layer.windows, held)
-    precision = Precision(known, prior, state, told, part)
-    matrix = replace(precision, part=every(known)).dense(torch.float64)
+    state = replace(moved(equations, truth), confirmed=held)
+    prior = replace(image_prior(equations.layer, MEAN, STD, 0.3), sites=state.level_sites)
+    told, part = gradient_precision(equations, state, 0.1), PixelSubset.of(equations.layer.cell_layer, held)
+    precision = PosteriorPrecision(equations, prior, state, told, part)
+    matrix = replace(precision, open_pixels=every(equations)).dense(torch.float64)
     free = (~held).expand(truth.shape).flatten()
     assert torch.allclose(precision.dense(torch.float64), matrix[free][:, free])
-    mean, covariance = precision.solved(single=False) or (None, None)
+    mean, covariance = precision.moments(single=False) or (None, None)
     assert mean is not None
     assert covariance is not None
     assert torch.equal(mean.flatten()[~free], truth.flatten()[~free])
-    right = precision.right.flatten()[free] - matrix[free][:, ~free] @ truth.flatten()[~free]
+    right = precision.shift.flatten()[free] - matrix[free][:, ~free] @ truth.flatten()[~free]
     assert torch.allclose(mean.flatten()[free], torch.linalg.solve(matrix[free][:, free], right))
     assert torch.allclose(covariance, torch.linalg.inv(matrix[free][:, free]))
 
 
 def test_the_gradients_equations_say_where_their_own_image_is() -> None:
-    known, truth = problem(6, 4)
-    state = replace(moved(known, truth), shares=passed(known, truth))
-    told = gradient(known, state, 1e-3)
-    assert torch.allclose(told @ truth.flatten(1), told.right)
+    equations, truth = problem(6, 4)
+    state = replace(moved(equations, truth), selection=select_largest(equations, truth))
+    told = gradient_precision(equations, state, 1e-3)
+    assert torch.allclose(told @ truth.flatten(1), told.shift)
 
 
 @pytest.mark.parametrize(("size", "moves"), [(1.0, True), (1e6, False)])
 def test_a_cell_that_nothing_else_tells_keeps_its_site(size: float, moves: bool) -> None:
-    known, truth = problem(6, 1)
-    state = State.first(known)
+    equations, truth = problem(6, 1)
+    state = PropagationState.first(equations)
     # what else is known has precision 1: of a site of 1e6 single precision leaves nothing to be told from it
-    precision = size * torch.eye(4).double().expand_as(state.precision)
-    state = replace(state, precision=precision, shares=passed(known, truth))
-    prior = replace(image_prior(known.layer, MEAN, STD, 1.0), sites=None)
-    part = every(known)
-    solved = Precision(known, prior, state, None, part).solved(single=False)
+    precision = size * torch.eye(4).double().expand_as(state.site_precision)
+    state = replace(state, site_precision=precision, selection=select_largest(equations, truth))
+    prior = replace(image_prior(equations.layer, MEAN, STD, 1.0), sites=None)
+    part = every(equations)
+    solved = PosteriorPrecision(equations, prior, state, None, part).moments(single=False)
     assert solved is not None
-    site, _, shares = sites(known, state, solved[0].view_as(truth), part.covariances(solved[1]), 1e-8, 0.6)
+    site, _, selection = update_sites(
+        equations, state, solved[0].view_as(truth), part.patch_covariances(solved[1]), 1e-8, 0.6
+    )
     assert bool((site == precision).all()) != moves
-    assert torch.equal(shares, state.shares) != moves
+    assert torch.equal(selection, state.selection) != moves
 
 
 def test_single_precision_ends_only_where_the_outputs_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, _ = problem(8, 12)
+    equations, _ = problem(8, 12)
     cheap: list[bool] = []
-    solved = Precision.solved
+    solved = PosteriorPrecision.moments
 
-    def watched(self: Precision, *, single: bool) -> tuple[Tensor, Tensor] | None:
+    def watched(self: PosteriorPrecision, *, single: bool) -> tuple[Tensor, Tensor] | None:
         cheap.append(single)
         return solved(self, single=single)
 
-    monkeypatch.setattr(Precision, "solved", watched)
-    monkeypatch.setattr(expectation_propagation, "SINGLE", 1e-4)
+    monkeypatch.setattr(PosteriorPrecision, "moments", watched)
+    monkeypatch.setattr(expectation_propagation, "SINGLE_PRECISION_NOISE", 1e-4)
     schedule = Schedule(noise=1e-2, factor=0.1, iterations=11, least=1e-9)
-    prior = image_prior(known.layer, MEAN, STD, 0.3)
-    errors = [state.error for state in propagate(known, prior, schedule, LEVELS)]
+    prior = image_prior(equations.layer, MEAN, STD, 0.3)
+    errors = [state.error for state in propagate(equations, prior, schedule, LEVELS)]
     for before, single in zip(errors, cheap, strict=False):  # what the first iteration gives is known beforehand
         assert single or before < 1e-2
     assert len(cheap) == len(errors) - 1
@@ -153,50 +165,50 @@ def test_single_precision_ends_only_where_the_outputs_are_near(monkeypatch: pyte
 
 
 def test_what_came_no_nearer_is_not_tried_again_but_the_nearest_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, truth = problem(6, 6)
+    equations, truth = problem(6, 6)
     errors = [1e-3, 9e-4, 4e-4, 2e-4, 1.5e-4, 1.4e-4]
     sure = torch.ones(truth.shape[1:], dtype=torch.bool)
-    states = [replace(State.first(known), error=error, held=sure) for error in errors]
+    states = [replace(PropagationState.first(equations), error=error, confirmed=sure) for error in errors]
     tried: list[float] = []
 
-    def made(*_: object) -> Iterator[State]:
+    def made(*_: object) -> Iterator[PropagationState]:
         return iter(states)
 
-    def finished(known: Equations, state: State, *_: object) -> Solved:
+    def finished(equations: Equations, state: PropagationState, *_: object) -> LayerSolution:
         tried.append(state.error)
-        return Solved(known, replace(fit(known, truth), forward=1.0))
+        return LayerSolution(equations, replace(evaluate(equations, truth), output_error=1.0))
 
     monkeypatch.setattr(solver, "propagate", made)
-    monkeypatch.setattr(solver, "_finished", finished)
-    prior = image_prior(known.layer, MEAN, STD, 0.3)
-    solver._propagated(known, prior, Schedule(), LEVELS)
+    monkeypatch.setattr(solver, "_finish_propagation", finished)
+    prior = image_prior(equations.layer, MEAN, STD, 0.3)
+    solver._solve_by_propagation(equations, prior, Schedule(), LEVELS)
     assert tried == [1e-3, 2e-4, 1.4e-4]
 
 
-def attempts(states: list[State], truth: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def attempts(states: list[PropagationState], truth: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The errors of those of the states that are tried, once a propagation of just these has been made."""
     tried: list[float] = []
 
-    def finished(known: Equations, state: State, *_: object) -> Solved:
+    def finished(equations: Equations, state: PropagationState, *_: object) -> LayerSolution:
         tried.append(state.error)
-        return Solved(known, replace(fit(known, truth), forward=1.0))
+        return LayerSolution(equations, replace(evaluate(equations, truth), output_error=1.0))
 
     monkeypatch.setattr(solver, "propagate", lambda *_: iter(states))
-    monkeypatch.setattr(solver, "_finished", finished)
+    monkeypatch.setattr(solver, "_finish_propagation", finished)
     return tried
 
 
 def test_nothing_is_tried_while_equations_confirm_ever_more_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, truth = problem(6, 6)
+    equations, truth = problem(6, 6)
     sizes = [(40, 1e-3), (20, 9e-4), (10, 8e-4), (10, 7e-4), (4, 6e-4)]
     total = truth[0].numel()
-    monkeypatch.setattr(solver, "OPEN", 25)
+    monkeypatch.setattr(solver, "FEW_OPEN_PIXELS", 25)
     states = []
     for count, error in sizes:
         held = torch.arange(total).view(truth.shape[1:]) >= count
-        states.append(replace(State.first(known), error=error, held=held))
+        states.append(replace(PropagationState.first(equations), error=error, confirmed=held))
     tried = attempts(states, truth, monkeypatch)
-    solver._propagated(known, image_prior(known.layer, MEAN, STD, 0.3), Schedule(), LEVELS)
+    solver._solve_by_propagation(equations, image_prior(equations.layer, MEAN, STD, 0.3), Schedule(), LEVELS)
     assert tried == [7e-4, 6e-4]  # where no more were confirmed, and the last
 
 
@@ -204,26 +216,31 @@ def test_nothing_is_tried_while_equations_confirm_ever_more_pixels(monkeypatch: 
 def test_where_nothing_can_be_confirmed_nothing_is_waited_for(
     noise: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, truth = problem(6, 6)
-    states = [replace(State.first(known), error=error) for error in (1e-2, 1.4e-3, 3e-4, 7e-5, 6e-5)]
+    equations, truth = problem(6, 6)
+    states = [replace(PropagationState.first(equations), error=error) for error in (1e-2, 1.4e-3, 3e-4, 7e-5, 6e-5)]
     tried = attempts(states, truth, monkeypatch)
-    prior = image_prior(known.layer, MEAN, STD, 0.3)
+    prior = image_prior(equations.layer, MEAN, STD, 0.3)
     if noise is None:  # without levels
-        solver._propagated(known, prior, Schedule())
+        solver._solve_by_propagation(equations, prior, Schedule())
         assert tried == [1e-2, 1.4e-3, 3e-4, 7e-5, 6e-5]
     else:  # no output tells one level from the next
-        solver._propagated(replace(known, noise=noise), prior, Schedule(), LEVELS)
+        solver._solve_by_propagation(replace(equations, gradient_noise=noise), prior, Schedule(), LEVELS)
         assert tried == [1.4e-3, 3e-4, 7e-5, 6e-5]
 
 
 def test_levels_at_once_are_enough_where_the_mean_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, truth = problem(6, 6)
-    state = replace(State.first(known), mean=truth + 0.2 * LEVELS.step, shares=passed(known, truth), error=1e-3)
-    prior = image_prior(known.layer, MEAN, STD, 0.3)
+    equations, truth = problem(6, 6)
+    state = replace(
+        PropagationState.first(equations),
+        mean=truth + 0.2 * LEVELS.step,
+        selection=select_largest(equations, truth),
+        error=1e-3,
+    )
+    prior = image_prior(equations.layer, MEAN, STD, 0.3)
     monkeypatch.delattr(solver, "anneal")  # not needed
-    found = solver._finished(known, state, prior, LEVELS)
+    found = solver._finish_propagation(equations, state, prior, LEVELS)
     assert found.satisfied
-    assert torch.allclose(found.found.x, truth)
+    assert torch.allclose(found.fit.x, truth)
 
 
 @pytest.mark.parametrize(
@@ -240,47 +257,49 @@ def test_levels_at_once_are_enough_where_the_mean_is_near(monkeypatch: pytest.Mo
 def test_other_starts_are_tried_while_more_than_noise_is_left(
     noise: float, errors: tuple[float, ...], starts: int, images: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, truth = problem(6, 6)
-    start = fit(known, truth)
-    known = replace(known, noise=noise, layer=replace(known.layer, images=images))
+    equations, truth = problem(6, 6)
+    start = evaluate(equations, truth)
+    equations = replace(equations, gradient_noise=noise, layer=replace(equations.layer, images=images))
     coming, taken = iter(errors), list[float]()
 
-    def started(known: Equations, *_: object) -> Solved:
-        return Solved(known, replace(start, gradient=next(coming), forward=0.0))
+    def started(equations: Equations, *_: object) -> LayerSolution:
+        return LayerSolution(equations, replace(start, gradient_error=next(coming), output_error=0.0))
 
-    def looked_at(now: Solved, *_: object) -> Solved:
-        taken.append(now.found.error)
+    def looked_at(now: LayerSolution, *_: object) -> LayerSolution:
+        taken.append(now.fit.error)
         return now
 
-    monkeypatch.setattr(solver, "_propagated", started)
-    monkeypatch.setattr(solver, "decode", looked_at)
-    for name in ("together", "revised", "flatten"):
+    monkeypatch.setattr(solver, "_solve_by_propagation", started)
+    monkeypatch.setattr(solver, "decode_levels", looked_at)
+    for name in ("decode_jointly", "search_pixels", "snap_flat_regions"):
         monkeypatch.setattr(solver, name, lambda now, *_: now)
-    best = solver._pixels(known, MEAN, STD)
+    best = solver._solve_pixels(equations, MEAN, STD)
     assert len(list(coming)) == len(errors) - starts
-    assert best.found.error == min(errors[:starts])
+    assert best.fit.error == min(errors[:starts])
     # only what is better than the starts before it, and near enough, is put on levels
-    nearest = [error for i, error in enumerate(errors[:starts]) if error < min((*errors[:i], solver.ROUGH))]
+    nearest = [error for i, error in enumerate(errors[:starts]) if error < min((*errors[:i], solver.RIM_PIXELS_OFF))]
     assert taken == nearest
 
 
 def test_levels_are_sought_further_only_near_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, truth = problem(8, 12)
+    equations, truth = problem(8, 12)
     descents: list[int] = []
-    descend = Levels.descend
+    descend = PixelLevels.coordinate_descent
 
-    def counted(self: Levels, x: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
+    def counted(self: PixelLevels, x: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
         descents.append(1)
         return descend(self, x, matrix, right)
 
-    monkeypatch.setattr(Levels, "descend", counted)
+    monkeypatch.setattr(PixelLevels, "coordinate_descent", counted)
     draw = torch.randn(truth.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    far = solver._on(LEVELS, Solved.of(known, fit(known, truth + 0.3 * draw)))
-    assert far.found.error > solver.ROUGH
+    far = solver._put_on_levels(LEVELS, LayerSolution.of(equations, evaluate(equations, truth + 0.3 * draw)))
+    assert far.fit.error > solver.RIM_PIXELS_OFF
     assert not descents
-    near = solver._on(LEVELS, Solved.of(known, fit(known, truth + 0.2 * LEVELS.step * draw)))
-    assert near.found.error < solver.ROUGH
+    near = solver._put_on_levels(
+        LEVELS, LayerSolution.of(equations, evaluate(equations, truth + 0.2 * LEVELS.step * draw))
+    )
+    assert near.fit.error < solver.RIM_PIXELS_OFF
     assert descents
     descents.clear()
-    solver._on(LEVELS, near, rounds=1)
+    solver._put_on_levels(LEVELS, near, rounds=1)
     assert not descents  # nothing would look at the result

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.conv_pool_layer import Layer
-from attacks.analytic.maxpool.pixel_subset import Part
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
+from attacks.analytic.maxpool.pixel_subset import PixelSubset
 from fl.seeds import stream
 
 LAYERS = {
@@ -24,25 +24,25 @@ def randn(*shape: int, key: str) -> Tensor:
 @pytest.mark.parametrize("name", list(LAYERS))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_part_has_the_rows_and_columns_of_the_whole(name: str, share: float) -> None:
-    made = Layer(randn(3, 2, 3, 3, key="w"), randn(3, key="b"), **LAYERS[name])  # type: ignore[arg-type]
+    made = ConvPoolLayer(randn(3, 2, 3, 3, key="w"), randn(3, key="b"), **LAYERS[name])  # type: ignore[arg-type]
     held = torch.rand(made.shape[1:], generator=stream(0, "part", "held", name)) < share
-    part = Part.of(made, held)
+    part = PixelSubset.of(made, held)
     units = torch.eye(held.numel() * 2, dtype=torch.float64).view(-1, *made.shape)
     seen = torch.stack([made.patches(unit) for unit in units], -1)  # (L, M, N)
     free = (~held).expand(made.shape).flatten()
     assert part.count == int(free.sum())
     kernels = randn(seen.shape[0], seen.shape[1], seen.shape[1], key="kernels")
     whole = torch.einsum("lma,lmn,lnb->ab", seen, kernels, seen)
-    assert torch.allclose(part.form(kernels), whole[free][:, free])
+    assert torch.allclose(part.quadratic_form(kernels), whole[free][:, free])
     covariance = randn(part.count, part.count, key="covariance")
     own = seen[..., free]
-    assert torch.allclose(part.covariances(covariance), own @ covariance @ own.mT)
+    assert torch.allclose(part.patch_covariances(covariance), own @ covariance @ own.mT)
 
 
 def test_numbers_are_put_where_they_are_taken() -> None:
-    made = Layer(randn(3, 2, 3, 3, key="w"), randn(3, key="b"), (2, 8, 7))
+    made = ConvPoolLayer(randn(3, 2, 3, 3, key="w"), randn(3, key="b"), (2, 8, 7))
     held = torch.rand(8, 7, generator=stream(0, "part", "held")) < 0.5
-    part, x = Part.of(made, held), randn(2, 8, 7, key="x")
-    moved = part.filled(x, part.taken(x.flatten(1)) + 1)
+    part, x = PixelSubset.of(made, held), randn(2, 8, 7, key="x")
+    moved = part.scatter(x, part.gather(x.flatten(1)) + 1)
     assert torch.allclose(moved, x + (~held).double())
     assert moved.shape == x.shape

@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
 from attacks.analytic.maxpool import spd_linalg
-from attacks.analytic.maxpool.spd_linalg import BLOCK, Factor, gram, inverted
+from attacks.analytic.maxpool.spd_linalg import BLOCK, Factor, gram, spd_inverse
 from fl.seeds import stream
 
 SIZES = (1, 7, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
@@ -49,7 +49,7 @@ def test_what_is_computed_is_what_torch_computes(size: int, dtype: torch.dtype) 
 def test_a_view_is_what_it_shows() -> None:
     made = rows(6, torch.float64)
     assert torch.allclose(gram(made.mT), made @ made.mT)
-    assert torch.allclose(inverted(gram(made)[:4, :4]), torch.linalg.inv(gram(made)[:4, :4]))
+    assert torch.allclose(spd_inverse(gram(made)[:4, :4]), torch.linalg.inv(gram(made)[:4, :4]))
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf")])
@@ -59,7 +59,7 @@ def test_what_is_not_positive_definite_has_no_factor(value: float, at: int) -> N
     matrix[at, at] = value
     assert Factor.of(matrix) is None
     with pytest.raises(ValueError, match="not positive definite"):
-        inverted(matrix)
+        spd_inverse(matrix)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -77,7 +77,7 @@ def test_another_device_gives_the_same_and_keeps_it(dtype: torch.dtype) -> None:
             (factor.variances(), ours.variances()),
             (factor.solve(made[0]), ours.solve(here[0])),
             (factor.solve(made[:3].mT), ours.solve(here[:3].mT)),
-            (inverted(gram(made)), inverted(gram(here))),
+            (spd_inverse(gram(made)), spd_inverse(gram(here))),
         ]
         assert all(far.is_meta and torch.allclose(far.cpu(), near, **close) for far, near in pairs)
         assert Factor.of(-gram(made)) is None

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.analytic.maxpool.conv_pool_layer import Layer
-from attacks.analytic.maxpool.expectation_propagation import image_prior
-from attacks.analytic.maxpool.flat_regions import _area
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
+from attacks.analytic.maxpool.flat_regions import _region_level
+from attacks.analytic.maxpool.gaussian_prior import image_prior
 from fl.seeds import stream
 
 SHAPES = {
@@ -25,11 +25,11 @@ def randn(*shape: int, key: object) -> Tensor:
     return torch.randn(shape, generator=stream(0, "images", str(key)), dtype=torch.float64)
 
 
-def both(name: str) -> tuple[Layer, Layer, Tensor]:
+def both(name: str) -> tuple[ConvPoolLayer, ConvPoolLayer, Tensor]:
     """A layer of one image, the same of two, and two images one above the other."""
     settings = SHAPES[name]
     channels, height, width = settings["shape"]
-    one = Layer(randn(3, channels, 3, 3, key="w"), randn(3, key="b"), **settings)  # type: ignore[arg-type]
+    one = ConvPoolLayer(randn(3, channels, 3, 3, key="w"), randn(3, key="b"), **settings)  # type: ignore[arg-type]
     two = replace(one, shape=(channels, 2 * height, width), images=2)
     return one, two, randn(channels, 2 * height, width, key="x")
 
@@ -43,8 +43,8 @@ def test_images_do_not_touch(name: str) -> None:
     assert torch.allclose(two.pooled_outputs(x), torch.cat([one.pooled_outputs(p) for p in parts], 1))
     signal = randn(3, two.positions, key="signal")
     halves = signal.chunk(2, 1)
-    assert torch.allclose(two.pull(signal), torch.cat([one.pull(s) for s in halves], 1))
-    assert torch.allclose(two.correlation(signal), torch.cat([one.correlation(s) for s in halves], 1))
+    assert torch.allclose(two.backpropagate(signal), torch.cat([one.backpropagate(s) for s in halves], 1))
+    assert torch.allclose(two.gradient_map(signal), torch.cat([one.gradient_map(s) for s in halves], 1))
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -53,12 +53,16 @@ def test_forms_of_several_images_are_blocks(name: str) -> None:
     flat = x.flatten()
     patches = two.patches(x)
     kernels = randn(*patches.shape, patches.shape[1], key="kernel")
-    assert torch.allclose(flat @ two.form(kernels) @ flat, torch.einsum("lm,lmn,ln->", patches, kernels, patches))
+    assert torch.allclose(
+        flat @ two.quadratic_form(kernels) @ flat, torch.einsum("lm,lmn,ln->", patches, kernels, patches)
+    )
     weights = randn(3, two.positions, key="weights")
-    blocks = [one.blocks(w)[0] for w in weights.chunk(2, 1)]
-    assert torch.allclose(two.blocks(weights)[0], torch.block_diag(*blocks))
+    blocks = [one.channel_blocks(w)[0] for w in weights.chunk(2, 1)]
+    assert torch.allclose(two.channel_blocks(weights)[0], torch.block_diag(*blocks))
     between = randn(*two.cells.shape, two.cells.shape[1], key="pairs")
-    assert torch.allclose(two.pairs(between), torch.block_diag(*[one.pairs(b) for b in between.chunk(2)]))
+    assert torch.allclose(
+        two.within_cell_form(between), torch.block_diag(*[one.within_cell_form(b) for b in between.chunk(2)])
+    )
 
 
 def test_a_prior_does_not_join_images() -> None:
@@ -72,6 +76,8 @@ def test_a_prior_does_not_join_images() -> None:
 def test_neighbours_are_of_the_same_image() -> None:
     number = torch.tensor([[[5.0, 5.0], [5.0, 1.0], [9.0, 9.0], [9.0, 9.0]]])
     told = torch.ones_like(number, dtype=torch.bool)
-    assert _area(number, 3, told, 2, 255) == 5
-    assert _area(number, 3, told, 4, 255) is None
-    assert _area(number, 3, told.index_fill(1, torch.tensor([2]), value=False), 4, 255) == 5  # untold ones don't object
+    assert _region_level(number, 3, told, 2, 255) == 5
+    assert _region_level(number, 3, told, 4, 255) is None
+    assert (
+        _region_level(number, 3, told.index_fill(1, torch.tensor([2]), value=False), 4, 255) == 5
+    )  # untold ones don't object
