@@ -19,7 +19,8 @@ from fl.aggregated_view import as_one
 from fl.registry import Registry, UnknownNameError
 from fl.settings import current_names
 from fl.simulation.nonfinite_updates import finite, unfit
-from fl.types import Batch, ServerView
+from fl.types import Batch
+from fl.view import ServerView
 
 __all__ = [
     "Attack",

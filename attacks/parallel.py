@@ -16,7 +16,7 @@ from attacks.base import Attack, Result, attacked
 from fl.runtime.main_guard import leave_if_unguarded
 from fl.runtime.packing import Packed, pack, unpack, unportable
 from fl.runtime.workers import START, Workers, alike
-from fl.types import ServerView
+from fl.view import ServerView
 
 log = logging.getLogger(__name__)
 POLL = 0.2

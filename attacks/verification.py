@@ -30,7 +30,8 @@ from fl.parametrization import Parametrisation
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, dense
-from fl.types import Candidate, ServerView
+from fl.types import Candidate
+from fl.view import ServerView
 
 BLUR = 0.25 / 255
 """Root mean square of what a picture that counts as right may be off by, in pixel units: a quarter of a level."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from defenses import defenses
-from fl.client import Gradient
 from fl.defense import Defense, overrides
+from fl.gradient import Gradient
 from fl.method import Method
 from fl.tensors import Tensors
 from fl.types import Batch, Task

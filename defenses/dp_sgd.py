@@ -11,12 +11,14 @@ import torch
 
 from defenses import defenses
 from defenses.clip import Unscaled
-from fl.client import Client, Gradient
+from fl.client import of_client
 from fl.defense import Defense, overrides
+from fl.gradient import Gradient
 from fl.method import Method
 from fl.models.building_blocks.initialization import NORMS
-from fl.privacy.accounting import Charge, PrivacyStatement, worst
+from fl.privacy.accounting import Charge, worst
 from fl.privacy.dp_sgd import fastest, private_gradient
+from fl.privacy_statement import PrivacyStatement
 from fl.ranges import OpenShare, Positive, Weight
 from fl.tensors import Tensors
 from fl.types import Batch, Phase, Task
@@ -107,9 +109,10 @@ class DPSGD(Defense):
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The mean of the clipped gradients, with noise where there is a generator."""
         noisy = generator is not None and self.multiplier > 0
-        way = fastest(grad, params, batch) if noisy else private_gradient  # without noise training equals prediction
+        own = of_client(grad)
+        way = fastest(own, params, batch) if noisy else private_gradient  # without noise training equals prediction
         return way(
-            grad,
+            own,
             params,
             batch,
             clip=self.clip,
@@ -122,7 +125,9 @@ class DPSGD(Defense):
         """An update of unknown length."""
         return Unscaled(scope="global")
 
-    def privacy(self, client: Client, sizes: Sequence[int], rounds: int) -> PrivacyStatement:
+    def privacy(
+        self, method: Method, task: Task, sizes: Sequence[int], rounds: int, *, beside: Sequence[Defense] = ()
+    ) -> PrivacyStatement:
         """What the client with least privacy has after `rounds` rounds, or why no epsilon follows.
 
         Raises:
@@ -130,12 +135,12 @@ class DPSGD(Defense):
         """
         if not sizes:
             raise ValueError("expected at least 1 client, got none")
-        method, task, sigma = client.method, client.task, self.multiplier
+        sigma = self.multiplier
         every = [method.phases(task, number) for number in range(max(rounds, method.first_round + 1))]
         met = {_met(phases, n) for phases in every for n in sizes}
         charges = [Charge(sigma, rate, steps * rounds) for rate, steps in sorted(met)]
         most, epsilon, by_rdp = charges[-1], None, None
-        if not (reason := self._objection(client)):
+        if not (reason := self._objection(method, beside or (self,))):
             most, epsilon, by_rdp = worst(charges, self.delta)
         samplers = dict.fromkeys(phase.sampler for phases in every for phase in phases)
         return PrivacyStatement(
@@ -156,16 +161,15 @@ class DPSGD(Defense):
             profile="experiment",
         )
 
-    def _objection(self, client: Client) -> str:
+    def _objection(self, method: Method, beside: Sequence[Defense]) -> str:
         """Why no epsilon follows, or nothing."""
-        method = client.method
         if self.multiplier == 0:
             return "no noise is added"
         if type(method).gradient is not Method.gradient:
             return f"{method.name} has a gradient of its own, and what that makes of the images is not accounted for"
         if type(method).finish is not Method.finish:
             return f"{method.name} sends or keeps more than its parameters, which alone move by noisy gradients"
-        for part in client.defense.members():
+        for part in beside:
             if overrides(part, "transform_batch"):
                 return f"the defence {part.name} mixes images, and what is clipped then is no single image's gradient"
         return ""

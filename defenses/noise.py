@@ -65,7 +65,7 @@ class Noise(Defense):
         return noisy
 
     def release(self, update: Tensors) -> Tensors:
-        """The update plus noise that nobody can draw again (`fl.privacy.secure_rng`)."""
+        """The update plus noise that nobody can draw again (`fl.runtime.secure_rng`)."""
         if self.std == 0 or not update:
             return update
         matrices = {name: dense(value) for name, value in update.items()}

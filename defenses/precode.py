@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from defenses import defenses
-from fl.client import Gradient
+from fl.client import of_client
 from fl.defense import Defense
+from fl.gradient import Gradient
 from fl.method import Method, Step
 from fl.models.building_blocks.initialization import initialise
 from fl.models.building_blocks.layers import Classifier
@@ -153,8 +154,8 @@ class Precode(Defense):
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The gradient of the loss with its divergence."""
-        method = grad.client.method
-        return replace(grad, loss=partial(self._loss, method))(params, batch)
+        own = of_client(grad)
+        return replace(own, loss=partial(self._loss, own.client.method))(params, batch)
 
     def weights(self, observed: Tensors) -> dict[str, float]:
         """Next to nothing from the bottleneck on, in the order of the network."""

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from defenses import defenses
-from fl.client import Gradient
+from fl.client import LossGradient, of_client
 from fl.defense import Defense
+from fl.gradient import Gradient
 from fl.method import Method
 from fl.ranges import ShareBelow1
 from fl.tensors import LowRank, Tensors
@@ -87,7 +88,7 @@ class Soteria(Defense):
         weights = grad.weights(params)
         grads = grad.of_weights(weights, batch, grad.derivative)
         if f"{name}.weight" in grads:
-            kept = self._kept(_representation(grad, weights, name), batch.inputs.detach())
+            kept = self._kept(_representation(of_client(grad), weights, name), batch.inputs.detach())
             grads = {**grads, f"{name}.weight": grads[f"{name}.weight"] * kept}
         return grad.pull(params, grads)
 
@@ -152,7 +153,7 @@ class Columns(Defense):
         return name.endswith(".weight") and len(update[name].shape) == 2
 
 
-def _representation(grad: Gradient, weights: dict[str, Tensor], layer: str) -> Callable[[Tensor], Tensor]:
+def _representation(grad: LossGradient, weights: dict[str, Tensor], layer: str) -> Callable[[Tensor], Tensor]:
     """What enters the layer (B, F), as a function of the images."""
     fixed = {name: weight.detach() for name, weight in weights.items()}
     model = grad.client.stackable  # runs wherever the gradient is taken, and keeps no statistics

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from fl.defense import overrides
 from fl.local import sampling
 from fl.tensors import Tensors, blend, dense
-from fl.types import Candidate, Draws, Order, Part, Schedule, ServerView, Trace
+from fl.types import Candidate, Draws, Order, Schedule, Trace
+from fl.view import Part, ServerView
 
 if TYPE_CHECKING:
-    from fl.simulation.client_round import Truth
+    from fl.types import Truth
 
 
 @dataclass(frozen=True, kw_only=True)

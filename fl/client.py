@@ -9,34 +9,18 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad as func_grad
 from torch.func import vmap
 from torch.nn import functional
 
-from fl.defense import DRAWN, Defense, for_buffers
+from fl.defense import Defense
+from fl.gradient import DRAWN, Derivative, Gradient, autograd_derivative, for_buffers, func_derivative
 from fl.local.optimizers import OptimState, optimise
-from fl.method import Method, Step
+from fl.method import Method
 from fl.network import Network
 from fl.tensors import Payloads, Tensors, combine, dense, flatten, minus, zeros
-from fl.types import Batch, Draws, Order, Phase, Scope, Task
+from fl.types import Batch, Draws, Order, Phase, Scope, Step, Task
 
-Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
 Batches = Sequence[Iterable[Sequence[Batch]]]
-
-
-def autograd_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradient of `loss` at `values` by torch.autograd; differentiable again where gradients are enabled."""
-    again = torch.is_grad_enabled()
-    leaves = {k: v if again and v.requires_grad else v.detach().requires_grad_() for k, v in values.items()}
-    with torch.enable_grad():
-        value = loss(leaves)
-    grads = torch.autograd.grad(value, list(leaves.values()), create_graph=again, materialize_grads=True)
-    return dict(zip(leaves, grads, strict=True))
-
-
-def func_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same by torch.func, which `vmap` can stack: slower for one trial, much faster for many."""
-    return func_grad(loss)(values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +105,19 @@ def _normalise_apart(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> T
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """`gradient(params, batch)`: of the method's loss, with respect to the parameters that move in this phase."""
+class LossGradient(Gradient):
+    """The gradient of a client's own loss.
+
+    Attributes:
+        client: whose.
+        step: what the step may look at.
+        live: names of the parameters that move.
+        buffers: of the network.
+        model: the network, whose weights are handed to it.
+        fixed: the network's weights where what generates them does not move; None where it does.
+        derivative: how gradients are taken.
+        loss: in place of the method's, where a defense changes it.
+    """
 
     client: Client
     step: Step
@@ -131,7 +126,7 @@ class Gradient:
     model: nn.Module
     fixed: dict[str, Tensor] | None
     derivative: Derivative
-    loss: Callable[[Network, Batch, Step], Tensor] | None = None  # instead of the method's, where a defence changes it
+    loss: Callable[[Network, Batch, Step], Tensor] | None = None
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
         """By the names of the parameters that move."""
@@ -201,6 +196,17 @@ class Gradient:
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
         """Gradients of the parameters that move from those of the network's weights."""
         return self.client.method.parametrisation.pullback(params, grads, self.client.task, self.live)
+
+
+def of_client(grad: Gradient) -> LossGradient:
+    """The gradient with the client whose loss it is of.
+
+    Raises:
+        TypeError: it is of no client.
+    """
+    if not isinstance(grad, LossGradient):
+        raise TypeError(f"expected the gradient of a client's loss, got {type(grad).__name__}")
+    return grad
 
 
 @dataclass(frozen=True)
@@ -342,7 +348,7 @@ class _Training:
         client, looks = self.client, step.phase is not None and step.phase.keeps is not None
         still = client.stackable if self.derivative is func_derivative else client.predictor
         model = client.task.model if self.track and not looks else still  # a look leaves running statistics alone
-        raw = Gradient(client, step, moving, self.buffers, model, fixed, self.derivative)
+        raw = LossGradient(client, step, moving, self.buffers, model, fixed, self.derivative)
         defended = Defended(raw, client.defense, self.generator, self.guided)
         return client.method.gradient(defended, params, batches, step)  # type: ignore[arg-type]
 
@@ -351,7 +357,7 @@ class _Training:
 class Defended:
     """A gradient as the defence hands it to the method."""
 
-    raw: Gradient
+    raw: LossGradient
     defense: Defense
     generator: torch.Generator | None
     guided: bool

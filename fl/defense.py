@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fl.gradient import Gradient
+from fl.method import Method
+from fl.privacy_statement import PrivacyStatement
 from fl.registry import Registry
 from fl.tensors import Tensors
 from fl.types import Batch, Task
 
-if TYPE_CHECKING:
-    from fl.client import Client, Gradient
-    from fl.method import Method
-    from fl.privacy.accounting import PrivacyStatement
-
-
 defenses: Registry[Defense] = Registry("defense", "defenses")
-DRAWN = "defense/"
-"""Before the names of what a defence draws for a step."""
-
-
-def for_buffers(model: nn.Module, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a step's draws, by the method or the defence, is meant for buffers of `model`, by the buffer's name."""
-    if not draws:  # as for most methods, in every step
-        return {}
-    known = {name for name, _ in model.named_buffers()}
-    drawn = {name.removeprefix(DRAWN): value for name, value in draws.items()}
-    return {name: value for name, value in drawn.items() if name in known}
 
 
 @defenses.register("none")
@@ -125,15 +111,20 @@ class Defense:
         """What an attacker knows of it where the update's unit is lost, as after an attack that rewrites a view."""
         return self
 
-    def privacy(self, client: Client, sizes: Sequence[int], rounds: int) -> PrivacyStatement | None:
+    def privacy(
+        self, method: Method, task: Task, sizes: Sequence[int], rounds: int, *, beside: Sequence[Defense] = ()
+    ) -> PrivacyStatement | None:
         """What differential privacy it gives the records of clients; None claims nothing.
 
         Args:
-            client: the rule of all clients, with this defence.
+            method: of all clients.
+            task: with the network that they train.
             sizes: their numbers of images.
             rounds: how many a client took part in, at most.
+            beside: all defenses of the chain that it is part of.
         """
-        said = (part.privacy(client, sizes, rounds) for part in self.members() if part is not self)
+        parts = [part for part in self.members() if part is not self]
+        said = (part.privacy(method, task, sizes, rounds, beside=self.members()) for part in parts)
         return next((one for one in said if one is not None), None)
 
     def weights(self, observed: Tensors) -> dict[str, float]:
@@ -164,3 +155,8 @@ def overrides(defense: Defense, hook: str) -> bool:
     """Whether `defense`, or one that it is made of, changes the hook of that name."""
     found: list[Callable[..., object]] = [getattr(type(part), hook) for part in defense.members()]
     return any(mine is not getattr(Defense, hook) for mine in found)
+
+
+def record_reader(defense: Defense) -> str:
+    """The name of a defense that looks at a client's records beside the gradients it is handed; empty for others."""
+    return defense.name if any(overrides(defense, hook) for hook in ("transform_batch", "gradient")) else ""

@@ -5,48 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fl.gradient import Gradient
+from fl.network import Network
 from fl.parametrization import Parametrisation
+from fl.privacy_statement import PrivacyStatement
 from fl.registry import Registry
 from fl.tensors import Payloads, Tensors, Value, blend, dense, minus
-from fl.types import Batch, Phase, Scope, Task, Upload
+from fl.types import Batch, Phase, Scope, Step, Task, Upload
 
-if TYPE_CHECKING:
-    from fl.client import Gradient
-    from fl.defense import Defense
-    from fl.network import Network
-    from fl.privacy.accounting import PrivacyStatement
+__all__ = ["Download", "Method", "ServerState", "Step", "mean", "methods"]
+
 
 methods: Registry[Method] = Registry("method", "fl.methods")
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a local step may look at beside its parameters and its batch.
-
-    Attributes:
-        task: the client's task.
-        start: all parameters at the start of the round.
-        received: further payloads from the server.
-        memory: what the client keeps between rounds; never mutated.
-        draws: the method's random numbers for this step.
-        round: number of the round, from 0.
-        kept: directions of earlier phases of this round that moved nothing (`Phase.keeps`).
-        phase: of which it is a step; None outside of local training.
-    """
-
-    task: Task
-    start: Tensors
-    received: Payloads
-    memory: Payloads
-    draws: dict[str, Tensor]
-    round: int
-    kept: Payloads = field(default_factory=dict)
-    phase: Phase | None = None
 
 
 @dataclass(frozen=True)
@@ -149,8 +124,15 @@ class Method:
         """The network a client runs, built once per client."""
         return copy.deepcopy(task.model)
 
-    def privacy(self, sizes: Sequence[int], rounds: int, defense: Defense | None = None) -> PrivacyStatement | None:
-        """What differential privacy clients of `sizes` images have after `rounds` rounds; None claims nothing."""
+    def privacy(self, sizes: Sequence[int], rounds: int, *, record_reader: str = "") -> PrivacyStatement | None:
+        """What differential privacy clients have after a number of rounds; None claims nothing.
+
+        Args:
+            sizes: the clients' numbers of images.
+            rounds: how many a client took part in, at most.
+            record_reader: name of a defense that looks at single records, which may break the guarantee
+                (`fl.defense.record_reader`); empty where there is none.
+        """
         return None
 
     # ---- local rule --------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from functools import partial
 from torch import Tensor
 
 from fl.aggregated_view import in_turn, own, weighted
-from fl.client import Client, Derivative, autograd_derivative, gather, local_update
+from fl.client import Client, gather, local_update
+from fl.gradient import Derivative, autograd_derivative
 from fl.tensors import Payloads, Tensors, dense
-from fl.types import Candidate, ServerView
+from fl.types import Candidate
+from fl.view import ServerView
 
 
 def predict(

@@ -4,7 +4,6 @@ from fl.simulation.client_round import (
     ClientState,
     Round,
     Start,
-    Truth,
     finish,
     observe,
     prepare,
@@ -13,6 +12,7 @@ from fl.simulation.client_round import (
     train,
     train_client,
 )
+from fl.types import Truth
 
 __all__ = [
     "ClientState",

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fl.tensors import LowRank, Payloads, Tensors, dense
-from fl.threat import ThreatModel as ThreatModel
-
-if TYPE_CHECKING:
-    from fl.client import Client
-    from fl.defense import Defense
-    from fl.method import Method
+from fl.tensors import Payloads, Tensors
 
 Order = tuple[tuple[tuple[Tensor, ...], ...], ...]
 """Which images a client fed: phase -> step -> batch, each an index tensor (b,) int64."""
@@ -258,103 +254,6 @@ class Candidate:
     draws: Draws | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One of the clients whose mean is all that a server sees (secure aggregation), as far as it knows of it.
-
-    Attributes:
-        weight: of its update in the mean; NaN where the number of images, which it tells, is withheld.
-        private: shape of every tensor it keeps to itself and its update depends on.
-        schedule: its batch sizes; None if unknown.
-        batch_size: its number of images; None if unknown.
-    """
-
-    weight: float
-    private: dict[str, torch.Size]
-    schedule: Schedule | None
-    batch_size: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerView:
-    """What an honest-but-curious server knows and sees of one client in one round: plain data and settings.
-
-    Under secure aggregation it is that of a group of clients: `update` is their weighted mean, private tensors are
-    called `part/i/name`, images, labels and draws of all clients stand one after the other, and a step of `schedule`
-    and `order` is that of all clients together (see `fl.aggregated_view`).
-
-    Attributes:
-        method: the federated method, with its settings.
-        defense: the client's defence, with its settings.
-        task: the network's architecture; weights and buffers that are not shared are zero in it.
-        threat: what is known beside the update.
-        shared: what the server sent (parameters by name).
-        update: `shared before - shared after`, by name; further payloads under `payload/name`.
-        private: shape of every tensor the client keeps to itself and its update depends on.
-        schedule: batch sizes, phase by phase and step by step; None if unknown.
-        batch_size: number of images; None if unknown.
-        labels: theirs, if known (N,).
-        buffers: the model's shared buffers as the client had them before training.
-        buffers_after: the same after training, where the threat model sees them.
-        received: further payloads the server sent.
-        order: image indices, if known.
-        draws: the method's random numbers, if known.
-        private_init: where private tensors started, if known.
-        round: number of the round, from 0.
-        scaled: whether the update is known only up to a positive factor (clipping, after a rewrite).
-        rounded: whether the update is a difference of weights and rounded as they are; False for a gradient by itself.
-        history: earlier views of the same client, oldest first.
-        parts: the clients of a group, () for a single one.
-    """
-
-    method: Method
-    defense: Defense
-    task: Task
-    threat: ThreatModel
-    shared: Tensors
-    update: Tensors
-    private: dict[str, torch.Size] = field(default_factory=dict)
-    schedule: Schedule | None = None
-    batch_size: int | None = None
-    labels: Tensor | None = None
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    buffers_after: dict[str, Tensor] | None = None
-    received: Payloads = field(default_factory=dict)
-    order: Order | None = None
-    draws: Draws | None = None
-    private_init: Tensors | None = None
-    round: int = 0
-    scaled: bool = False
-    rounded: bool = True
-    history: tuple[ServerView, ...] = ()
-    parts: tuple[Part, ...] = ()
-
-    @cached_property
-    def client(self) -> Client:
-        """The client's local rule as far as the server knows it, built once."""
-        from fl.client import Client
-        from fl.defense import Unknown
-
-        known = self.defense if self.threat.knows_defense else Unknown(wrapped=self.defense)
-        return Client(self.task, self.method, known)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point type of the update; of the network where nothing is sent."""
-        return self._any.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the update lies; where the network does if nothing is sent."""
-        return self._any.device
-
-    @property
-    def _any(self) -> Tensor:
-        """Some tensor of the update, which a client of its own (`local`) leaves empty."""
-        value = next(iter((self.update or self.task.parameters).values()))
-        return value.terms[0].left if isinstance(value, LowRank) and value.terms else dense(value)
-
-
 @dataclass(frozen=True)
 class Upload:
     """What one client sends back.
@@ -377,3 +276,69 @@ class Upload:
         """How many numbers travel up."""
         parameters = sum(v.numel() for values in (self.update, *self.extra.values()) for v in values.values())
         return parameters + sum(v.numel() for v in self.buffers.values())
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What no attack may see: the images, and everything else a client fed and kept.
+
+    Attributes:
+        trace: what was fed, step by step.
+        private: every tensor of `ServerView.private`, before training.
+        extractor: the generated weights before training, if the method generates any.
+    """
+
+    trace: Trace
+    private: Tensors
+    extractor: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Tensor:
+        """The images (N, C, H, W)."""
+        return self.trace.inputs
+
+    @property
+    def labels(self) -> Tensor:
+        """Their labels (N,)."""
+        return self.trace.labels
+
+    def candidate(self) -> Candidate:
+        """The guess that is right in everything."""
+        trace = self.trace
+        return Candidate(trace.inputs, trace.labels, self.private, trace.order, trace.draws)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a local step may look at beside its parameters and its batch.
+
+    Attributes:
+        task: the client's task.
+        start: all parameters at the start of the round.
+        received: further payloads from the server.
+        memory: what the client keeps between rounds; never mutated.
+        draws: the method's random numbers for this step.
+        round: number of the round, from 0.
+        kept: directions of earlier phases of this round that moved nothing (`Phase.keeps`).
+        phase: of which it is a step; None outside of local training.
+    """
+
+    task: Task
+    start: Tensors
+    received: Payloads
+    memory: Payloads
+    draws: dict[str, Tensor]
+    round: int
+    kept: Payloads = field(default_factory=dict)
+    phase: Phase | None = None
+
+
+_MOVED = {"Part": "fl.view", "ServerView": "fl.view", "ThreatModel": "fl.view"}
+
+
+def __getattr__(name: str) -> Any:
+    """What this module held before; warns of where it is now."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is now {_MOVED[name]}.{name}; import that", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(_MOVED[name]), name)

@@ -13,7 +13,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.labels.recovery import single
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
-from fl.types import ServerView
+from fl.view import ServerView
 
 ALTERNATIONS = 20
 """Rounds of the rank-one fit: under noise or a mask the bias alone is a poor guess of the signal."""

@@ -23,7 +23,7 @@ from attacks.update.training_phases import training
 from fl.ranges import OpenShare
 from fl.seeds import stream
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 LEVEL = 0.5 / 255
 """Half a level of 8 bits, in pixel units."""

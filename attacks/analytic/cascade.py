@@ -25,7 +25,7 @@ from attacks.update.rescaling import in_unit
 from attacks.update.step_gradient import exact_gradient
 from attacks.update.training_phases import training
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 MOST = 12_288
 """Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""

@@ -13,7 +13,7 @@ from attacks.analytic.recursive.top_signal import Start
 from attacks.base import NotApplicable, attacks
 from attacks.network.layer_chain import unroll
 from fl.seeds import stream
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @attacks.register("rgap")

@@ -16,7 +16,7 @@ from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from fl.ranges import OpenShare, Range
 from fl.seeds import stream
-from fl.types import ServerView
+from fl.view import ServerView
 
 SAMPLES_AT_ONCE = 4096
 LOOSE, TIGHT = 100.0, 8.0

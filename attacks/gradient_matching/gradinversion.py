@@ -21,7 +21,8 @@ from attacks.update.training_phases import training
 from fl.client import Client
 from fl.ranges import Count, CountFrom0, Weight
 from fl.tensors import Tensors
-from fl.types import Candidate, ServerView
+from fl.types import Candidate
+from fl.view import ServerView
 
 Moments = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance per channel of what a batch norm is given, by the layer's name."""

@@ -10,7 +10,7 @@ from attacks.gradient_matching.dlg import DLG
 from attacks.gradient_matching.engine.base import SUSPECT
 from attacks.labels.recovery import fixed_labels
 from attacks.update.observed_update import ObservedUpdate
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @attacks.register("idlg")

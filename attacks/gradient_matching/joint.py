@@ -10,7 +10,7 @@ from attacks.base import NotApplicable, Preset, attacks
 from attacks.gradient_matching.ig import InvertingGradients
 from fl.models.hypernetworks.hypernetwork import EMBEDDING
 from fl.ranges import Count, StepSize, Weight
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @attacks.register("joint")

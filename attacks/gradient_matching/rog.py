@@ -14,7 +14,7 @@ from attacks.gradient_matching.engine.objectives import Objective
 from attacks.gradient_matching.engine.problem import Problem, Variables
 from attacks.gradient_matching.engine.search_space import Decoded, Space, Upsampled
 from fl.ranges import Count, Share, StepSize, Weight
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @attacks.register("rog")

@@ -23,7 +23,7 @@ from fl.models.hypernetworks.hypernetwork import EMBEDDING
 from fl.ranges import Count, Limit, StepSize, Weight
 from fl.seeds import stream
 from fl.tensors import parts
-from fl.types import ServerView
+from fl.view import ServerView
 
 Level = TypeVar("Level", Lower, Upper)
 

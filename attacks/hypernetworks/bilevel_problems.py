@@ -18,7 +18,7 @@ from fl.client import Client
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_WEIGHT, Hypernetwork
 from fl.network import Network
 from fl.tensors import Tensors, compress, dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 RANK = 8
 """Outer products kept of a dense upload of many steps."""

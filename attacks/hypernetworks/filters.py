@@ -26,7 +26,8 @@ from fl.models.hypernetworks.filter_hypernetwork import (
     tiled,
 )
 from fl.tensors import Tensors, dense
-from fl.types import Group, Scope, ServerView, Task
+from fl.types import Group, Scope, Task
+from fl.view import ServerView
 
 FITS = 1e-2
 """Equations that the update satisfies up to this share of itself confirm their solution."""

@@ -17,7 +17,8 @@ from fl.defense import overrides
 from fl.models.hypernetworks.hypernetwork import TRUNK_WEIGHT, Hypernetwork
 from fl.privacy.private_method import Private
 from fl.tensors import Tensors, norm
-from fl.types import Group, Phase, ServerView
+from fl.types import Group, Phase
+from fl.view import ServerView
 
 
 @dataclass(frozen=True)

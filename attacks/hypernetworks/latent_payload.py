@@ -16,7 +16,7 @@ from fl.methods.hfedf_latent import LATENT, PREFIX
 from fl.models.hfedf_autoencoder import Autoencoder
 from fl.ranges import CountFrom0, StepSize, Weight
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @attacks.register("latent-payload")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fl.models.building_blocks.adapters import ConvAdapter
 from fl.tensors import Tensors, dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 FITS = 1e-3
 """A gradient is an outer product if that explains all of it but this share."""

@@ -28,7 +28,8 @@ from fl.methods.fedper import FedPer
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_BIAS
 from fl.privacy.private_method import Private
 from fl.tensors import Tensors, dense, norm
-from fl.types import Scope, ServerView
+from fl.types import Scope
+from fl.view import ServerView
 
 FITS = 1e-2
 """Equations that the update satisfies up to this share of itself confirm their solution."""

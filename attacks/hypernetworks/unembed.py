@@ -17,7 +17,7 @@ from attacks.update.step_gradient import exact_gradient
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models.hyperfedzero import JoinedNet, ZeroNet
 from fl.tensors import Tensors, dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 FITS = 1e-3
 """Share of e's equations that may be left over, and distance of e's sum from 1, for the embedding to confirm itself."""

@@ -13,7 +13,8 @@ from torch.func import functional_call
 from attacks.update.classifier_update import classifier_names
 from fl.aggregated_view import as_one
 from fl.tensors import dense
-from fl.types import ServerView, frozen
+from fl.types import frozen
+from fl.view import ServerView
 
 FITS = 0.1
 """Distance of two unit vectors over the classes up to which a label explains what an image left in the classifier."""

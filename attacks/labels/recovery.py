@@ -21,7 +21,7 @@ from attacks.update.training_phases import astray, rescaled, training
 from fl.defense import overrides
 from fl.seeds import stream
 from fl.tensors import Tensors, add, dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 PROBES = 64
 """Images of noise that tell what the features look like."""

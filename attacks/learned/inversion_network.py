@@ -11,14 +11,15 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fl.client import func_derivative
 from fl.defense import overrides
+from fl.gradient import func_derivative
 from fl.models.building_blocks.initialization import initialise
 from fl.predict import predict
 from fl.runtime.digests import digest
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Candidate, ServerView, frozen
+from fl.types import Batch, Candidate, frozen
+from fl.view import ServerView
 
 ROOM = 2**25
 """Numbers of imitated updates that are held at once."""

@@ -19,7 +19,8 @@ from fl.runtime.digests import digest
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import finite
 from fl.tensors import dense
-from fl.types import Batch, ServerView
+from fl.types import Batch
+from fl.view import ServerView
 
 KEPT = 4
 """Networks kept for further calls."""

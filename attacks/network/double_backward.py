@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 from fl.seeds import stream
-from fl.types import ServerView
+from fl.view import ServerView
 
 FAULTS = (RuntimeError, NotImplementedError)
 

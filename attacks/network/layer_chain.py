@@ -16,7 +16,7 @@ from attacks.network.operation_trace import Graph, differing, traced
 from attacks.result import NotApplicable
 from fl.seeds import stream
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 WEIGHTED = (nn.Conv2d, nn.Linear)
 ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh, Monotone)

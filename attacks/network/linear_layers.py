@@ -14,7 +14,7 @@ from attacks.network.layer_sequence import Piece, layer_of, pieces_of
 from attacks.network.operation_recognition import PRODUCTS, Permuted, weighs
 from attacks.network.operation_trace import Graph, traced
 from attacks.result import NotApplicable
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from fl.methods.fedavg import FedAvg
 from fl.predict import predict
 from fl.ranges import CountFrom0
 from fl.tensors import Tensors, combine, norm, scaled, total
-from fl.types import Candidate, ServerView
+from fl.types import Candidate
+from fl.view import ServerView
 
 EXPLAINED = 1e-5
 """Share of the update left unexplained below which a reconstruction is taken to explain all of it."""

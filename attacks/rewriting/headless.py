@@ -8,7 +8,7 @@ from typing import ClassVar
 from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
 from attacks.labels.recovery import single
 from attacks.update.layer_signal import SIGNAL, view_below_classifier
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @attacks.register("headless")

@@ -19,7 +19,8 @@ from fl.parametrization import Parametrisation
 from fl.ranges import Count, Share
 from fl.simulation.nonfinite_updates import finite
 from fl.tensors import Tensors, add, times
-from fl.types import Group, Phase, Schedule, ServerView
+from fl.types import Group, Phase, Schedule
+from fl.view import ServerView
 
 APPROXIMATE = "one-step surrogate (approximate)"
 """What a result on a rewritten view says under `knowledge`."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fl.tensors import Tensors, dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 SIGN_WARNING_NO_LABELS = "the sign of the update seems turned (after - before), so that no label is read off it"
 """What a result notes where the sign keeps labels from being read."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from fl.defense import overrides
 from fl.simulation.nonfinite_updates import finite
-from fl.types import Phase, ServerView
+from fl.types import Phase
+from fl.view import ServerView
 
 USED = "earlier rounds"
 """What a result's `knowledge` says of them."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 ROUNDED = 0.25
 """Rounding to the nearest number, root mean square, relative to the spacing after 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl.types import ServerView
+from fl.view import ServerView
 
 SEARCH_HINT = "a search that takes the same step on its guess can be tried: ig"
 """What there is where no equation of gradients holds."""

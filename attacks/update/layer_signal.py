@@ -17,7 +17,8 @@ from attacks.update.step_gradient import obstacle
 from fl.method import Method, Step
 from fl.network import Network
 from fl.tensors import Tensors, dense
-from fl.types import Batch, Group, Phase, Scope, ServerView, Task
+from fl.types import Batch, Group, Phase, Scope, Task
+from fl.view import ServerView
 
 SIGNAL = "signal"
 """The payload of a rewritten view that holds `delta` and `features`: read off the update, not sent by the server."""

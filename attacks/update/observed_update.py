@@ -28,7 +28,8 @@ from fl.defense import Defense, overrides
 from fl.local.weight_decay import decay_shares, without_decay
 from fl.predict import predict
 from fl.tensors import Tensors, Value, dense
-from fl.types import Candidate, Part, Phase, ServerView
+from fl.types import Candidate, Phase
+from fl.view import Part, ServerView
 
 SENT = "sent/"
 """Put before the names of tensors as they were sent, next to the same without decay."""

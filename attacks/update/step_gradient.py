@@ -8,7 +8,7 @@ from attacks.update.training_phases import astray, training
 from fl.defense import overrides
 from fl.parametrization import Parametrisation
 from fl.tensors import Tensors
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 def obstacle(view: ServerView, *, batches: bool = False) -> str | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from attacks.update.hints import SEARCH_HINT
-from fl.types import Part, Phase, Schedule, ServerView, Task, frozen
+from fl.types import Phase, Schedule, Task, frozen
+from fl.view import Part, ServerView
 
 
 def training(view: ServerView, part: Part | ServerView | None = None) -> tuple[tuple[Phase, ...], Schedule | None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from attacks.update.training_phases import rescaled, training
 from fl.defense import Defense, Unknown
 from fl.tensors import LowRank
-from fl.types import ServerView
+from fl.view import ServerView
 
 FEW = 8
 """Entries that are not zero, below which sizes say nothing: a scale of one number is always of one size."""

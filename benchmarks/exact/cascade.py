@@ -34,7 +34,8 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView
+from fl.types import Batch
+from fl.view import ServerView
 
 SETS = {"fashion_mnist": "hyperfl-grey", "handwritten62": "hyperfl-grey", "cifar10": "hyperfl-colour"}
 FIRST = {"fashion_mnist": 1000, "handwritten62": 880, "cifar10": 1000}

@@ -25,7 +25,8 @@ from attacks.base import Result, build
 from benchmarks.common import RESULTS, hyperfl_conditions, publish, rewrite, table
 from benchmarks.exact.cascade import EXACT, SEARCH, SETS, SUBJECTS, labels_right, scored, seen
 from defenses import defenses
-from fl.types import Batch, ServerView
+from fl.types import Batch
+from fl.view import ServerView
 
 UPDATES: dict[str, dict[str, Any]] = {
     "float32": {"name": "none"},

@@ -23,9 +23,9 @@ from fl.data.partitions.base import DominantGroups
 from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.models.resnet_adapter import ResNetAdapter
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 TRUNK = "weights/resnet18_imagenet_to_layer3_bnfolded_fp16.npz"
 INITS = ("published", "scaled", "network")

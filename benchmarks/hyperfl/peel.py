@@ -24,10 +24,10 @@ from fl.client import Client
 from fl.data.partitions.base import DominantGroups
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense, minus
-from fl.types import Batch, ServerView
+from fl.types import Batch, Truth
+from fl.view import ServerView
 
 VICTIMS = (("fashion_mnist", "hyperfl-grey", 0.01), ("cifar10", "hyperfl-colour", 0.02))
 INITS = ("scaled", "published")

@@ -34,7 +34,8 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task, ThreatModel
+from fl.types import Batch, Task
+from fl.view import ServerView, ThreatModel
 
 FIRST = 400
 """The first of the test images attacked."""

@@ -24,10 +24,10 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.network import Network
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense, norm
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task, Truth
+from fl.view import ServerView
 
 Row = dict[str, Any]
 SET, NETWORK, CLASSES = "fashion_mnist", "hyperfl-grey", 10

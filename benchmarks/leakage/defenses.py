@@ -27,9 +27,9 @@ from eval.metrics.score import Row, score
 from eval.metrics.statistics import Interval, mean_interval, paired_difference
 from fl.client import Client
 from fl.methods.fedavg import FedAvg
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ThreatModel
+from fl.types import Batch, Truth
+from fl.view import ThreatModel
 
 HEAD = ["defence", "images", "setting of", "knowing", "not knowing", "difference", "originals", "adapted settings"]
 KEPT = (

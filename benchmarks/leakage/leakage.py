@@ -37,9 +37,9 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task, Truth
+from fl.view import ServerView
 
 IMAGES, SEEDS = 32, 3
 TV = 1e-2

@@ -30,7 +30,8 @@ from eval.metrics.statistics import Interval, mean_interval, paired_difference
 from fl.client import Client
 from fl.methods.fedavg import FedAvg
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView
+from fl.types import Batch
+from fl.view import ServerView
 
 SET = "fashion_mnist"
 DEFENSES: dict[str, dict[str, Any]] = {

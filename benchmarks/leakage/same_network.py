@@ -29,9 +29,8 @@ from eval.metrics.statistics import mean_interval, median, paired_difference, su
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.client_round import Truth
 from fl.tensors import dense
-from fl.types import Batch, Task
+from fl.types import Batch, Task, Truth
 
 SETS, LR = {"fashion_mnist": "hyperfl-grey", "cifar10": "hyperfl-colour"}, 0.01
 CALLED = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}

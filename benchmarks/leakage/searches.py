@@ -20,7 +20,7 @@ from benchmarks.performance.noise_data import STEP, victims
 from fl.method import Method
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.types import ServerView
+from fl.view import ServerView
 
 NETWORKS = ("hyperfl-colour", "lenet-zhu")
 VICTIMS = (1, 4, 16, 64)

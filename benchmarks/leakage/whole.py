@@ -32,7 +32,8 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task
+from fl.view import ServerView
 
 COUNT, ITERATIONS = 50, 10_000
 """Of the papers' evaluation."""

@@ -13,7 +13,8 @@ from fl.methods.fedavg import FedAvg
 from fl.models import models
 from fl.seeds import stream
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task, ThreatModel
+from fl.types import Batch, Task
+from fl.view import ServerView, ThreatModel
 
 
 @dataclass(frozen=True)

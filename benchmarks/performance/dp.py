@@ -20,7 +20,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import fl.models
 from benchmarks.common import publish, table
-from fl.client import Client, Gradient, autograd_derivative
+from fl.client import Client, LossGradient
+from fl.gradient import autograd_derivative
 from fl.local.optimizers import OptimState, optimise
 from fl.method import Method, Step
 from fl.methods.dp_fedavg import DPFedAvg
@@ -67,7 +68,7 @@ class Stepper:
         groups, buffers = phase.assign(params), client.task.buffers
         draws = self.method.draw(self.batch, client.task, stream(0, "draws"))
         step = Step(client.task, params, {}, {}, draws, 0)
-        grad = Gradient(client, step, tuple(groups), buffers, client.task.model, None, autograd_derivative)
+        grad = LossGradient(client, step, tuple(groups), buffers, client.task.model, None, autograd_derivative)
 
         def run() -> Tensors:
             with torch.no_grad():
@@ -80,7 +81,7 @@ class Stepper:
         return run
 
 
-def graphed(grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
+def graphed(grad: LossGradient, params: Tensors, batch: Batch) -> Tensors:
     """The private gradient by `vmap`, which attacks differentiate through."""
     method = grad.client.method
     assert isinstance(method, Private)

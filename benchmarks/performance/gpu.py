@@ -34,7 +34,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.seeds import stream
-from fl.types import ServerView
+from fl.view import ServerView
 
 REPEATS = 3
 EXACT = {"hyperfl-grey": 9, "hyperfl-colour": 5}

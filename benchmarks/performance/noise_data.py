@@ -11,7 +11,8 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task
+from fl.view import ServerView
 
 BATCH = 50
 STEP = FedAvg(lr=1.0, steps=1, batch_size=None)

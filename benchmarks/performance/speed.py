@@ -27,7 +27,8 @@ from fl.client import Client
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task
+from fl.view import ServerView
 
 NETWORKS: tuple[tuple[str, Literal["colour", "grey"], int], ...] = (
     ("hyperfl-colour", "colour", 32),

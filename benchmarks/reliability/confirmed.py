@@ -31,7 +31,7 @@ from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialise
 from fl.seeds import stream
 from fl.simulation.capture import from_update
-from fl.types import ServerView
+from fl.view import ServerView
 
 log = logging.getLogger(__name__)
 COUNT = 5000

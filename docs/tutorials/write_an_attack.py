@@ -19,7 +19,7 @@ from fl.capture import from_batch
 from fl.data import load
 from fl.methods.fedavg import FedAvg
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 # %% [markdown]
 # ## The idea

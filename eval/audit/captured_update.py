@@ -20,7 +20,8 @@ from fl.method import Method
 from fl.runtime import tensor_archives
 from fl.simulation.capture import from_update
 from fl.simulation.capture_checks import untied
-from fl.types import Batch, ServerView, frozen
+from fl.types import Batch, frozen
+from fl.view import ServerView
 
 LOOSE = 0.5
 """The tolerance where the order of the images in local training is not known."""

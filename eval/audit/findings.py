@@ -27,7 +27,7 @@ from eval.report.sections.inconclusive import Open, Outcome
 from eval.run import auxiliary_overlap
 from eval.run.runner import FAULTS, Counter, Progress, silent
 from fl.seeds import derive
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 PICTURED = {"settled", "ran", "searched", "gave up", "contradicted"}
 """What attacks come to that bring pictures."""

@@ -8,8 +8,8 @@ from itertools import islice, permutations
 import torch
 
 from eval.metrics.forward_error import prediction_error
-from fl.simulation.client_round import Truth
-from fl.types import Batch, ServerView, Trace
+from fl.types import Batch, Trace, Truth
+from fl.view import ServerView
 
 TRIES = 32
 """So many of each kind are tried: an answer is worth seconds, not minutes."""

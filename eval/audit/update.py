@@ -6,7 +6,7 @@ from attacks.base import NotApplicable, Result
 from eval.audit.verdict import line, verdict
 from eval.metrics.score import score
 from eval.metrics.self_verification import columns, confirmed
-from fl.simulation.client_round import Truth
+from fl.types import Truth
 
 
 def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:

@@ -9,7 +9,8 @@ from attacks.update.classifier_update import classifier_tensors
 from attacks.update.update_rule import looks_like
 from fl.predict import predict
 from fl.tensors import dense
-from fl.types import Candidate, ServerView
+from fl.types import Candidate
+from fl.view import ServerView
 
 SUM = 0.05
 """Share of its size that the bias's update may sum to: what half precision makes of zero stays below."""

@@ -26,8 +26,8 @@ from fl.method import Method
 from fl.registry import UnknownNameError, close
 from fl.simulation.capture import from_batch
 from fl.simulation.capture_checks import TABLE
-from fl.simulation.client_round import Truth
-from fl.types import Batch, ServerView
+from fl.types import Batch, Truth
+from fl.view import ServerView
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ def doctor(
         _whole(folder, json=json)
         return
     from eval.commands import doctor_checks
-    from fl.data.download import WHERE
-    from fl.data.download import download as fetch
+    from fl.data.sources.download import WHERE
+    from fl.data.sources.download import download as fetch
     from fl.data.sources.named import remedy
     from fl.registry import UnknownNameError
 

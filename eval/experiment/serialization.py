@@ -29,7 +29,7 @@ from fl.settings import (
     hints,
     shown,
 )
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 T = TypeVar("T")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+_.=@-]{0,199}")

@@ -17,7 +17,7 @@ from fl.ranges import Count, CountFrom0, Length, PositiveShare, Range, Seed, Sha
 from fl.registry import UnknownNameError
 from fl.settings import SettingError, current_name, declared, shown
 from fl.simulation.protocol import Measure
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 T = TypeVar("T")
 Accuracy = Literal[

@@ -10,9 +10,10 @@ from fl.defense import Defense, overrides
 from fl.method import Download
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, Truth
+from fl.simulation.client_round import ClientState
 from fl.tensors import Tensors, dense
-from fl.types import ServerView, Trace
+from fl.types import Trace, Truth
+from fl.view import ServerView
 
 MISMATCH = 1e-2
 """Relative error from which on a captured update is not what the model makes of the images."""

@@ -23,7 +23,8 @@ from fl.parametrization import Parametrisation
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import Tensors, combine, dense, each, inner, norm
-from fl.types import Batch, Candidate, Schedule, ServerView
+from fl.types import Batch, Candidate, Schedule
+from fl.view import ServerView
 
 CANDIDATES = 50
 """How many there are, the true image among them, where there are so many of its class."""

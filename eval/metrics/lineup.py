@@ -18,8 +18,8 @@ from eval.metrics.identification import (
     unreplayed,
 )
 from eval.metrics.score import Row
-from fl.simulation.client_round import Truth
-from fl.types import Batch, ServerView
+from fl.types import Batch, Truth
+from fl.view import ServerView
 
 AMONG, BY_PICTURE = "identified_among", "identified"
 BY_FEATURES, BY_UPDATE = "identified_by_features", "identified_by_update"

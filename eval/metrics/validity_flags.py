@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from eval.metrics.score import NO_IMAGES, NO_RECONSTRUCTION, Row
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 FLAGS = {
     "non-finite": "The attack produced NaN or infinity, in an image or in its objective; such images are failures.",

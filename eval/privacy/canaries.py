@@ -31,8 +31,8 @@ from fl.defense import Defense
 from fl.local.sampling import PoissonPhase
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
-from fl.privacy.accounting import PrivacyStatement
 from fl.privacy.private_method import Private
+from fl.privacy_statement import PrivacyStatement
 from fl.seeds import derive, stream
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
@@ -149,7 +149,7 @@ def audit_defense(
     Raises:
         ValueError: as `audit`.
     """
-    statement = client.defense.privacy(client, sizes, rounds)
+    statement = client.defense.privacy(client.method, client.task, sizes, rounds)
     found = [part for part in client.defense.members() if isinstance(part, DPSGD)]
     if statement is None or not found:
         raise ValueError(f"{client.defense.name} claims no differential privacy: there is nothing to audit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from fl.privacy.accounting import PrivacyStatement
+from fl.privacy_statement import PrivacyStatement
 
 BOUND, OF_UPDATE, EPSILON = "identified_bound", "identified_bound_update", "identified_epsilon"
 """Columns of an attacked image: how often anybody can name it at most, from all that is seen and from the update alone,

@@ -30,9 +30,10 @@ from fl.aggregated_view import combine
 from fl.client import Client
 from fl.runtime.atomic_files import replacing
 from fl.seeds import derive
-from fl.simulation.client_round import Truth, observe
+from fl.simulation.client_round import observe
 from fl.simulation.federation import Federation
-from fl.types import Batch, ServerView
+from fl.types import Batch, Truth
+from fl.view import ServerView
 
 IMAGES, PICTURES = "images.jsonl", "pictures.npz"
 

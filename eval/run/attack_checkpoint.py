@@ -20,7 +20,7 @@ from eval.run.cache_keys import code
 from fl.runtime.atomic_files import make, replacing
 from fl.simulation.checkpoint import DAMAGED
 from fl.tensors import Tensors, dense, each
-from fl.types import ServerView
+from fl.view import ServerView
 
 TENSORS = ("inputs", "labels", "fixed")
 EVERY = 1.0

@@ -27,7 +27,7 @@ from eval.metrics.perceptual import Lpips, Perceptual
 from eval.run.federation_data import World
 from fl.data import Source
 from fl.method import Method, methods
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 DIGITS = 12
 """Of a cell's SHA-256 that make its name."""

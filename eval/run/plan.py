@@ -23,7 +23,8 @@ from fl.client import Client
 from fl.data import Dataset, datasets
 from fl.method import Method
 from fl.simulation.federation import asked
-from fl.types import Task, ThreatModel
+from fl.types import Task
+from fl.view import ThreatModel
 
 
 @dataclass(frozen=True, eq=False)

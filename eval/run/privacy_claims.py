@@ -23,10 +23,11 @@ from eval.privacy.reconstruction_robustness import from_charges
 from eval.run.federation_data import Victim
 from eval.run.plan import Training, Watch
 from fl.client import Client
-from fl.defense import overrides
+from fl.defense import overrides, record_reader
 from fl.method import Method
-from fl.privacy.accounting import Charge, PrivacyStatement, merged, spent
+from fl.privacy.accounting import Charge, merged, spent
 from fl.privacy.private_method import Private
+from fl.privacy_statement import PrivacyStatement
 
 CLAIM = "privacy.json"
 """In a training's cell; `null` where the method claims nothing."""
@@ -94,10 +95,11 @@ def said(training: Training, method: Method, sizes: Sequence[int], rounds: int) 
         rounds: how many a client took part in, at most.
     """
     defense = training.defense.item
-    own = method.privacy(sizes, rounds, defense)
+    own = method.privacy(sizes, rounds, record_reader=record_reader(defense))
     if own is not None or not overrides(defense, "privacy"):
         return own
-    return defense.privacy(Client(training.world.task(training.seed), method, defense), sizes, rounds)
+    client = Client(training.world.task(training.seed), method, defense)
+    return defense.privacy(method, client.task, sizes, rounds)
 
 
 def _audited(training: Training, sizes: Sequence[int], rounds: int) -> canaries.Canaries:

@@ -20,7 +20,7 @@ from torch.func import grad as func_grad
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from fl.client import Client, Defended, Gradient, LocalResult
+from fl.client import Client, Defended, LocalResult, LossGradient
 from fl.engines.base import Engine
 from fl.local.optimizers import OptimState, optimise
 from fl.method import Step
@@ -237,7 +237,7 @@ class _Stack:
         step = Step(client.task, *held, self.phase)
         params = {name: (state["params"] if name in state["params"] else rest["params"])[name] for name in step.start}
         groups, derivative = self.phase.assign(params), partial(_derivative, buffers)
-        raw = Gradient(client, step, tuple(groups), buffers, client.task.model, rest["fixed"], derivative)
+        raw = LossGradient(client, step, tuple(groups), buffers, client.task.model, rest["fixed"], derivative)
         defended = Defended(raw, client.defense, _Streams(row, streams=self.streams), False)  # type: ignore[arg-type]
         grads = client.method.gradient(defended, params, [Batch(*batch) for batch in batches], step)  # type: ignore[arg-type]
         if self.phase.keeps is not None:

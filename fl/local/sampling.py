@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl.privacy.secure_rng import uniform
+from fl.runtime.secure_rng import uniform
 from fl.types import Order, Phase, Schedule
 
 

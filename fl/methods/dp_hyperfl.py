@@ -13,7 +13,7 @@ from fl.privacy.dp_sgd import Where
 from fl.privacy.private_method import Private
 
 if TYPE_CHECKING:
-    from fl.defense import Defense
+    pass
 
 
 @methods.register("dp-hyperfl")
@@ -64,9 +64,9 @@ class DPHyperFL(Private, HyperFL):
             "leaves no outer product; search with joint"
         )
 
-    def _objection(self, sigma: float, defense: Defense | None) -> str:
+    def _objection(self, sigma: float, record_reader: str) -> str:
         """As in any private method, with what the update says of an embedding that moved without noise."""
-        found = super()._objection(sigma, defense)
+        found = super()._objection(sigma, record_reader)
         if found and self.mode == "as-published" and self.learn_embedding and sigma and self.noise_on == "extractor":
             return f"{found}; the update also gives the embedding away (`peel`), which moved without noise"
         return found

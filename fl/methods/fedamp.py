@@ -16,7 +16,7 @@ from fl.tensors import Tensors, combine, dense, squared_distance
 from fl.types import Batch, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.client import Gradient
+    from fl.gradient import Gradient
 
 APART, MATRIX = "apart", "matrix"
 """The payload of `ServerState.own` with the squared distances of all models (clients, clients), and its name there."""

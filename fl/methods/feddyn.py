@@ -15,7 +15,7 @@ from fl.tensors import Payloads, Tensors, blend, combine, dense, minus, zeros
 from fl.types import Batch, Scope, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.client import Gradient
+    from fl.gradient import Gradient
 
 SLOPE = "slope"
 """The payload of gradients, one number for every shared parameter: a client's own, and h at the server."""

@@ -18,7 +18,7 @@ from fl.tensors import Payloads, Tensors, blend, combine, dense, minus, norm
 from fl.types import Batch, Group, Phase, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.client import Gradient
+    from fl.gradient import Gradient
 
 WEIGHTS, MODELS = "weights", "models"
 """The payload of a client's weights, and the one tensor in it: (1 + others,), its own model's first."""

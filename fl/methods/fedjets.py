@@ -22,7 +22,7 @@ from fl.tensors import Payloads, Tensors, dense
 from fl.types import Batch, Phase, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.client import Gradient
+    from fl.gradient import Gradient
 
 GATE, SCORES, MEAN = "gate", "scores", "mean"
 """The gate's parameters; what the clients' gates make of their images on average, and its name in what one sends."""

@@ -13,7 +13,7 @@ from fl.tensors import Tensors, combine
 from fl.types import Batch
 
 if TYPE_CHECKING:
-    from fl.client import Gradient
+    from fl.gradient import Gradient
 
 
 @methods.register("fedprox")

@@ -16,7 +16,7 @@ from fl.tensors import Payloads, Tensors, dense
 from fl.types import Batch, Phase, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.client import Gradient
+    from fl.gradient import Gradient
 
 LOSS = "loss"
 """What a client sends beside its update: its loss by the server's network, and by its own, one number each."""

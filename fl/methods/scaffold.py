@@ -15,7 +15,7 @@ from fl.tensors import Payloads, Tensors, add, blend, combine, minus, scaled, ti
 from fl.types import Batch, Phase, Scope, Task, Upload
 
 if TYPE_CHECKING:
-    from fl.client import Gradient
+    from fl.gradient import Gradient
 
 CONTROL = "control"
 """The payload of control variates, one number for every shared parameter: c from the server, the change of c_i back."""

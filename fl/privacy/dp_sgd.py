@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from fl.client import Gradient, autograd_derivative, func_derivative
-from fl.defense import DRAWN, for_buffers
+from fl.client import LossGradient
+from fl.gradient import DRAWN, autograd_derivative, for_buffers, func_derivative
 from fl.parametrization import Parametrisation
 from fl.privacy import ghost_clipping
 from fl.privacy.gaussian_noise import Noise
@@ -27,7 +27,7 @@ Source = torch.Generator | Noise | None
 
 
 def private_gradient(
-    grad: Gradient,
+    grad: LossGradient,
     params: Tensors,
     batch: Batch,
     *,
@@ -68,7 +68,7 @@ def private_gradient(
 
 
 def opacus_gradient(
-    grad: Gradient,
+    grad: LossGradient,
     params: Tensors,
     batch: Batch,
     *,
@@ -98,7 +98,7 @@ def opacus_gradient(
         return _finished(grad, params, sums, clip * noise_multiplier, generator, divisor, at)
 
 
-def fastest(grad: Gradient, params: Tensors, batch: Batch) -> Callable[..., Tensors]:
+def fastest(grad: LossGradient, params: Tensors, batch: Batch) -> Callable[..., Tensors]:
     """`opacus_gradient` where it applies and nobody asks for a graph, else `private_gradient`."""
     asked = pytree.tree_leaves((params, batch.inputs, batch.labels)) if torch.is_grad_enabled() else []
     stacked = grad.derivative is not autograd_derivative
@@ -107,7 +107,7 @@ def fastest(grad: Gradient, params: Tensors, batch: Batch) -> Callable[..., Tens
     return opacus_gradient
 
 
-def _check(grad: Gradient, batch: Batch, clip: float, noise_multiplier: float, denominator: float | None) -> float:
+def _check(grad: LossGradient, batch: Batch, clip: float, noise_multiplier: float, denominator: float | None) -> float:
     grad.check_per_sample()
     if clip <= 0:
         raise ValueError(f"expected clip > 0, got {clip}")
@@ -119,13 +119,13 @@ def _check(grad: Gradient, batch: Batch, clip: float, noise_multiplier: float, d
     return float(divisor)
 
 
-def _nothing(grad: Gradient, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _nothing(grad: LossGradient, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     client = grad.client
     names = client.method.parametrisation.sources(client.task, grad.live)
     return {name: torch.zeros_like(weights[name]) for name in names}
 
 
-def _samples(grad: Gradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+def _samples(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """The samples' gradients with respect to the network's weights (B, ...); each meets its own row of draws."""
     meant = for_buffers(grad.model, grad.step.draws)
     rows = {n: x for n, x in grad.step.draws.items() if n.removeprefix(DRAWN) in meant and len(x) == len(batch)}
@@ -143,7 +143,9 @@ def _factors(norms: Tensor, clip: float) -> Tensor:
     return torch.where(norms.isfinite(), torch.clamp(clip / (norms + STABILISER), max=1.0), 0.0)
 
 
-def _summed(grad: Gradient, params: Tensors, samples: dict[str, Tensor], clip: float, at: Where) -> dict[str, Tensor]:
+def _summed(
+    grad: LossGradient, params: Tensors, samples: dict[str, Tensor], clip: float, at: Where
+) -> dict[str, Tensor]:
     """The sum of the clipped gradients (B, ...) of the network's weights, clipped `at` these or the parameters."""
     norms = vmap(lambda one: norm(one if at == "weights" else grad.pull(params, one)))(samples)
     fine, factors = norms.isfinite(), _factors(norms, clip)
@@ -153,7 +155,7 @@ def _summed(grad: Gradient, params: Tensors, samples: dict[str, Tensor], clip: f
     return {name: torch.tensordot(factors, value, 1) for name, value in samples.items()}
 
 
-def _ghost_sums(grad: Gradient, weights: dict[str, Tensor], batch: Batch, clip: float) -> dict[str, Tensor]:
+def _ghost_sums(grad: LossGradient, weights: dict[str, Tensor], batch: Batch, clip: float) -> dict[str, Tensor]:
     layers = ghost_clipping.passes(grad, weights, batch)
     norms = torch.stack([layer.squares() for layer in layers]).sum(0).sqrt()
     if not bool(norms.isfinite().all()):  # zero times no number is no number: go without these samples
@@ -165,7 +167,7 @@ def _ghost_sums(grad: Gradient, weights: dict[str, Tensor], batch: Batch, clip: 
 
 
 def _finished(
-    grad: Gradient,
+    grad: LossGradient,
     params: Tensors,
     sums: dict[str, Tensor],
     std: float,

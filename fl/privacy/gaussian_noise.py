@@ -2,7 +2,7 @@
 
 torch's generators on a CPU keep 32 bits of their seed: anyone could try all of them and take the noise off. Here it
 comes from a counter-based generator with a key of 126 bits, also inside `vmap`, where torch's refuse to draw. For
-experiments that is numpy's Philox, which is fast; for a release one made for secrets (`fl.privacy.secure_rng`).
+experiments that is numpy's Philox, which is fast; for a release one made for secrets (`fl.runtime.secure_rng`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl.privacy import secure_rng
+from fl.runtime import secure_rng
 
 WORDS = 2
 """Of 63 bits each, in a key."""

@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from fl.client import LossGradient
 from fl.method import Method
 from fl.privacy import conv_per_sample
 from fl.types import Batch
-
-if TYPE_CHECKING:
-    from fl.client import Gradient
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm)
 """Layers whose per-sample gradients are known from what enters them and what flows back."""
@@ -92,7 +89,7 @@ def _weighted(factors: Tensor, part: Tensor) -> Tensor:
     return total.permute([order.index(i) for i in range(1, part.ndim)]).contiguous()
 
 
-def obstacle(grad: Gradient) -> str | None:
+def obstacle(grad: LossGradient) -> str | None:
     """Why the per-sample gradients of what moves can't be read off the layers, or None."""
     if grad.loss is not None:
         return "the defence changes the loss"
@@ -108,7 +105,7 @@ def obstacle(grad: Gradient) -> str | None:
     return None
 
 
-def passes(grad: Gradient, weights: dict[str, Tensor], batch: Batch) -> list[Passed]:
+def passes(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> list[Passed]:
     """One pass of `batch` through the network with `weights`, layer by layer.
 
     The method's loss may look at the network's outputs only.
@@ -149,14 +146,14 @@ def passes(grad: Gradient, weights: dict[str, Tensor], batch: Batch) -> list[Pas
     ]
 
 
-def per_sample(grad: Gradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+def per_sample(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """The samples' gradients with respect to the network's weights that what moves needs (B, ...), by name."""
     found = {name: part for one in passes(grad, weights, batch) for name, part in one.samples.items()}
     client = grad.client
     return {name: found[name] for name in client.method.parametrisation.sources(client.task, grad.live)}
 
 
-def _layers(grad: Gradient) -> dict[str, tuple[nn.Module, dict[str, str]]]:
+def _layers(grad: LossGradient) -> dict[str, tuple[nn.Module, dict[str, str]]]:
     """The layers that hold weights whose gradients are asked for, with these weights' names in them and outside."""
     client = grad.client
     found: dict[str, tuple[nn.Module, dict[str, str]]] = {}
@@ -166,7 +163,7 @@ def _layers(grad: Gradient) -> dict[str, tuple[nn.Module, dict[str, str]]]:
     return found
 
 
-def _losses(grad: Gradient, outputs: Tensor, batch: Batch) -> Tensor:
+def _losses(grad: LossGradient, outputs: Tensor, batch: Batch) -> Tensor:
     """The method's loss of each sample (B,), from what the network returned for it."""
     loss = grad.loss or grad.client.method.loss
 

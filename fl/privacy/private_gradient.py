@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from torch import Tensor
 
-from fl.client import Derivative, Gradient, autograd_derivative
-from fl.privacy.dp_sgd import fastest
+from fl.client import LossGradient
+from fl.gradient import Derivative, autograd_derivative
+from fl.privacy.dp_sgd import Where, fastest
+from fl.privacy.gaussian_noise import Noise
 from fl.tensors import Tensors, dense
 from fl.types import Batch
 
-if TYPE_CHECKING:
-    from fl.privacy.private_method import Private
-
 
 @dataclass(frozen=True)
-class PrivateGradient(Gradient):
-    """`gradient(params, batch)` of a private method: every sample's clipped, then noise."""
+class Privatization:
+    """How a step's gradients are clipped and made noisy.
+
+    Attributes:
+        clip: norm that every sample's gradient is clipped to.
+        noise_multiplier: standard deviation of the noise, in units of `clip`.
+        noise: where it is drawn from; None leaves it out.
+        denominator: what the noisy sum is divided by; None takes the batch's size.
+        at: whether gradients of the "parameters" or of the network's "weights" are clipped.
+    """
+
+    clip: float
+    noise_multiplier: float
+    noise: Noise | None
+    denominator: float | None
+    at: Where
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateGradient(LossGradient):
+    """`gradient(params, batch)` of a private method: every sample's clipped, then noise.
+
+    Attributes:
+        privatization: how.
+    """
+
+    privatization: Privatization
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
         """By the names of the parameters that move; noise alone for an empty batch."""
-        if self._method.at == "weights":
+        if self.privatization.at == "weights":
             return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
-        return self._private(Gradient(**self._fields()), params, batch)
+        return self._private(LossGradient(**self._fields()), params, batch)
 
     def of_weights(
         self, weights: dict[str, Tensor], batch: Batch, derivative: Derivative = autograd_derivative
@@ -34,8 +58,8 @@ class PrivateGradient(Gradient):
         Raises:
             ValueError: the method clips the gradient of its parameters.
         """
-        if self._method.at != "weights":
-            raise ValueError(f"{self._method.name}: expected no defence that changes single gradients")
+        if self.privatization.at != "weights":
+            raise ValueError(f"{self.client.method.name}: expected no defence that changes single gradients")
         bare = _AtWeights(**{**self._fields(), "derivative": derivative})
         found = self._private(bare, dict(weights), batch)
         return {name: dense(value) for name, value in found.items()}
@@ -46,32 +70,27 @@ class PrivateGradient(Gradient):
         Raises:
             ValueError: always.
         """
-        raise ValueError(f"{self._method.name} clips every sample's gradient itself: leave such a defence out")
+        raise ValueError(f"{self.client.method.name} clips every sample's gradient itself: leave such a defence out")
 
-    @property
-    def _method(self) -> Private:
-        return cast("Private", self.client.method)  # whose `gradient` alone makes one of these
-
-    def _private(self, plain: Gradient, params: Tensors, batch: Batch) -> Tensors:
-        method = self._method
-        way = fastest(plain, params, batch)
-        return way(
+    def _private(self, plain: LossGradient, params: Tensors, batch: Batch) -> Tensors:
+        how = self.privatization
+        return fastest(plain, params, batch)(
             plain,
             params,
             batch,
-            clip=method.clip,
-            noise_multiplier=method.sigma,
-            generator=method.noise(self.step.draws),
-            denominator=method.denominator(),
-            at=method.at,
+            clip=how.clip,
+            noise_multiplier=how.noise_multiplier,
+            generator=how.noise,
+            denominator=how.denominator,
+            at=how.at,
         )
 
     def _fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Gradient)}
+        return {field.name: getattr(self, field.name) for field in fields(LossGradient)}
 
 
 @dataclass(frozen=True)
-class _AtWeights(Gradient):
+class _AtWeights(LossGradient):
     """The gradient of the network's weights as if they were the parameters."""
 
     def weights(self, params: Tensors) -> dict[str, Tensor]:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fl.client import Gradient
-from fl.defense import overrides
+from fl.client import LossGradient, of_client
+from fl.gradient import Gradient
 from fl.local.sampling import PoissonPhase
 from fl.method import Method, ServerState, Step
-from fl.privacy.accounting import Accountant, Charge, PrivacyStatement, calibrate, worst
+from fl.privacy.accounting import Accountant, Charge, calibrate, worst
 from fl.privacy.dp_sgd import STABILISER, Where
 from fl.privacy.gaussian_noise import Noise, drawn_key, fresh_key
-from fl.privacy.private_gradient import PrivateGradient
+from fl.privacy.private_gradient import PrivateGradient, Privatization
+from fl.privacy_statement import PrivacyStatement
 from fl.ranges import Count, CountFrom0, OpenShare, Positive, PositiveShare, Range, Weight
 from fl.tensors import Tensors, dense, norm, scaled, zeros
 from fl.types import Batch, Phase, Scope, Task, Upload
-
-if TYPE_CHECKING:
-    from fl.defense import Defense
 
 KEY = "noise"
 """Name of the key of a step's noise among its draws."""
@@ -63,7 +61,7 @@ class Private(Method):
         sampler: "poisson" draws every image by itself, with probability batch_size / images, and divides by batch_size;
             the others see every image once in an epoch, without amplification by sampling.
         profile: "experiment" draws noise from the experiment's seed; "release" draws Poisson batches and keys from the
-            operating system, and noise from the keys by a generator made for secrets (`fl.privacy.secure_rng`).
+            operating system, and noise from the keys by a generator made for secrets (`fl.runtime.secure_rng`).
 
     Raises:
         ValueError: a setting out of range, no public number of images for a budget, or a higher rate or more steps than
@@ -221,19 +219,30 @@ class Private(Method):
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """Clipped sample by sample and with noise, but for what the mode leaves plain."""
-        raw: Gradient = getattr(grad, "raw", grad)  # what a defence is put around
+        raw = of_client(getattr(grad, "raw", grad))  # what a defense is put around
         if self.mode == "client-level":
             return super().gradient(grad, params, batches, step)
         noisy = tuple(n for n in raw.live if self.mode == "dp-joint" or self.scope(n, step.task) is Scope.SHARED)
         plain = tuple(n for n in raw.live if n not in noisy)
         found: Tensors = {}
-        for live, kind in ((noisy, PrivateGradient), (plain, Gradient)):
+        for live in (noisy, plain):
             if live:
-                settings = {field.name: getattr(raw, field.name) for field in fields(Gradient)} | {"live": live}
-                made = kind(**settings)
-                part = made if raw is grad else replace(grad, raw=made)  # type: ignore[call-arg]
+                made = replace(raw, live=live) if live is plain else self._privatized(raw, live)
+                part = made if raw is grad else replace(grad, raw=made)  # type: ignore[type-var]
                 found.update(super().gradient(part, params, batches, step))
         return {name: found[name] for name in raw.live}
+
+    def _privatized(self, raw: LossGradient, live: tuple[str, ...]) -> PrivateGradient:
+        """The gradient of the parameters `live`, clipped sample by sample and with noise."""
+        how = Privatization(
+            clip=self.clip,
+            noise_multiplier=self.sigma,
+            noise=self.noise(raw.step.draws),
+            denominator=self.denominator(),
+            at=self.at,
+        )
+        settings = {field.name: getattr(raw, field.name) for field in fields(LossGradient)}
+        return PrivateGradient(**{**settings, "live": live}, privatization=how)
 
     def unreleased(self) -> Private:
         """The method behind, as its clients train at client level: neither clipped nor with noise, shuffled batches."""
@@ -309,13 +318,13 @@ class Private(Method):
         return replace(upload, update=scaled(upload.update, min(1.0, self.clip / (size + STABILISER))), weight=1.0)
 
     # ---- what may be said --------------------------------------------------------------------------------------------
-    def privacy(self, sizes: Sequence[int], rounds: int, defense: Defense | None = None) -> PrivacyStatement:
+    def privacy(self, sizes: Sequence[int], rounds: int, *, record_reader: str = "") -> PrivacyStatement:
         """What differential privacy the client with least of it has after `rounds` rounds.
 
         Args:
             sizes: the clients' numbers of images.
             rounds: how many a client took part in, at most; all are charged.
-            defense: the clients' defence, which may break the guarantee.
+            record_reader: name of a defense that looks at single records, which breaks the guarantee.
 
         Raises:
             ValueError: no client.
@@ -325,7 +334,7 @@ class Private(Method):
         sigma, clients = self.sigma, self.mode == "client-level"
         pairs = {(1.0, 1)} if clients else {self._noisy(n) for n in sizes}
         charges = [Charge(sigma, rate, steps * rounds) for rate, steps in sorted(pairs)]
-        reason = self._objection(sigma, defense)
+        reason = self._objection(sigma, record_reader)
         most, epsilon, by_rdp = (charges[-1], None, None) if reason else worst(charges, self.delta)
         return PrivacyStatement(
             unit="client" if clients else "record",
@@ -345,14 +354,12 @@ class Private(Method):
             profile=self.profile,
         )
 
-    def _objection(self, sigma: float, defense: Defense | None) -> str:
+    def _objection(self, sigma: float, record_reader: str) -> str:
         """Why no epsilon follows, or nothing."""
         if sigma == 0:
             return "no noise is added"
-        if defense is not None and self.mode != "client-level":
-            for hook in ("transform_batch", "gradient"):
-                if overrides(defense, hook):
-                    return f"the defence {defense.name} looks at the records beside the noisy gradients"
+        if record_reader and self.mode != "client-level":
+            return f"the defence {record_reader} looks at the records beside the noisy gradients"
         if self.mode != "as-published":
             return ""
         shuffled = "batches of one size are accounted as if every record were drawn by itself"

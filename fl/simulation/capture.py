@@ -37,11 +37,11 @@ from fl.simulation.capture_checks import (
     untied,
     unwrapped,
 )
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.simulation.nonfinite_updates import unfit
 from fl.tensors import Tensors, Value, dense, flatten
-from fl.types import Batch, Scope, ServerView, Task, ThreatModel, frozen
+from fl.types import Batch, Scope, Task, Truth, frozen
+from fl.view import ServerView, ThreatModel
 
 
 def from_batch(

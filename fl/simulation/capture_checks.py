@@ -16,7 +16,7 @@ from fl.defense import Defense
 from fl.local import sampling
 from fl.method import Method
 from fl.seeds import stream
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 MOST = 5
 """So many names stand in an error; of a large network nobody reads them all."""

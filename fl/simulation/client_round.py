@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from fl.client import Client, LocalResult, gather, local_update
-from fl.defense import DRAWN, Unknown, overrides
+from fl.defense import Unknown, overrides
+from fl.gradient import DRAWN
 from fl.local import sampling
 from fl.method import Download
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import check_form
 from fl.tensors import Payloads, Tensors, dense, detached, flatten
-from fl.types import Batch, Candidate, Draws, Order, Phase, Scope, ServerView, Task, ThreatModel, Trace, Upload, frozen
+from fl.types import Batch, Draws, Order, Phase, Scope, Task, Trace, Truth, Upload, frozen
+from fl.view import ServerView, ThreatModel
 
 if TYPE_CHECKING:
     from fl.data.augment import Augmentation
@@ -48,36 +50,6 @@ class ClientState:
 def settled(values: Tensors) -> Tensors:
     """Contiguous tensors: layout steers rounding, and a state read back from a file has that of none but these."""
     return {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in values.items()}
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What no attack may see: the images, and everything else a client fed and kept.
-
-    Attributes:
-        trace: what was fed, step by step.
-        private: every tensor of `ServerView.private`, before training.
-        extractor: the generated weights before training, if the method generates any.
-    """
-
-    trace: Trace
-    private: Tensors
-    extractor: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def inputs(self) -> Tensor:
-        """The images (N, C, H, W)."""
-        return self.trace.inputs
-
-    @property
-    def labels(self) -> Tensor:
-        """Their labels (N,)."""
-        return self.trace.labels
-
-    def candidate(self) -> Candidate:
-        """The guess that is right in everything."""
-        trace = self.trace
-        return Candidate(trace.inputs, trace.labels, self.private, trace.order, trace.draws)
 
 
 @dataclass(frozen=True)

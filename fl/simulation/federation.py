@@ -18,14 +18,15 @@ from fl.method import Download, ServerState
 from fl.parametrization import Parametrisation
 from fl.seeds import derive, stream
 from fl.simulation.accuracy import Model, adapt, predictor, share_right
-from fl.simulation.client_round import ClientState, Round, Start, Truth, observe, prepare, settled, train
+from fl.simulation.client_round import ClientState, Round, Start, observe, prepare, settled, train
 from fl.simulation.diagnostics import Course
 from fl.simulation.nonfinite_updates import check_finite
 from fl.simulation.protocol import Protocol, scores, without_outsiders
 from fl.simulation.round_record import Participation, Record
 from fl.simulation.uploads import Uploads
 from fl.tensors import Payloads, Tensors
-from fl.types import Batch, Phase, Scope, ServerView, ThreatModel, frozen
+from fl.types import Batch, Phase, Scope, Truth, frozen
+from fl.view import ServerView, ThreatModel
 
 if TYPE_CHECKING:
     from fl.data.augment import Augmentation

@@ -17,7 +17,7 @@ from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from fl.models.building_blocks.layers import Normalize
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
 from fl.tensors import dense
-from fl.types import ServerView, ThreatModel
+from fl.view import ServerView, ThreatModel
 
 
 def view_with(changed: Callable[[Tensor], Tensor]) -> tuple[ServerView, str]:

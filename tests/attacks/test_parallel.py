@@ -23,7 +23,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.methods.local import Local
 from fl.runtime.workers import Workers
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from fl.methods.fedper import FedPer
 from fl.seeds import stream
 from fl.simulation.capture import from_batch, from_update
 from fl.tensors import dense
-from fl.types import ServerView, ThreatModel
+from fl.view import ServerView, ThreatModel
 
 SHAPE = (3, 8, 8)
 UNSTATED = ThreatModel(knows_optimizer=False)

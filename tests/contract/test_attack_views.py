@@ -19,7 +19,7 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.simulation.federation import ClientData, Federation
-from fl.types import ServerView, ThreatModel
+from fl.view import ServerView, ThreatModel
 
 STEP, STEPS = FedAvg(lr=0.1, steps=1, batch_size=None), FedAvg(lr=0.1, steps=4, batch_size=1)
 HYPER = replace(HyperFL.example(), head_epochs=0)

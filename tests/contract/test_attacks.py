@@ -21,9 +21,10 @@ from attacks.base import ViewAttack
 from fl.client import Client
 from fl.defense import Defense, overrides
 from fl.methods.fedavg import FedAvg
-from fl.simulation.client_round import Round, Truth, observe
+from fl.simulation.client_round import Round, observe
 from fl.tensors import Tensors, dense, scaled
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 NETWORKS = {"fedavg, strided": worlds.strided, "fedavg, mlp": worlds.flat, "fedavg, patches": worlds.patched}
 """Networks of FedAvg's clients that attacks solve which take no pooling, nothing below a linear layer, or patches."""

@@ -17,7 +17,7 @@ from attacks.gradient_matching.engine.base import Matching
 from attacks.learned.lti import LearningToInvert
 from fl.client import Client
 from fl.simulation.client_round import observe
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 def _generated() -> dict[str, Probe]:

@@ -11,11 +11,11 @@ from support.compare import assert_near, assert_same, tensors
 from support.matrix import COLUMNS, ROWS, cells, federation, named, observed, refusal, shares
 from torch.func import vmap
 
-from fl.client import func_derivative
+from fl.gradient import func_derivative
 from fl.method import methods
 from fl.predict import predict
 from fl.tensors import dense, norm
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 CELLS = pytest.mark.parametrize(("row", "column"), cells())
 REPLAYABLE = pytest.mark.parametrize(("row", "column"), cells(replayable=True))

@@ -17,7 +17,7 @@ from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, combine, dense, norm, scaled
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 UPDATE: Tensors = {
     "small": numbers(20, 5) * 1e-3,

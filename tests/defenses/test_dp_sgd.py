@@ -149,7 +149,7 @@ def test_in_another_unit_directions_are_compared() -> None:
 # ---- what may be said ------------------------------------------------------------------------------------------------
 def said(method: Method, sizes: Sequence[int] = (4,), rounds: int = 3, defense: Defense | None = None) -> Any:
     client = Client(worlds.task(), method, defense or DPSGD(noise_multiplier=2.0, denominator=2.0))
-    return client.defense.privacy(client, sizes, rounds)
+    return client.defense.privacy(client.method, client.task, sizes, rounds)
 
 
 def test_in_epochs_an_image_is_in_one_step_of_each_and_sampling_gains_nothing() -> None:
@@ -217,7 +217,9 @@ def test_an_image_moves_as_many_sums_as_are_charged_by_the_clip_each(method: Any
     ]
     assert all(size <= 0.1 * (1 + 1e-9) for size in moved)
     assert sum(size > 0.09 for size in moved) == sum(size > 0 for size in moved)
-    assert sum(size > 0 for size in moved) == run.client.defense.privacy(run.client, [4], 1).steps  # type: ignore
+    assert (
+        sum(size > 0 for size in moved) == run.client.defense.privacy(run.client.method, run.client.task, [4], 1).steps
+    )  # type: ignore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,8 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.seeds import stream
-from fl.types import Batch, ThreatModel
+from fl.types import Batch
+from fl.view import ThreatModel
 
 TASK = worlds.task()
 BATCH = worlds.images(6)

@@ -17,7 +17,8 @@ from defenses.dp_sgd import DPSGD
 from defenses.precode import Precode
 from defenses.prune import Prune
 from eval.metrics.score import score
-from fl.client import Client, Gradient, autograd_derivative, func_derivative
+from fl.client import Client, LossGradient
+from fl.gradient import autograd_derivative, func_derivative
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedgen import FedGen
@@ -28,7 +29,8 @@ from fl.privacy.dp_sgd import private_gradient
 from fl.seeds import stream
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import Candidate, Task, ThreatModel
+from fl.types import Candidate, Task
+from fl.view import ThreatModel
 
 STEP = FedAvg(lr=1.0, steps=1, batch_size=None)
 SMALL = Precode(latent=6, beta=0.1)
@@ -108,7 +110,7 @@ def test_noise_of_another_batch_is_refused() -> None:
     params = run.download(1).shared
     draws = run.client.draw(batch, stream(0, "noise"))
     step = Step(run.client.task, params, {}, {}, draws, 0)
-    grad = Gradient(run.client, step, tuple(params), {}, model, None, func_derivative)
+    grad = LossGradient(run.client, step, tuple(params), {}, model, None, func_derivative)
     with pytest.raises(ValueError, match=r"expected noise \(1, 6\), one row an image, got \(4, 6\)"):
         grad.per_sample(params, batch)
     with pytest.raises(ValueError, match=r"expected noise \(3, 6\)"):

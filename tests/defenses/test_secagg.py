@@ -13,7 +13,7 @@ from defenses import defenses
 from defenses.compose import Chain
 from defenses.noise import Noise
 from defenses.secagg import SecAgg
-from eval.audit.update import prediction_error
+from eval.metrics.forward_error import prediction_error
 from fl.aggregated_view import Division, as_one
 from fl.client import Client
 from fl.defense import Defense
@@ -27,7 +27,8 @@ from fl.predict import predict
 from fl.simulation.federation import ClientData, Federation
 from fl.simulation.protocol import Protocol
 from fl.tensors import dense
-from fl.types import ServerView, Task, ThreatModel
+from fl.types import Task
+from fl.view import ServerView, ThreatModel
 
 TRAINED = FedAvg(lr=0.1, momentum=0.5, weight_decay=1e-2, epochs=2, batch_size=2)
 

@@ -21,7 +21,7 @@ from fl.models import build as network
 from fl.predict import predict
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 STEP = FedAvg(lr=1.0, steps=1, batch_size=None)
 

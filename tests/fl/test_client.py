@@ -10,8 +10,9 @@ from support.compare import assert_near, assert_same, tensors
 from support.probes import PROBES, FedPerNorm
 from torch import nn
 
-from fl.client import Client, autograd_derivative, func_derivative, gather
+from fl.client import Client, gather
 from fl.defense import Defense
+from fl.gradient import autograd_derivative, func_derivative
 from fl.local.sampling import in_turn, schedule
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
@@ -20,7 +21,8 @@ from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.client_round import train_client
 from fl.tensors import dense
-from fl.types import Batch, Candidate, Scope, Task, ThreatModel
+from fl.types import Batch, Candidate, Scope, Task
+from fl.view import ThreatModel
 
 METHOD = FedAvg(lr=0.1, momentum=0.5, epochs=2, batch_size=2)
 

@@ -9,7 +9,8 @@ from support.compare import assert_near, assert_same
 
 import attacks
 from attacks.network.layer_chain import unroll
-from fl.client import Client, Gradient, autograd_derivative
+from fl.client import Client, LossGradient
+from fl.gradient import autograd_derivative
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -93,7 +94,7 @@ def test_clipping_by_sample_leaves_them_out() -> None:
     client, batch = Client(task(), METHOD), worlds.images(3)
     params = dict(client.task.parameters)
     step = Step(client.task, params, {}, {}, {}, 0)
-    grad = Gradient(client, step, tuple(params), {}, client.task.model, None, autograd_derivative)
+    grad = LossGradient(client, step, tuple(params), {}, client.task.model, None, autograd_derivative)
     found = [
         way(grad, params, batch, clip=0.1, noise_multiplier=0.0, generator=None)
         for way in (private_gradient, opacus_gradient)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
-from fl.simulation.client_round import Truth
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 CLASSES = 4
 

@@ -16,10 +16,10 @@ from fl.defense import Defense
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import Federation
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 ROWS: dict[str, Probe] = {name: Probe(method) for name, method in methods.examples()} | PROBES
 COLUMNS: dict[str, Defense] = dict(defenses.examples())

@@ -18,7 +18,8 @@ from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.layers import Normalize
 from fl.seeds import stream
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task
+from fl.view import ServerView
 
 STEP = FedAvg(lr=1.0, steps=1)
 LEAKY = nn.LeakyReLU(0.01)

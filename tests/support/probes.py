@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from support import worlds
 
-from fl.client import Gradient
 from fl.defense import Defense
+from fl.gradient import Gradient
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from attacks.base import Attack, Reconstruction, Result
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 def leaving() -> None:

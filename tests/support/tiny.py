@@ -8,7 +8,7 @@ import torch
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from fl.seeds import stream
-from fl.types import ServerView
+from fl.view import ServerView
 
 CONFIG = """
 title: A tiny experiment

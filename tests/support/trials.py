@@ -18,7 +18,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.simulation.federation import Federation
-from fl.types import ServerView
+from fl.view import ServerView
 
 TINY = Hypernetwork(embedding=4, hidden=24, init="scaled")
 SETTINGS: dict[str, tuple[str, Method, Defense]] = {

@@ -17,7 +17,8 @@ from fl.models import build
 from fl.seeds import stream
 from fl.simulation.client_round import observe
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task
+from fl.view import ServerView
 
 CLASSES = 3
 ADAPTERS: dict[str, Any] = {"stages": 2, "blocks": 1, "width": 4, "image_size": 16, "input_shape": (1, 8, 8)}

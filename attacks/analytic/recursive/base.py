@@ -21,7 +21,7 @@ from attacks.update.step_gradient import exact_gradient
 from attacks.update.training_phases import training
 from fl.ranges import OpenShare, Positive
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 LEVEL = 0.5 / 255
 """Half a level of 8 bits, in pixel units."""

@@ -13,7 +13,7 @@ from attacks.analytic.recursive.layer_equations import Outputs, bend, invert
 from attacks.network.interlayer_maps import Reshape, Scaling
 from attacks.network.layer_chain import Stage
 from attacks.update.float_rounding import grain
-from fl.types import ServerView
+from fl.view import ServerView
 
 RESHAPING = (nn.Identity, nn.Flatten, Reshape)
 

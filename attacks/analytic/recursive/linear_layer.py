@@ -23,7 +23,8 @@ from fl.method import Step
 from fl.network import Network
 from fl.seeds import stream
 from fl.tensors import dense
-from fl.types import Batch, ServerView, frozen
+from fl.types import Batch, frozen
+from fl.view import ServerView
 
 SIZED = 1e-3
 """Distance of a signal's directions up to which a layer's input is as bright as it seems: about one percent of it."""

@@ -18,7 +18,8 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.rescaling import in_unit
 from fl.defense import overrides
 from fl.tensors import dense, scaled
-from fl.types import ServerView, frozen
+from fl.types import frozen
+from fl.view import ServerView
 
 Gradients = dict[str, Tensor]
 

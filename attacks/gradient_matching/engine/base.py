@@ -29,7 +29,7 @@ from fl.ranges import Count, CountFrom0, Limit, Share, StepSize, Weight
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import finite
 from fl.tensors import Tensors, parts
-from fl.types import ServerView
+from fl.view import ServerView
 
 PRIVATE_LR = 0.01
 """Step size of private tensors that no other is set for."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attacks.gradient_matching.engine.problem import INPUTS, Problem
 from fl.seeds import stream
-from fl.types import ServerView
+from fl.view import ServerView
 
 STALE = 20
 """Exchanges in a row without a new best, after which a search for orders begins elsewhere."""

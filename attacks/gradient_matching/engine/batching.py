@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from attacks.gradient_matching.engine.problem import Evaluation, Variables
 from attacks.gradient_matching.engine.traced_objective import LONG, STEADY, WORTH, record
 from fl.client import Client
-from fl.types import ServerView
+from fl.view import ServerView
 
 log = logging.getLogger(__name__)
 

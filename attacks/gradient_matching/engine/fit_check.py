@@ -11,7 +11,7 @@ from attacks.gradient_matching.engine.problem import Problem, Variables
 from attacks.result import Reconstruction, Result
 from fl.defense import Defense
 from fl.privacy.private_method import Private
-from fl.types import ServerView
+from fl.view import ServerView
 
 EXPLAINED = 0.1
 """1 - cos between the update predicted and the one observed up to which a search has explained it.

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from attacks.gradient_matching.engine.batching import Posed
 from attacks.gradient_matching.engine.problem import Problem, Variables
 from fl.aggregated_view import joint_schedule
-from fl.types import Schedule, ServerView
+from fl.types import Schedule
+from fl.view import ServerView
 
 GIB = 2**30
 SPARE = 1.4

@@ -17,12 +17,14 @@ from attacks.gradient_matching.engine.search_space import IMAGES, Space
 from attacks.labels.recovery import recovered
 from attacks.update.observed_update import ObservedUpdate
 from fl.aggregated_view import in_turn
-from fl.client import Client, autograd_derivative, func_derivative
+from fl.client import Client
 from fl.defense import overrides
+from fl.gradient import autograd_derivative, func_derivative
 from fl.predict import predict
 from fl.runtime.digests import digest
 from fl.tensors import Tensors, rms, scaled, times, total
-from fl.types import Candidate, Order, ServerView, frozen
+from fl.types import Candidate, Order, frozen
+from fl.view import ServerView
 
 SMALL = 1e-3
 """Relative to the largest tensor's entries: those of a tensor may be rounding, and count as if they were so large."""

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fl.client import Client
-from fl.types import Candidate, ServerView
+from fl.types import Candidate
+from fl.view import ServerView
 
 
 class Term(Protocol):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fl.data import Dataset, datasets
-from fl.data.download import WHERE, names
+from fl.data.sources.download import WHERE, names
 from fl.data.sources.stored import Limited, folder, load_pair
 from fl.runtime.safe_paths import there
 

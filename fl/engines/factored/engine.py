@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fl.client import Client, Gradient, LocalResult, autograd_derivative
+from fl.client import Client, LocalResult, LossGradient
 from fl.defense import overrides
 from fl.engines.base import Engine
 from fl.engines.factored.heads import Heads
 from fl.engines.factored.merging import merged
+from fl.gradient import autograd_derivative
 from fl.local.optimizers import OptimState, clipped, optimise
 from fl.method import Method, Step
 from fl.models.hypernetworks.hypernetwork import (
@@ -179,7 +180,7 @@ class _Trainee:
         """Of the loss at step `s` of phase `p`, with respect to the network's weights."""
         client, batch = self.start.client, self.images.take(self.start.trace.order[p][s][0])
         step = replace(self.step, draws=self.start.trace.draws[p][s])
-        raw = Gradient(client, step, tuple(self.groups), self.buffers, client.task.model, None, autograd_derivative)
+        raw = LossGradient(client, step, tuple(self.groups), self.buffers, client.task.model, None, autograd_derivative)
         if not len(batch):  # Poisson sampling may draw no image
             wanted = client.method.parametrisation.sources(client.task, raw.live)
             return {name: torch.zeros_like(weights[name]) for name in wanted}

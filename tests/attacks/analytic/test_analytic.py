@@ -20,10 +20,10 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.fedsr import FedSR
 from fl.models import build
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import Batch, Group, Phase, ServerView, Task
+from fl.types import Batch, Group, Phase, Task, Truth
+from fl.view import ServerView
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
 MOVING = FedAvg(lr=0.1, epochs=3, momentum=0.9, weight_decay=1e-2, max_norm=0.5)

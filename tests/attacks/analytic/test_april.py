@@ -12,7 +12,7 @@ from attacks.analytic.april import April
 from attacks.base import NotApplicable, Reconstruction
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
-from fl.types import ServerView
+from fl.view import ServerView
 
 LABEL = torch.tensor([3])
 

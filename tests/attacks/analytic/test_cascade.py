@@ -23,7 +23,8 @@ from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, Task, ThreatModel
+from fl.types import Batch, Task
+from fl.view import ThreatModel
 
 GENERATED = HyperFL(
     lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")

@@ -18,7 +18,8 @@ from attacks import Reconstruction
 from attacks.analytic.cascade import Cascade
 from fl.client import Client
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task
+from fl.view import ServerView
 
 SMALL = replace(STEP, lr=0.01, batch_size=None)
 TWICE = (nn.Conv2d(12, 60, 3, padding=1), nn.MaxPool2d(2), LEAKY)

@@ -19,7 +19,7 @@ from fl.data import load
 from fl.defense import Defense
 from fl.models import build as network
 from fl.simulation.capture import from_batch
-from fl.types import ServerView
+from fl.view import ServerView
 
 FOLDER = os.environ.get("HYPERLEAK_DATA", "")
 needs_files = pytest.mark.skipif(not Path(FOLDER, "cifar10_test.npz").is_file(), reason="HYPERLEAK_DATA has no files")

@@ -20,9 +20,9 @@ from defenses.mixup import Mixup
 from fl.defense import Defense
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
-from fl.simulation.client_round import Truth
 from fl.tensors import scaled
-from fl.types import ServerView, ThreatModel
+from fl.types import Truth
+from fl.view import ServerView, ThreatModel
 
 CLASSES = 8
 

@@ -29,7 +29,8 @@ from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task, ThreatModel
+from fl.types import Batch, Task
+from fl.view import ServerView, ThreatModel
 
 LEAKY = lambda: nn.LeakyReLU(0.2)  # noqa: E731
 

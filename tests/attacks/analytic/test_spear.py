@@ -23,10 +23,10 @@ from fl.methods.fedper import FedPer
 from fl.models import build
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import Batch, ServerView, ThreatModel
+from fl.types import Batch, Truth
+from fl.view import ServerView, ThreatModel
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
 

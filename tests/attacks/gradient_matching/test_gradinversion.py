@@ -22,9 +22,10 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
-from fl.simulation.client_round import ClientState, Truth, observe
+from fl.simulation.client_round import ClientState, observe
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, ThreatModel
+from fl.types import Batch, Truth
+from fl.view import ServerView, ThreatModel
 
 NORM = "body.norm1"
 

@@ -22,7 +22,7 @@ from fl.methods.fedavg import FedAvg
 from fl.models import build as build_model
 from fl.registry import UnknownNameError
 from fl.simulation.client_round import ClientState, observe
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 def ig(**settings: Any) -> Matching:

@@ -24,8 +24,9 @@ from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.models import build as build_model
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, Truth, observe
-from fl.types import Batch, ServerView, Task
+from fl.simulation.client_round import ClientState, observe
+from fl.types import Batch, Task, Truth
+from fl.view import ServerView
 
 
 def one_step(task: Task, images: Batch) -> tuple[ServerView, Truth]:

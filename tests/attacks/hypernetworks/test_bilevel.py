@@ -21,10 +21,10 @@ from fl.methods.fedprox import FedProx
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.seeds import stream
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense, minus
-from fl.types import ServerView, ThreatModel
+from fl.types import Truth
+from fl.view import ServerView, ThreatModel
 
 TINY = Hypernetwork(embedding=4, hidden=8, init="scaled")
 STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrisation=TINY)

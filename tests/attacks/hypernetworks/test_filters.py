@@ -23,10 +23,10 @@ from fl.models.hypernetworks.filter_hypernetwork import Filters, basic_filters, 
 from fl.parametrization import Parametrisation
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import Federation
 from fl.tensors import dense
-from fl.types import Candidate, Group, Phase, ServerView, Task, ThreatModel
+from fl.types import Candidate, Group, Phase, Task, Truth
+from fl.view import ServerView, ThreatModel
 
 NAME = "body.conv2.weight"
 ONE = Filters(embedding=6, block=(4, 4))

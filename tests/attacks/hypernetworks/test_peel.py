@@ -23,10 +23,10 @@ from fl.models import build as network
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import LowRank, dense, minus
-from fl.types import Batch, Candidate, ServerView, Task, ThreatModel
+from fl.types import Batch, Candidate, Task, Truth
+from fl.view import ServerView, ThreatModel
 
 TINY = Hypernetwork(embedding=8, hidden=16, init="scaled")
 STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrisation=TINY)

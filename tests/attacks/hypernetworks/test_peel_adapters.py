@@ -19,10 +19,10 @@ from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models import models
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.predict import predict
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense, minus
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task, Truth
+from fl.view import ServerView
 
 STEP = HyperFLLPM(steps=1, head_epochs=0, batch_size=None, parametrisation=Hypernetwork(init="scaled"))
 BOTH = pytest.mark.parametrize("name", ["resnet18-adapter", "vit-adapter"])

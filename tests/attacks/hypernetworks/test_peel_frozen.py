@@ -13,9 +13,9 @@ from attacks.hypernetworks.peel import Peel
 from fl.methods.fedbabu import FedBABU
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
-from fl.simulation.client_round import Truth
 from fl.tensors import combine, norm
-from fl.types import Candidate, ServerView
+from fl.types import Candidate, Truth
+from fl.view import ServerView
 
 TINY = Hypernetwork(embedding=8, hidden=16, init="scaled")
 

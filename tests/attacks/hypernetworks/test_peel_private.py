@@ -21,10 +21,10 @@ from fl.methods.ppsgd import PPSGD
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.predict import predict
 from fl.privacy.private_method import KEY, Private
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
-from fl.types import ServerView, ThreatModel
+from fl.types import Truth
+from fl.view import ServerView, ThreatModel
 
 TINY = Hypernetwork(embedding=8, hidden=16, init="scaled")
 STEP = DPHyperFL(

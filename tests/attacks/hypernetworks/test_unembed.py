@@ -20,9 +20,9 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models import build
 from fl.predict import predict
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Candidate, ServerView, Task
+from fl.types import Candidate, Task, Truth
+from fl.view import ServerView
 
 SMALL: dict[str, Any] = {"embedding": 4, "hidden": (24, 24), "chunk": 40, "optimizer": "sgd", "lr": 0.1}
 STEP: dict[str, Any] = {"steps": 1, "batch_size": None}

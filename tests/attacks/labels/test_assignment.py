@@ -16,8 +16,8 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
 from fl.simulation.capture import from_batch, from_update
-from fl.simulation.client_round import Truth
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 LABELS = torch.tensor([3, 1, 3, 0])
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)

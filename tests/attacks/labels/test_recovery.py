@@ -25,9 +25,9 @@ from fl.methods.hfedf_latent import HFedFLatent
 from fl.models import build
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
-from fl.types import ServerView, Task, ThreatModel
+from fl.types import Task, Truth
+from fl.view import ServerView, ThreatModel
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
 

@@ -33,7 +33,8 @@ from fl.models import build as build_model
 from fl.seeds import stream
 from fl.simulation.client_round import ClientState, observe
 from fl.tensors import dense
-from fl.types import Batch, ServerView, Task, ThreatModel
+from fl.types import Batch, Task
+from fl.view import ServerView, ThreatModel
 
 DATA = Faces(size=8, test_share=0.1).load()
 SETTINGS: dict[str, Any] = {

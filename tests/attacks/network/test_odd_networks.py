@@ -12,7 +12,7 @@ from attacks.base import NotApplicable, Reconstruction, attacks, build
 from benchmarks.reliability.odd_models import STYLES, written
 from fl.seeds import stream
 from fl.simulation.capture import from_batch, from_update
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 class Recurrent(nn.Module):

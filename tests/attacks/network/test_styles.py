@@ -16,7 +16,7 @@ from attacks.base import Reconstruction
 from attacks.network.layer_chain import Stage, unroll
 from fl.seeds import stream
 from fl.simulation.capture import from_batch, from_update
-from fl.types import ServerView
+from fl.view import ServerView
 
 SIZE, KEPT = 14, 14 * 14
 LABEL = torch.tensor([1])

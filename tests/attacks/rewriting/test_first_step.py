@@ -23,7 +23,8 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import Batch, ServerView, ThreatModel
+from fl.types import Batch
+from fl.view import ServerView, ThreatModel
 
 LINEAR = network(nn.Flatten(), nn.Linear(196, 40, bias=False), LEAKY)
 """Quick to undo, and not exact by itself: what flows back into its first layer comes through one that moves."""

@@ -13,17 +13,18 @@ from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.rewriting.headless import Headless
 from attacks.update.layer_signal import SIGNAL, Signal, tapped
-from fl.client import Client, func_derivative
+from fl.client import Client
+from fl.gradient import func_derivative
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import Candidate, ServerView, Task
+from fl.types import Candidate, Task, Truth
+from fl.view import ServerView
 
 STEP = FedAvg(lr=0.1, steps=1, weight_decay=1e-2, momentum=0.5)
 GENERATED = HyperFL(steps=1, batch_size=None, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled"))

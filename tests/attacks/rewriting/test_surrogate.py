@@ -19,10 +19,10 @@ from fl.methods.fedbabu import FedBABU
 from fl.methods.fedper import FedPer
 from fl.predict import predict
 from fl.simulation.capture import from_batch
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
-from fl.types import Group, Phase, ServerView, Task, ThreatModel
+from fl.types import Group, Phase, Task, Truth
+from fl.view import ServerView, ThreatModel
 
 
 def victim(method: Method, n: int = 4, **threat: Any) -> tuple[ServerView, Truth, Task]:

@@ -15,8 +15,8 @@ from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialise
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
-from fl.simulation.client_round import Truth
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 ADAPTIVE = ["adam", "adamw", "rmsprop", "adagrad"]
 EXACT = ["analytic", "spear", "cascade", "rconv", "rgap", "headless+ig", "surrogate+ig", "first-step+analytic"]

@@ -24,7 +24,8 @@ from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import Batch, ServerView, ThreatModel
+from fl.types import Batch
+from fl.view import ServerView, ThreatModel
 
 APART = FedPer(lr=1e-3, steps=1)
 SLOW = replace(STEP, lr=1e-3)

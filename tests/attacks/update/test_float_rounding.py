@@ -16,7 +16,7 @@ from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.update.float_rounding import grain
 from fl.seeds import stream
 from fl.simulation.capture import from_update
-from fl.types import ServerView
+from fl.view import ServerView
 
 NAME = "body.conv2.weight"
 

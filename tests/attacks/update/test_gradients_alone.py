@@ -17,10 +17,10 @@ from fl.methods.hyperfednet import HyperFedNet
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.filter_hypernetwork import Filters
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import Federation
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 SMALL = 1e-20
 ONE = {"lr": 0.1, "steps": 1, "epochs": None, "batch_size": None, "weight_decay": 0.0}

@@ -16,8 +16,7 @@ from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.tensors import Tensors, dense, scaled
-from fl.threat import ThreatModel
-from fl.types import ServerView
+from fl.view import ServerView, ThreatModel
 
 ROOT = Path(__file__).parents[3]
 STEP = {"lr": 0.1, "steps": 1, "batch_size": None}

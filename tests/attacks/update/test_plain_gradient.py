@@ -16,7 +16,8 @@ from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.labels.recovery import recovered
 from attacks.update.observed_update import ObservedUpdate
-from fl.client import Client, Gradient
+from fl.client import Client
+from fl.gradient import Gradient
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedprox import FedProx
@@ -26,7 +27,8 @@ from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.parametrization import Parametrisation
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, scaled
-from fl.types import Batch, ServerView
+from fl.types import Batch
+from fl.view import ServerView
 
 STEP = {"lr": 0.1, "momentum": 0.0, "weight_decay": 1e-2, "steps": 1, "batch_size": None}
 """One step on all images."""

@@ -15,7 +15,7 @@ from attacks.update.rescaling import in_unit
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
 from fl.tensors import LowRank, Tensors, Term, dense, norm
-from fl.types import ServerView
+from fl.view import ServerView
 
 IMAGE = torch.rand(1, 1, 8, 8, generator=stream(0, "image")).double()
 

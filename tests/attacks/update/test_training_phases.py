@@ -29,7 +29,8 @@ from fl.methods.scaffold import Scaffold
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import ServerView, Task
+from fl.types import Task
+from fl.view import ServerView
 
 ONE: dict[str, Any] = {"lr": 0.1, "steps": 1, "epochs": None, "batch_size": None}
 SEVERAL: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 2}

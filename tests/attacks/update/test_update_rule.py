@@ -18,7 +18,7 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.simulation.capture import from_batch, from_update
-from fl.types import ServerView, ThreatModel
+from fl.view import ServerView, ThreatModel
 
 SIGNS = "signs, or the first step of an adaptive optimizer"
 SAID = {

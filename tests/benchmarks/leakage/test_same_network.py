@@ -11,7 +11,8 @@ import fl.models
 from attacks.base import ViewAttack
 from benchmarks.leakage import same_network
 from fl.tensors import combine, dense, norm, scaled, total
-from fl.types import Batch, ServerView
+from fl.types import Batch
+from fl.view import ServerView
 
 
 def opened(view: ServerView, *names: str) -> ServerView:

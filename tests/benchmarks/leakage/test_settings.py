@@ -18,8 +18,8 @@ from benchmarks.leakage import settings, sweeps
 from benchmarks.leakage.settings import Found
 from benchmarks.leakage.sweeps import SWEEPS, Sweep
 from fl.methods.fedavg import FedAvg
-from fl.simulation.client_round import Truth
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 SMALL = Sweep("ig", "lenet-zhu", "faces", {"tv": (0.0, 1.0)}, iterations=2, images=2)
 

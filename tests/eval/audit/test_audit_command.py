@@ -15,7 +15,7 @@ from eval.commands import terminal
 from fl.data.sources import stored
 from fl.methods.fedavg import FedAvg
 from fl.simulation.capture import from_batch
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 MODULE = """
 import torch

@@ -73,7 +73,7 @@ def test_download_from_a_folder(folder, monkeypatch):
         asked[name] = source
         return [folder / "a.npz"]
 
-    monkeypatch.setattr("fl.data.download.download", fetch)
+    monkeypatch.setattr("fl.data.sources.download.download", fetch)
     result = doctor("--download", "mnist", "--source", folder)
     assert result.exit_code == 0, result.output
     assert asked == {"mnist": folder}

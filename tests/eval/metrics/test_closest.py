@@ -10,8 +10,7 @@ from torch import Tensor
 from eval.metrics.baselines import guesses, nearest
 from eval.run import attack_cell
 from eval.run.attack_cell import Seen
-from fl.simulation.client_round import Truth
-from fl.types import Batch, Trace
+from fl.types import Batch, Trace, Truth
 
 
 def truth(inputs: Tensor) -> Truth:

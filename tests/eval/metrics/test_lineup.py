@@ -35,9 +35,10 @@ from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
-from fl.simulation.client_round import Truth, observe
+from fl.simulation.client_round import observe
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, Candidate, ServerView, ThreatModel
+from fl.types import Batch, Candidate, Truth
+from fl.view import ServerView, ThreatModel
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
 POOL = worlds.images(60, "pool")

@@ -11,7 +11,7 @@ from eval.audit.update import leakage
 from eval.metrics.score import score
 from eval.metrics.self_verification import columns, confirmed, notes
 from fl.seeds import stream
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 
 @pytest.fixture

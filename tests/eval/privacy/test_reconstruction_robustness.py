@@ -8,7 +8,8 @@ from eval.metrics.statistics import at_least
 from eval.privacy import reconstruction_robustness
 from eval.privacy.canaries import Probe
 from eval.privacy.epsilon_bounds import delta_of
-from fl.client import Client, Gradient, autograd_derivative
+from fl.client import Client, LossGradient
+from fl.gradient import autograd_derivative
 from fl.method import Step
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.privacy.accounting import Charge
@@ -70,7 +71,7 @@ def releases(sigma: float, candidates: Batch, seed: int) -> tuple[Tensor, Tensor
     client = Client(Task(Probe(size), (1, 1, size), 2, "head."), DPFedAvg(noise_multiplier=1.0))
     params = client.method.initial(client.task, stream(0, "init"))
     step = Step(client.task, params, {}, {}, {}, 0)
-    grad = Gradient(client, step, ("body.weight",), {}, client.predictor, None, autograd_derivative)
+    grad = LossGradient(client, step, ("body.weight",), {}, client.predictor, None, autograd_derivative)
 
     def released(batch: Batch, key: Tensor | None, noise: float) -> Tensor:
         source = None if key is None else Noise(key)

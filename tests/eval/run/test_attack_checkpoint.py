@@ -18,7 +18,7 @@ from eval.run import attack_cell, attack_checkpoint
 from eval.run.attack_checkpoint import Found
 from fl.methods.hyperfl import HyperFL
 from fl.tensors import LowRank, Term, dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 WORDS = (
     "attack=guess",

@@ -13,8 +13,9 @@ from support import worlds
 from support.compare import assert_near, assert_same
 from torch.func import vmap
 
-from fl.client import Client, func_derivative
+from fl.client import Client
 from fl.engines import Factored
+from fl.gradient import func_derivative
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl_lpm import STATISTICS, HyperFLLPM

@@ -9,7 +9,7 @@ import pytest
 from support import worlds
 
 from defenses.mixup import Mixup
-from fl.defense import Defense
+from fl.defense import Defense, record_reader
 from fl.method import methods
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -67,8 +67,8 @@ def test_no_epsilon_as_published(kind: Any) -> None:
 
 def test_no_epsilon_without_noise_or_under_a_defence_that_looks_beside() -> None:
     assert "no noise" in DPFedAvg(noise_multiplier=0.0).privacy([600], rounds=1).reason
-    assert "mixup" in DPFedAvg(noise_multiplier=1.0).privacy([600], 1, Mixup()).reason
-    assert DPFedAvg(noise_multiplier=1.0).privacy([600], 1, Defense()).epsilon is not None
+    assert "mixup" in DPFedAvg(noise_multiplier=1.0).privacy([600], 1, record_reader=record_reader(Mixup())).reason
+    assert DPFedAvg(noise_multiplier=1.0).privacy([600], 1, record_reader=record_reader(Defense())).epsilon is not None
     assert methods.build("fedavg").privacy([600], rounds=1) is None
 
 

@@ -15,7 +15,8 @@ from support.private import ALL, EVERY, as_published, federation_of
 from torch import Tensor
 
 import fl.privacy.private_method
-from fl.client import Client, Gradient, autograd_derivative, gather, local_update
+from fl.client import Client, LossGradient, gather, local_update
+from fl.gradient import Gradient, autograd_derivative
 from fl.method import Step, methods
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -160,7 +161,7 @@ def wide(name: str) -> tuple[Private, Gradient, Tensors]:
     phase = method.phases(client.task, 0)[-1]
     step = Step(client.task, params, {}, {}, {}, 0)
     live = tuple(phase.assign(params))
-    grad = Gradient(client, step, live, client.task.buffers, client.predictor, None, autograd_derivative)
+    grad = LossGradient(client, step, live, client.task.buffers, client.predictor, None, autograd_derivative)
     return method, grad, params
 
 

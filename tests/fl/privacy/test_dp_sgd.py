@@ -14,7 +14,8 @@ from support.probes import DPSGD
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fl.client import Client, Gradient, autograd_derivative, func_derivative
+from fl.client import Client, LossGradient
+from fl.gradient import Gradient, autograd_derivative, func_derivative
 from fl.method import Method, Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
@@ -37,7 +38,7 @@ def prepared(method: Method, task: Task | None = None, prefix: str = "") -> tupl
     live = tuple(name for name in params if name.startswith(prefix))
     step = Step(client.task, params, {}, {}, {}, 0)
     buffers = client.task.buffers
-    return Gradient(client, step, live, buffers, client.predictor, None, autograd_derivative), params
+    return LossGradient(client, step, live, buffers, client.predictor, None, autograd_derivative), params
 
 
 def by_hand(model: torch.nn.Module, batch: Batch, clip: float, prefix: str = "") -> dict[str, Tensor]:

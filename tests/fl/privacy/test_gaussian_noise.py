@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 from torch.func import grad, vmap
 
-from fl.privacy import secure_rng
 from fl.privacy.gaussian_noise import Noise, drawn_key, fresh_key
+from fl.runtime import secure_rng
 from fl.seeds import stream
 
 SHAPES = {"a": torch.zeros(3, 2, dtype=torch.float64), "b": torch.zeros(5, dtype=torch.float64)}

@@ -16,7 +16,8 @@ from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.capture import from_batch, from_update
-from fl.types import Candidate, ThreatModel
+from fl.types import Candidate
+from fl.view import ThreatModel
 
 SHAPE, CLASSES = (1, 6, 6), 3
 

@@ -15,7 +15,8 @@ from fl.methods.local import Local
 from fl.simulation.accuracy import accuracy
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import Batch, ThreatModel, Upload
+from fl.types import Batch, Upload
+from fl.view import ThreatModel
 
 METHOD = FedAvg(lr=0.1, momentum=0.5, epochs=2, batch_size=2)
 

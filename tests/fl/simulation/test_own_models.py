@@ -16,7 +16,7 @@ from fl.methods.fedavg import FedAvg
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.capture import from_batch, from_update
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 SHAPE = (1, 6, 6)
 

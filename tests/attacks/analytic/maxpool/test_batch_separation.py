@@ -26,7 +26,8 @@ from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task
+from fl.types import Batch, Task
+from fl.view import ServerView
 
 
 def randn(*shape: int, key: object) -> Tensor:

@@ -26,9 +26,10 @@ from fl.methods.fedbn import FedBN
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as build_model
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, Truth, observe
+from fl.simulation.client_round import ClientState, observe
 from fl.simulation.federation import ClientData, Federation
-from fl.types import Batch, ServerView, Task, ThreatModel
+from fl.types import Batch, Task, Truth
+from fl.view import ServerView, ThreatModel
 
 
 def shared_by(task: Task, method: FedAvg, images: Batch, threat: ThreatModel | None = None) -> tuple[ServerView, Truth]:

@@ -24,9 +24,9 @@ from defenses.soteria import Soteria
 from fl.aggregated_view import as_one
 from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
-from fl.simulation.client_round import Truth
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.types import Truth
+from fl.view import ServerView
 
 
 def observed(defense: Defense, *, known: bool = True, **settings: Any) -> tuple[ServerView, Truth]:

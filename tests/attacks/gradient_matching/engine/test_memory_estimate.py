@@ -16,7 +16,7 @@ from attacks.gradient_matching.engine.base import Matching
 from attacks.gradient_matching.engine.memory_estimate import GIB, SPARE, _kept, per_trial
 from fl.methods.fedavg import FedAvg
 from fl.simulation.capture import from_batch
-from fl.types import ServerView
+from fl.view import ServerView
 
 MEASURED = """
 import sys, torch

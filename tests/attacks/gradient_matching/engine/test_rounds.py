@@ -21,10 +21,10 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
-from fl.simulation.client_round import Truth
 from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
-from fl.types import Phase, ServerView, Task, ThreatModel
+from fl.types import Phase, Task, Truth
+from fl.view import ServerView, ThreatModel
 
 TWICE = FedAvg(lr=0.3, epochs=2, batch_size=2)
 

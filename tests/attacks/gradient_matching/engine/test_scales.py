@@ -25,7 +25,8 @@ from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, dense, rms
-from fl.types import Candidate, ServerView
+from fl.types import Candidate
+from fl.view import ServerView
 
 ONE: dict[str, int | None] = {"steps": 1, "batch_size": None}
 

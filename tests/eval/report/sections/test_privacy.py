@@ -179,7 +179,12 @@ def test_the_claim_of_a_defence_stands_beside_those_of_methods(chained, tmp_path
     run = FakeRun(config=CONFIG.replace("defense: [{name: none}]", f"defense: [{spec}]"))
     run.attack("fedavg", "ig", [20.0] * 4, defense="dp-sgd")
     client = Client(build("tiny", num_classes=3, seed=0), FedAvg(epochs=2), DPSGD(clip=1.0, noise_multiplier=2.0))
-    row = {**claim(), **asdict(client.defense.privacy(client, [600], 2)), "method": "fedavg", "defense": "dp-sgd"}
+    row = {
+        **claim(),
+        **asdict(client.defense.privacy(client.method, client.task, [600], 2)),
+        "method": "fedavg",
+        "defense": "dp-sgd",
+    }
     content = built(run, tmp_path / "run", row)
     (line,) = grid(content, "What is claimed").rows
     assert line[:3] == ["fedavg", "dp-sgd", f"{spent([Charge(2.0, 1.0, 4)], 1e-5):.2f}"]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fl.data import datasets, load
-from fl.data import download as downloads
-from fl.data.download import download, names
+from fl.data.sources import download as downloads
+from fl.data.sources.download import download, names
 from fl.data.sources.named import available
 from fl.data.sources.stored import DatasetMissingError, Npz, folder, read, save
 from fl.registry import UnknownNameError
