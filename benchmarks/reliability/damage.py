@@ -122,7 +122,7 @@ def _data(path: Path) -> Any:
 
 def _run(folder: Path) -> Any:
     found = load(folder)
-    return found.config, found.rows, found.rounds, found.about, found.environment, found.partitions
+    return found.config_text, found.rows, found.rounds, found.metadata, found.environment, found.partitions
 
 
 def _changes(folder: Path) -> None:

@@ -21,7 +21,7 @@ from eval.audit.verdict import agreed, few, floor, leaked, unscored, verdict
 from eval.io import jsonl
 from eval.metrics import self_verification, validity_flags
 from eval.metrics.score import Row, score
-from eval.report.result_groups import secrets
+from eval.report.result_groups import private_tensor_recoveries
 from eval.report.sections import inconclusive as undecided
 from eval.report.sections.inconclusive import Open, Outcome
 from eval.run import auxiliary_overlap
@@ -362,8 +362,8 @@ def _image(row: Row) -> tuple[Any, ...]:
 
 def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     """For each private value, for how many updates it was recovered, in plain data."""
-    found = secrets(rows)
-    return {what: {"recovered": secret.hits, "updates": len(secret.errors)} for what, secret in found.items()}
+    found = private_tensor_recoveries(rows)
+    return {what: {"recovered": secret.n_recovered, "updates": len(secret.errors)} for what, secret in found.items()}
 
 
 def _mismatch(subject: Subject) -> str:

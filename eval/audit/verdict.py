@@ -11,7 +11,16 @@ from attacks.gradient_matching.engine.fit_check import DOUBTFUL
 from eval.io.text import join
 from eval.metrics.score import Row
 from eval.metrics.self_verification import confirmed
-from eval.report.result_groups import CLEAR, FEWEST, IMAGE, RECOGNISED, RECOVERED, Group, secrets, shown
+from eval.report.result_groups import (
+    CLEAR_MARGIN,
+    IMAGE,
+    MIN_IMAGES,
+    RECOGNIZABLE_PSNR,
+    RECOVERED_BELOW,
+    ResultGroup,
+    exceeds_baseline,
+    private_tensor_recoveries,
+)
 
 MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
@@ -28,7 +37,7 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
     """
     images = content(rows, tests)
     said = [images] if images else []
-    private = secrets(rows)
+    private = private_tensor_recoveries(rows)
     if not images and not private:
         said.append(bare(rows))
     labels = [_label(row) for row in rows]
@@ -38,11 +47,11 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
         doubt = f" (doubtful: {DOUBTFUL})" if any(row.get("labels_doubtful") for row in rows) else ""
         said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered{doubt}")
     for what, secret in private.items():
-        word = "leaked: " if secret.hits else ""
-        closest = "" if secret.best is None else f", at best {secret.best:.0e}"
+        word = "leaked: " if secret.n_recovered else ""
+        closest = "" if secret.best_error is None else f", at best {secret.best_error:.0e}"
         said.append(
-            f"private {what} {word}recovered for {secret.hits} of {len(secret.errors)} update(s) "
-            f"(relative error below {RECOVERED:g}{closest})"
+            f"private {what} {word}recovered for {secret.n_recovered} of {len(secret.errors)} update(s) "
+            f"(relative error below {RECOVERED_BELOW:g}{closest})"
         )
     return "; ".join(said)
 
@@ -75,12 +84,12 @@ def content(rows: Sequence[Row], tests: int = 1) -> str:
         tests: so many attacks are judged by their names.
     """
     group = _group(rows)
-    judged = group.pictured
+    judged = group.image_rows
     if not judged:
         return ""
     gains = [row["psnr"] - floor(row) for row in judged]
     furthest, row = max(zip(gains, judged, strict=True), key=lambda pair: pair[0])
-    told, seen = _told(group, tests), bool(group.leaked) or shown(group.gain)
+    told, seen = _told(group, tests), bool(group.leaked_rows) or exceeds_baseline(group.gain)
     return (
         f"{_word(group, gains, seen, bool(told))}: {''.join(f'{words}; ' for words in told)}"
         f"{sum(gain >= MARGIN for gain in gains)} of {len(gains)} image(s) at least {MARGIN:g} dB above the best guess "
@@ -92,15 +101,15 @@ def content(rows: Sequence[Row], tests: int = 1) -> str:
 def leaked(rows: Sequence[Row], tests: int = 1) -> bool:
     """Whether content or identity of images leaked, as `content` says it."""
     group = _group(rows)
-    return bool(group.pictured) and bool(_told(group, tests))
+    return bool(group.image_rows) and bool(_told(group, tests))
 
 
 def few(rows: Sequence[Row], tests: int = 1) -> int:
     """How many images there are where they are too few to tell content from chance, as `content` says it; else 0."""
     group = _group(rows)
-    if not group.pictured or _told(group, tests):
+    if not group.image_rows or _told(group, tests):
         return 0
-    return group.images if _too_few(group, [row["psnr"] - floor(row) for row in group.pictured]) else 0
+    return group.n_images if _too_few(group, [row["psnr"] - floor(row) for row in group.image_rows]) else 0
 
 
 def line(row: Row, number: int) -> str:
@@ -118,32 +127,33 @@ def floor(row: Row, figure: str = "psnr") -> float:
     return max((row[key] for key in keys if row[key] is not None), default=-math.inf)
 
 
-def _group(rows: Sequence[Row]) -> Group:
-    return Group("", "", "", 0, tuple({IMAGE: row.get("image"), **row} for row in rows))
+def _group(rows: Sequence[Row]) -> ResultGroup:
+    return ResultGroup("", "", "", 0, tuple({IMAGE: row.get("image"), **row} for row in rows))
 
 
-def _too_few(group: Group, gains: Sequence[float]) -> bool:
-    return group.images < FEWEST and max(gains) >= MARGIN
+def _too_few(group: ResultGroup, gains: Sequence[float]) -> bool:
+    return group.n_images < MIN_IMAGES and max(gains) >= MARGIN
 
 
-def _told(group: Group, tests: int) -> list[str]:
+def _told(group: ResultGroup, tests: int) -> list[str]:
     """What shows that content leaked."""
     told = []
-    if group.leaked:
+    if group.leaked_rows:
         told.append(
-            f"{len(group.leaked)} of {len(group.pictured)} image(s) came back at {RECOGNISED:g} dB or more and at "
-            f"least {CLEAR:g} dB above every guess"
+            f"{len(group.leaked_rows)} of {len(group.image_rows)} image(s) came back at {RECOGNIZABLE_PSNR:g} dB or "
+            "more and at "
+            f"least {CLEAR_MARGIN:g} dB above every guess"
         )
-    gain, named = group.gain, group.named
-    if gain is not None and shown(gain):
+    gain, named = group.gain, group.identification
+    if gain is not None and exceeds_baseline(gain):
         told.append(f"{gain.value:+.1f} [{gain.low:.1f}, {gain.high:.1f}] dB on average")
-    if named is not None and named.beyond(tests) > 0:
+    if named is not None and named.excess_over_chance(tests) > 0:
         chance = f"by chance {100 * named.chance:.0f} %"
         told.append(f"{named.hits} of {named.images} image(s) named among others of their class ({chance})")
     return told
 
 
-def _word(group: Group, gains: Sequence[float], seen: bool, leaked: bool) -> str:
+def _word(group: ResultGroup, gains: Sequence[float], seen: bool, leaked: bool) -> str:
     if leaked:
         return "image content leaked" if seen else "identity of images leaked, not their content"
     if _too_few(group, gains):

@@ -16,7 +16,7 @@ def compare(
 ) -> None:
     """Set several runs side by side: settings that differ, scores, and differences with their intervals."""
     from eval.report import compare as comparing
-    from eval.report.load import reading
+    from eval.report.load import explain_damage
     from eval.run.run_directory import RunDir
 
     with errors(USAGE):
@@ -24,8 +24,8 @@ def compare(
             if why := RunDir(folder).unfinished():
                 raise ValueError(why)
         found = comparing.compare(folders)
-        with reading(" or ".join(map(str, folders))):  # figures are made of rows when they are asked for
-            plain, text = (found.plain(), "") if json else ({}, found.text())
+        with explain_damage(" or ".join(map(str, folders))):  # figures are made of rows when they are asked for
+            plain, text = (found.to_plain(), "") if json else ({}, found.to_text())
     if json:
         emit(plain)
     else:

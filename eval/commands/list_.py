@@ -65,9 +65,9 @@ def registries() -> dict[str, Registry[Any]]:
 
 def _entries(registry: Registry[Any]) -> dict[str, str]:
     """Name and summary of every entry, and why others are not there."""
-    from eval.report.results_table import summary
+    from eval.report.glossary import summarize
 
-    return {name: summary(registry.get(name)) for name in registry.names()} | registry.skips()
+    return {name: summarize(registry.get(name)) for name in registry.names()} | registry.skips()
 
 
 def _configs() -> dict[str, str]:

@@ -34,12 +34,12 @@ def report(
     with errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
-        from eval.report.writer import write, write_figures
+        from eval.report.writer import write_figures, write_report
         from eval.run.run_directory import RunDir
 
         if why := RunDir(folder).unfinished():
             raise ValueError(why)
-        paths = [*write(folder, show=not hide_pictures)]
+        paths = [*write_report(folder, show=not hide_pictures)]
         for kind in figures or []:
             paths += write_figures(folder, kind.value)
     if json:

@@ -140,9 +140,9 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
 def _outline(path: Path) -> dict[str, Any]:
     """What a config says of itself as it stands, without looking anything up."""
     from eval.io import yaml12
-    from eval.report.settings import Setting
+    from eval.report.settings import RunSettings
 
-    setting = Setting.of(yaml12.parse(yaml12.read(path)))
+    setting = RunSettings.from_plain(yaml12.parse(yaml12.read(path)))
     entries = {"method": setting.methods, "defense": setting.defenses, "attack": setting.attacks}
     return {"text": setting.title, **{kind: list(own) for kind, own in entries.items()}}
 

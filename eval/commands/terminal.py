@@ -174,7 +174,7 @@ def show_table(screen: Console, found: Table) -> None:
         _draw(screen, found)
     else:
         line(screen, found.title)
-        rows(screen, [found.columns, *found.rows, *found.floors])
+        rows(screen, [found.columns, *found.rows, *found.baselines])
     for sentence in found.legend:
         line(screen, f"• {sentence}")
 
@@ -191,16 +191,16 @@ def _draw(screen: Console, found: Table) -> None:
     from rich import box
     from rich.table import Table as Grid
 
-    from eval.report.results_table import FIGURES
+    from eval.report.results_table import VALUE_COLUMNS
 
     grid = Grid(title=cell(found.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     *columns, _ = found.columns  # flags go below: there is no room for them on 80 columns
     for column in columns:
-        grid.add_column(column, overflow="fold", no_wrap=column in FIGURES)
+        grid.add_column(column, overflow="fold", no_wrap=column in VALUE_COLUMNS)
     for row in found.rows:
         grid.add_row(*map(cell, row[:-1]))
     grid.add_section()
-    for row in found.floors:
+    for row in found.baselines:
         grid.add_row(*map(cell, row[:-1]), style="dim")
     screen.print(grid)
     told = [columns.index(name) for name in ("method", "defence", "attack") if name in columns]

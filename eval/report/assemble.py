@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eval.report.blocks import Absent, Block, Report, Section, Text
+from eval.report.blocks import Block, Omission, Paragraph, Report, Section
 from eval.report.load import load
 from eval.report.sections import figures, gallery, methodology, overview, privacy, tables
-from eval.report.sections.findings import lead
-from eval.report.sections.overview import Numbered
+from eval.report.sections.findings import lead_sentence
+from eval.report.sections.overview import NumberedGroups
 
-MOST = 24
+MAX_GALLERIES = 24
 """Attacks of which pictures are shown."""
 
 
-def build(folder: str | Path, *, show: bool = True) -> Report:
+def build_report(folder: str | Path, *, show: bool = True) -> Report:
     """The report of a run directory, as data.
 
     Args:
@@ -26,45 +26,50 @@ def build(folder: str | Path, *, show: bool = True) -> Report:
         ValueError: a file in it is damaged; says which.
     """
     run = load(folder)
-    numbered = Numbered.of(run)
-    first, found = overview.leaked(numbered)
-    told = lead(found) if run.attacked else overview.UNATTACKED
+    numbered = NumberedGroups.from_run(run)
+    first, found = overview.verdict_section(numbered)
+    told = lead_sentence(found) if run.attacked else overview.NO_ATTACK_ASKED
     sections = [
         first,
-        *([overview.attacker(numbered)] if run.attacked else []),
+        *([overview.attacker_section(numbered)] if run.attacked else []),
         *privacy.section(numbered),
         figures.section(numbered),
         *([_pictures(numbered, show)] if run.attacked else []),
         tables.section(numbered),
         methodology.section(run),
-        methodology.again(run),
+        methodology.reproduction_section(run),
     ]
-    facts = [*overview.facts(run), *([("Differential privacy", words)] if (words := privacy.fact(run)) else [])]
+    facts = [
+        *overview.facts(run),
+        *([("Differential privacy", words)] if (words := privacy.claims_at_a_glance(run)) else []),
+    ]
     return Report(run.title, told, facts, sections, privacy.alarms(numbered))
 
 
-def _pictures(numbered: Numbered, show: bool) -> Section:
+def _pictures(numbered: NumberedGroups, show: bool) -> Section:
     title = "Originals and reconstructions"
     if not show:
         return Section(
-            "pictures", title, [Absent("pictures", "they were left out on request, as they are private data")]
+            "pictures", title, [Omission("pictures", "they were left out on request, as they are private data")]
         )
     blocks: list[Block] = []
-    for key, group in list(numbered.shown.items())[:MOST]:
+    for key, group in list(numbered.charted.items())[:MAX_GALLERIES]:
         try:
-            blocks.append(gallery.gallery(numbered.run, group, f"picture-{key}", f"{key}  {numbered.name(group)}"))
+            blocks.append(
+                gallery.build_gallery(numbered.run, group, f"picture-{key}", f"{key}  {numbered.label(group)}")
+            )
         except ValueError as error:
-            blocks.append(Absent(f"pictures of {numbered.name(group)}", str(error)))
+            blocks.append(Omission(f"pictures of {numbered.label(group)}", str(error)))
     if not blocks:
-        return Section("pictures", title, [Absent("pictures", "no attack applied")])
+        return Section("pictures", title, [Omission("pictures", "no attack applied")])
     words = (
         "Originals above, reconstructions below, with their PSNR. Which are shown is a rule, not a choice: of all "
         "images and seeds of an attack the one with the highest PSNR, the median (the lower of two) and the lowest."
     )
-    if (left := len(numbered.shown) - MOST) > 0:
-        words += f" The first {MOST} attacks are shown; {left} more are in images/."
+    if (left := len(numbered.charted) - MAX_GALLERIES) > 0:
+        words += f" The first {MAX_GALLERIES} attacks are shown; {left} more are in images/."
     private = (
         "These are images of the watched clients: private data, unless the data set is public. Whoever "
         "gets this report gets them."
     )
-    return Section("pictures", title, [Text(words), Text(private), *blocks])
+    return Section("pictures", title, [Paragraph(words), Paragraph(private), *blocks])

@@ -11,14 +11,14 @@ from eval.report.charts.style import NARROW, WIDE
 
 
 @dataclass(frozen=True)
-class Text:
+class Paragraph:
     """A paragraph."""
 
-    words: str
+    text: str
 
 
 @dataclass(frozen=True)
-class Items:
+class DefinitionList:
     """A list of sentences, each with an optional term in front."""
 
     entries: list[tuple[str, str]]
@@ -38,7 +38,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Finding:
+class FindingBlock:
     """What is said of one method under one defence.
 
     Attributes:
@@ -46,18 +46,18 @@ class Finding:
         verdict: in a few words.
         leaks: True if shown to leak, False if not shown, None if nothing can be said.
         lines: why.
-        what: what leaked.
+        leaked: what leaked.
     """
 
     subject: str
     verdict: str
     leaks: bool | None
     lines: list[str]
-    what: list[str] = field(default_factory=list)
+    leaked: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Grid:
+class TableBlock:
     """A table.
 
     Attributes:
@@ -71,22 +71,22 @@ class Grid:
     caption: str
     columns: list[str]
     rows: list[list[str]]
-    lesser: list[list[str]] = field(default_factory=list)
-    marks: list[Marker] = field(default_factory=list)
+    comparison_rows: list[list[str]] = field(default_factory=list)
+    markers: list[Marker] = field(default_factory=list)
 
     @property
-    def names(self) -> list[str]:
+    def column_names(self) -> list[str]:
         """The columns without their marks."""
         return [column.removeprefix(">") for column in self.columns]
 
     @property
-    def right(self) -> list[bool]:
+    def numeric(self) -> list[bool]:
         """Which columns hold figures."""
         return [column.startswith(">") for column in self.columns]
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureBlock:
     """A chart with its title, caption and legend.
 
     Attributes:
@@ -104,7 +104,7 @@ class Figure:
     chart: Chart
     alt: str
     caption: str
-    legend: Grid | None = None
+    legend: TableBlock | None = None
     widths: tuple[int, int] = (WIDE, NARROW)
 
     @cached_property
@@ -119,7 +119,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Case:
+class ImagePair:
     """One image beside what an attack made of it.
 
     Attributes:
@@ -131,15 +131,15 @@ class Case:
     """
 
     rule: str
-    words: str
+    score: str
     original: bytes
     reconstruction: bytes
-    about: str
+    description: str
     size: tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Gallery:
+class GalleryBlock:
     """Cases of one attack.
 
     Attributes:
@@ -150,11 +150,11 @@ class Gallery:
 
     name: str
     title: str
-    cases: list[Case]
+    pairs: list[ImagePair]
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeBlock:
     """Text to be copied as it is.
 
     Attributes:
@@ -169,14 +169,16 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Absent:
+class Omission:
     """What could not be made, and why."""
 
     what: str
-    why: str
+    reason: str
 
 
-Block = Text | Items | Note | Finding | Grid | Figure | Gallery | Code | Absent
+Block = (
+    Paragraph | DefinitionList | Note | FindingBlock | TableBlock | FigureBlock | GalleryBlock | CodeBlock | Omission
+)
 
 
 @dataclass(frozen=True)

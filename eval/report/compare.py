@@ -19,14 +19,14 @@ from eval.io.sanitize import in_markdown, visible
 from eval.metrics import statistics
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
-from eval.report.formatting import NONE, interval, percent_interval
-from eval.report.load import Run, load, reading
-from eval.report.result_groups import IMAGE, Group, identity
-from eval.report.round_series import accuracy
-from eval.report.settings import label
+from eval.report.formatting import NO_VALUE, format_interval, format_percent_interval
+from eval.report.load import Run, explain_damage, load
+from eval.report.result_groups import IMAGE, ResultGroup, image_key
+from eval.report.round_series import format_accuracy
+from eval.report.settings import entry_label
 
 PAIRED, UNPAIRED = "paired", "unpaired"
-ABSENT = "(not set)"
+NOT_SET = "(not set)"
 Key = tuple[str, str, str, int]
 
 
@@ -44,7 +44,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparisonLine:
     """One method, defence, attack and round in one run.
 
     Attributes:
@@ -60,7 +60,7 @@ class Line:
     attack: str
     round: int
     run: str
-    group: Group | None
+    group: ResultGroup | None
     accuracy: str
     difference: Difference | None
 
@@ -77,7 +77,7 @@ class Comparison:
 
     runs: list[str]
     settings: dict[str, list[Any]]
-    lines: list[Line]
+    lines: list[ComparisonLine]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
         """Both tables as (title, columns, rows) of words."""
@@ -87,7 +87,7 @@ class Comparison:
             ("What leaked", list(COLUMNS), [_cells(line) for line in self.lines]),
         ]
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """For a terminal: columns padded with blanks."""
         parts = []
         for title, names, entries in self.tables():
@@ -98,7 +98,7 @@ class Comparison:
             parts.append("\n".join([title, "", *(line.rstrip() for line in body)]))
         return "\n\n".join([*parts, NOTE.format(first=visible(self.runs[0]))]) + "\n"
 
-    def markdown(self) -> str:
+    def to_markdown(self) -> str:
         """As Markdown."""
         parts = []
         for title, columns, rows in self.tables():
@@ -108,14 +108,14 @@ class Comparison:
             parts.append("\n".join([f"## {title}", "", *(lines if rows else ["none"])]))
         return "\n\n".join([*parts, NOTE.format(first=in_markdown(self.runs[0]))]) + "\n"
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """As JSON values, without NaN."""
         settings = {key: [_finite(value) for value in values] for key, values in self.settings.items()}
-        return {"runs": self.runs, "settings": settings, "lines": [_plain(line) for line in self.lines]}
+        return {"runs": self.runs, "settings": settings, "lines": [_line_to_plain(line) for line in self.lines]}
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         """As a JSON document."""
-        return json.dumps(self.plain(), indent=2, allow_nan=False) + "\n"
+        return json.dumps(self.to_plain(), indent=2, allow_nan=False) + "\n"
 
 
 COLUMNS = (
@@ -143,33 +143,33 @@ def compare(folders: Sequence[str | Path]) -> Comparison:
         raise ValueError(f"expected two or more run directories, got {len(paths)}")
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"expected different run directories, got {', '.join(map(str, paths))}")
-    with reading(" or ".join(map(str, paths))):
-        return _compared([load(path) for path in paths], _names(paths))
+    with explain_damage(" or ".join(map(str, paths))):
+        return _compare_runs([load(path) for path in paths], _names(paths))
 
 
-def _compared(runs: Sequence[Run], names: list[str]) -> Comparison:
+def _compare_runs(runs: Sequence[Run], names: list[str]) -> Comparison:
     found = [{_key(group): group for group in run.groups} for run in runs]
     lines = []
     for key in dict.fromkeys(key for groups in found for key in groups):
         first = found[0].get(key)
         for name, run, groups in zip(names, runs, found, strict=True):
             group = groups.get(key)
-            apart = difference(group, first) if group and first and run is not runs[0] else None
-            lines.append(Line(*key, name, group, accuracy(run, group) if group else NONE, apart))
+            apart = psnr_difference(group, first) if group and first and run is not runs[0] else None
+            lines.append(ComparisonLine(*key, name, group, format_accuracy(run, group) if group else NO_VALUE, apart))
     return Comparison(names, _settings(runs), lines)
 
 
-def difference(group: Group, first: Group) -> Difference | None:
+def psnr_difference(group: ResultGroup, first: ResultGroup) -> Difference | None:
     """Mean PSNR of a group less that of another; None where either has no pictures."""
     if group.psnr is None or first.psnr is None:
         return None
-    mine, other = (_named(side.pictured) for side in (group, first))
+    mine, other = (_named(side.image_rows) for side in (group, first))
     if {(row[IMAGE], row["seed"]) for row in mine} == {(row[IMAGE], row["seed"]) for row in other}:
         return Difference(statistics.paired_difference(mine, other, "psnr", image=IMAGE), PAIRED)
-    return Difference(_apart(group.psnr, first.psnr), UNPAIRED)
+    return Difference(_independent_difference(group.psnr, first.psnr), UNPAIRED)
 
 
-def _apart(a: Interval, b: Interval) -> Interval:
+def _independent_difference(a: Interval, b: Interval) -> Interval:
     """Difference of two independent means, its interval from theirs (MOVER; Zou and Donner, 2008, Eq. 2)."""
     value, images, count = a.value - b.value, min(a.images, b.images), min(a.count, b.count)
     if a.low is None or a.high is None or b.low is None or b.high is None:
@@ -179,12 +179,12 @@ def _apart(a: Interval, b: Interval) -> Interval:
     return Interval(value, low, high, images, count)
 
 
-def _key(group: Group) -> Key:
+def _key(group: ResultGroup) -> Key:
     return group.method, group.defense, group.attack, group.round
 
 
 def _named(rows: Sequence[Row]) -> list[Row]:
-    return [{**row, IMAGE: identity(row)} for row in rows]
+    return [{**row, IMAGE: image_key(row)} for row in rows]
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -199,9 +199,9 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Settings that are not the same in all runs, with the value of each."""
-    flat = [_flat(run.setting.plain) for run in runs]
+    flat = [_flat(run.settings.values) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
-    table = {key: [settings.get(key, ABSENT) for settings in flat] for key in keys}
+    table = {key: [settings.get(key, NOT_SET) for settings in flat] for key in keys}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
 
 
@@ -210,27 +210,27 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping) and value:
         return {k: v for name, item in value.items() for k, v in _flat(item, f"{key}.{name}".lstrip(".")).items()}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        return {k: v for item in value for k, v in _flat(item, f"{key}.{label(item)}").items()}
+        return {k: v for item in value for k, v in _flat(item, f"{key}.{entry_label(item)}").items()}
     return {key: value}
 
 
-def _cells(line: Line) -> list[str]:
+def _cells(line: ComparisonLine) -> list[str]:
     head = [line.method, line.defense, line.attack, str(line.round), line.run]
     if line.group is None:
-        return [*head, "not run", *[NONE] * (len(COLUMNS) - len(head) - 1)]
+        return [*head, "not run", *[NO_VALUE] * (len(COLUMNS) - len(head) - 1)]
     group, apart = line.group, line.difference
     figures = [
-        interval(group.psnr),
-        interval(group.gain, sign=True),
-        *map(percent_interval, (group.reaching(20), group.labels)),
+        format_interval(group.psnr),
+        format_interval(group.gain, sign=True),
+        *map(format_percent_interval, (group.share_reaching(20), group.labels)),
     ]
-    if not group.scored:
+    if not group.attacked_rows:
         figures[0] = "not applicable"
-    told = [NONE, NONE] if apart is None else [interval(apart.psnr, sign=True), apart.how]
+    told = [NO_VALUE, NO_VALUE] if apart is None else [format_interval(apart.psnr, sign=True), apart.how]
     return [*head, line.accuracy, *figures, *told]
 
 
-def _plain(line: Line) -> dict[str, Any]:
+def _line_to_plain(line: ComparisonLine) -> dict[str, Any]:
     head = {key: getattr(line, key) for key in ("method", "defense", "attack", "round", "run")}
     if line.group is None:
         return {**head, "present": False}
@@ -241,7 +241,7 @@ def _plain(line: Line) -> dict[str, Any]:
         "accuracy": group.accuracy,
         "psnr": _numbers(group.psnr),
         "gain": _numbers(group.gain),
-        "reaching_20": _numbers(group.reaching(20)),
+        "reaching_20": _numbers(group.share_reaching(20)),
         "labels": _numbers(group.labels),
         "not_applicable": group.refusals,
         "difference": None if apart is None else {**(_numbers(apart.psnr) or {}), "how": apart.how},

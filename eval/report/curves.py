@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from eval.report.blocks import Figure, Grid
+from eval.report.blocks import FigureBlock, TableBlock
 from eval.report.charts.specs import Curve, LineChart, Marker
-from eval.report.formatting import number
-from eval.report.round_series import Course
+from eval.report.formatting import format_number
+from eval.report.round_series import RoundSeries
 
 
-def figure(
+def line_figure(
     name: str,
     title: str,
     ylabel: str,
     labels: Mapping[str, Sequence[str]],
-    found: Sequence[Course],
+    found: Sequence[RoundSeries],
     series: Sequence[int],
-) -> Figure:
+) -> FigureBlock:
     """One figure of a value over rounds.
 
     Args:
@@ -36,14 +36,14 @@ def figure(
         for label, look, course in zip(whose, series, found, strict=True)
     ]
     marks = [Marker(curve.series, line=True) for curve in curves]
-    legend = Grid("What the lines stand for", [*labels, ">first", ">highest", ">last"], rows, marks=marks)
+    legend = TableBlock("What the lines stand for", [*labels, ">first", ">highest", ">last"], rows, markers=marks)
     spoken = [f"{', '.join(row[:-3])}: first {row[-3]}, highest {row[-2]}, last {row[-1]}." for row in rows]
     alt = f"{title}. {' '.join(spoken)}"
     band = "Lines are means over seeds; bands, or whiskers where there are few rounds, reach from lowest to highest."
     seeds = band if any(course.band for course in found) else "One seed: no band."
     untrained = "Round 0 is before training. " if any(at == 0 for course in found for at, _ in course.points) else ""
     caption = f"{seeds} {untrained}In the legend, values with their rounds in brackets."
-    return Figure(name, title, LineChart(ylabel, curves), alt, caption, legend)
+    return FigureBlock(name, title, LineChart(ylabel, curves), alt, caption, legend)
 
 
 def _short(label: Sequence[str]) -> str:
@@ -51,9 +51,9 @@ def _short(label: Sequence[str]) -> str:
     return ", ".join(word for word in label if word != "none")
 
 
-def _words(course: Course, *, small: bool) -> list[str]:
+def _words(course: RoundSeries, *, small: bool) -> list[str]:
     """First, highest and last value, with more digits where `small` figures may matter."""
     points = course.points
     digits = 3 if small and max(abs(value) for _, value in points) < 10 else 1
     chosen = (points[0], max(points, key=lambda point: point[1]), points[-1])
-    return [f"{number(value, digits)} ({at:.0f})" for at, value in chosen]
+    return [f"{format_number(value, digits)} ({at:.0f})" for at, value in chosen]

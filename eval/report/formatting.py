@@ -4,63 +4,64 @@ from __future__ import annotations
 
 from eval.metrics.statistics import Interval
 
-NONE = "\N{EN DASH}"
+NO_VALUE = "\N{EN DASH}"
 """Stands where there is no figure."""
-SCORES = {
+FURTHER_ACCURACIES = {
     "tuned": "after fine-tuning",
     "unseen": "on clients that never took part",
     "unseen_tuned": "on those, after fine-tuning",
     "global": "on one test for all",
 }
 """The further scores of a federation (`fl.simulation.protocol`), in words."""
-ACCURACIES = {
+ACCURACY_NAMES = {
     "accuracy": "after the last round",
     "accuracy_local": "after local training",
-    **{f"accuracy_{name}": words for name, words in SCORES.items()},
+    **{f"accuracy_{name}": words for name, words in FURTHER_ACCURACIES.items()},
 }
 """Every accuracy there may be, in words."""
-_RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+_SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 """To superscripts."""
 
 
-def number(value: float | None, digits: int = 1, *, sign: bool = False) -> str:
+def format_number(value: float | None, digits: int = 1, *, sign: bool = False) -> str:
     """A figure with a true minus sign, or a dash where there is none."""
     if value is None:
-        return NONE
+        return NO_VALUE
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-def interval(found: Interval | None, digits: int = 1, *, sign: bool = False) -> str:
+def format_interval(found: Interval | None, digits: int = 1, *, sign: bool = False) -> str:
     """`19.1 [17.9, 20.0]`; without brackets where there is no interval."""
     if found is None:
-        return NONE
-    value = number(found.value, digits, sign=sign)
+        return NO_VALUE
+    value = format_number(found.value, digits, sign=sign)
     if found.low is None or found.high is None:
         return value
-    low, high = (number(end, digits, sign=sign) for end in (found.low, found.high))
+    low, high = (format_number(end, digits, sign=sign) for end in (found.low, found.high))
     return f"{value} [{low}, {high}]"
 
 
-def percent(value: float | None, digits: int = 0) -> str:
+def format_percent(value: float | None, digits: int = 0) -> str:
     """A share as `85 %`."""
-    return NONE if value is None else f"{value * 100:.{digits}f}\N{NO-BREAK SPACE}%"
+    return NO_VALUE if value is None else f"{value * 100:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
-def percent_interval(found: Interval | None, digits: int = 0) -> str:
+def format_percent_interval(found: Interval | None, digits: int = 0) -> str:
     """`25 % [7, 59]`; without brackets where there is no interval."""
     if found is None:
-        return NONE
-    value = percent(found.value, digits)
+        return NO_VALUE
+    value = format_percent(found.value, digits)
     if found.low is None or found.high is None:
         return value
     return f"{value} [{found.low * 100:.{digits}f}, {found.high * 100:.{digits}f}]"
 
 
-def error(value: float | None) -> str:
+def format_error(value: float | None) -> str:
     """A relative error: `0.36`, or `7 x 10^-7` with proper signs; a dash where there is none."""
     if value is None:
-        return NONE
+        return NO_VALUE
     if value == 0 or 1e-3 <= value < 1e4:
         return f"{value:.2g}" if value < 10 else f"{value:.0f}"
     digits, _, power = f"{value:.0e}".partition("e")
-    return f"{digits}\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}10{str(int(power)).translate(_RAISED)}"
+    exponent = str(int(power)).translate(_SUPERSCRIPTS)
+    return f"{digits}\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}10{exponent}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from eval.report.settings import Setting, Spec, section
+from eval.report.settings import RunSettings, Spec, section
 from fl.registry import Registry, UnknownNameError
 
 _CITED = re.compile(r"\(([^()]*\b(?:19|20)\d\d\b[^()]*)\)")
@@ -16,7 +16,7 @@ _PLACE = re.compile(
 )
 
 
-def summary(described: object) -> str:
+def summarize(described: object) -> str:
     """What a registered class does: in plain words where it has them, else its docstring's first line."""
     if words := getattr(described, "plain", ""):
         return str(words).rstrip(".")
@@ -33,7 +33,7 @@ def citations(described: type) -> list[str]:
     return []
 
 
-def papers(setting: Setting) -> list[tuple[str, str]]:
+def papers_to_cite(setting: RunSettings) -> list[tuple[str, str]]:
     """What to cite: (name, papers) of everything in the configuration that names a paper."""
     found: dict[str, str] = {}
     for registry, name in _names(setting):
@@ -43,7 +43,7 @@ def papers(setting: Setting) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def glossary(setting: Setting) -> list[tuple[str, str]]:
+def glossary(setting: RunSettings) -> list[tuple[str, str]]:
     """What every method, defence and attack does, in a sentence, by label."""
     from attacks.base import attacks
     from defenses import defenses
@@ -58,12 +58,12 @@ def glossary(setting: Setting) -> list[tuple[str, str]]:
         for name, spec in specs.items():
             if kind == "defence" and spec.get("name") == "none":
                 continue
-            parts = [summary(entry) for part in _parts(spec) if (entry := _entry(registry, part)) is not None]
+            parts = [summarize(entry) for part in _parts(spec) if (entry := _entry(registry, part)) is not None]
             entries.append((f"{kind} {name}", "; then ".join(filter(None, parts)) or "not known to this version"))
     return entries
 
 
-def _names(setting: Setting) -> Iterator[tuple[Registry[Any], str]]:
+def _names(setting: RunSettings) -> Iterator[tuple[Registry[Any], str]]:
     """Every name in the configuration with the registry it belongs to."""
     from attacks.base import attacks
     from defenses import defenses

@@ -21,20 +21,20 @@ from eval.io import file_digests, jsonl, manifest, yaml12
 from eval.io.run_layout import PARTITIONS
 from eval.io.sanitize import cut
 from eval.metrics.score import Row
-from eval.report.result_groups import NOT_ATTACKED, Group, groups
-from eval.report.settings import Setting
+from eval.report.result_groups import NOT_ATTACKED, ResultGroup, group_rows
+from eval.report.settings import RunSettings
 from fl.runtime import tensor_archives
 from fl.runtime.safe_paths import inside
 
 CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
 PRIVACY = "privacy.jsonl"
-KEYS, NUMBERS = ("method", "defense", "attack", "round", "seed"), ("round", "seed")
-TRIES, WAIT = 20, 0.1
+KEY_COLUMNS, INTEGER_COLUMNS = ("method", "defense", "attack", "round", "seed"), ("round", "seed")
+MAX_READS, WAIT_SECONDS = 20, 0.1
 """How often, and after how many seconds, files are read again that a run puts in place in the meantime."""
-LONGEST = 200
+MAX_NAME_LENGTH = 200
 """Characters of a file's name without its ending."""
 Pixels = NDArray[np.float32]
-Pictured = tuple[str, str, str, int, int]
+PictureKey = tuple[str, str, str, int, int]
 """What an attack's pictures go by: the values of `KEYS`."""
 
 
@@ -56,25 +56,25 @@ class Run:
     """
 
     folder: Path
-    config: str
-    setting: Setting
+    config_text: str
+    settings: RunSettings
     rows: list[Row]
     rounds: list[Row]
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     environment: Mapping[str, Any]
     privacy: list[Row] = field(default_factory=list)
     partitions: list[dict[str, Any]] = field(default_factory=list)
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    digests: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ResultGroup]:
         """The rows by setting."""
-        return groups(self.rows)
+        return group_rows(self.rows)
 
     @cached_property
-    def _names(self) -> dict[Pictured, str]:
+    def _names(self) -> dict[PictureKey, str]:
         """Of the files with pictures."""
-        return picture_names(tuple(row[key] for key in KEYS) for row in self.rows)
+        return picture_file_names(tuple(row[key] for key in KEY_COLUMNS) for row in self.rows)
 
     @property
     def attacked(self) -> bool:
@@ -84,9 +84,9 @@ class Run:
     @property
     def title(self) -> str:
         """What the run calls itself."""
-        return self.setting.title or str(self.about.get("title") or self.about.get("name") or "What leaked")
+        return self.settings.title or str(self.metadata.get("title") or self.metadata.get("name") or "What leaked")
 
-    def pictures(self, group: Group, seed: int) -> tuple[Pixels, Pixels]:
+    def load_pictures(self, group: ResultGroup, seed: int) -> tuple[Pixels, Pixels]:
         """Originals and reconstructions (N, C, H, W) in [0, 1], in the order of the group's pictured rows of a seed.
 
         Raises:
@@ -96,14 +96,14 @@ class Run:
         path = inside(self.folder, "images", name)
         if not path.is_file():
             raise ValueError(f"there is no images/{name}")
-        said = {f"images/{name}": self.stated[f"images/{name}"]} if f"images/{name}" in self.stated else {}
+        said = {f"images/{name}": self.digests[f"images/{name}"]} if f"images/{name}" in self.digests else {}
         for damaged, wrong in file_digests.changes(self.folder, said):
             raise ValueError(f"{damaged} {wrong}")
         return read_pictures(path)
 
 
 @contextmanager
-def reading(folder: str | Path) -> Iterator[None]:
+def explain_damage(folder: str | Path) -> Iterator[None]:
     """Say in a line that a run's files hold something that no figure can be made of.
 
     Raises:
@@ -120,18 +120,18 @@ def reading(folder: str | Path) -> Iterator[None]:
         ) from error
 
 
-def picture_names(attacks: Iterable[Pictured]) -> dict[Pictured, str]:
+def picture_file_names(attacks: Iterable[PictureKey]) -> dict[PictureKey, str]:
     """Names of the files with an attack's pictures, without ending; of equal ones all but the first get a number.
 
     Args:
         attacks: in the order of `images.jsonl`, each as often as may be.
     """
-    names, met = dict[Pictured, str](), Counter[str]()
+    names, met = dict[PictureKey, str](), Counter[str]()
     for key in dict.fromkeys(attacks):
         method, defense, attack, number, seed = key
         name = f"{method}-{defense}-{attack}-round{number}-seed{seed}"  # labels may hold "-"
-        if len(name) > LONGEST:  # than file systems take
-            name = f"{name[:LONGEST]}-{sha256(name.encode()).hexdigest()[:16]}"
+        if len(name) > MAX_NAME_LENGTH:  # than file systems take
+            name = f"{name[:MAX_NAME_LENGTH]}-{sha256(name.encode()).hexdigest()[:16]}"
         met[name] += 1
         names[key] = name if met[name] == 1 else f"{name}-{met[name]}"
     return names
@@ -164,21 +164,21 @@ def load(folder: str | Path) -> Run:
         ValueError: a file is damaged; says which.
     """
     folder, said = Path(folder), b""
-    for _ in range(TRIES):
+    for _ in range(MAX_READS):
         try:
-            said = _said(folder)
+            said = _manifest_bytes(folder)
             run = _load(folder)
         except ValueError:
-            if _said(folder) == said:
+            if _manifest_bytes(folder) == said:
                 raise
         else:
-            if _said(folder) == said:
+            if _manifest_bytes(folder) == said:
                 return run
-        time.sleep(WAIT)  # a run is putting its files in place
+        time.sleep(WAIT_SECONDS)  # a run is putting its files in place
     raise ValueError(f"the files in {folder} change while they are read; try again when the run there has ended")
 
 
-def _said(folder: Path) -> bytes:
+def _manifest_bytes(folder: Path) -> bytes:
     """A run's manifest as it stands."""
     path = inside(folder, manifest.MANIFEST)
     return path.read_bytes() if path.is_file() and path.stat().st_size <= jsonl.LARGEST else b""
@@ -191,16 +191,16 @@ def _load(folder: Path) -> Run:
     stated = manifest.check(folder)
     try:
         config = yaml12.read(folder / CONFIG)
-        setting = Setting.of(yaml12.parse(config))
+        setting = RunSettings.from_plain(yaml12.parse(config))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     rows = jsonl.read_rows(folder / ROWS)
     if not rows:
         raise ValueError(f"{folder / ROWS}: expected at least one row, got none")
     for number, row in enumerate(rows, 1):
-        if absent := [key for key in KEYS if key not in row]:
+        if absent := [key for key in KEY_COLUMNS if key not in row]:
             raise ValueError(f"{folder / ROWS}, line {number}: expected a value for {', '.join(absent)}, got none")
-        _check(row, KEYS, f"{folder / ROWS}, line {number}")
+        _check(row, KEY_COLUMNS, f"{folder / ROWS}, line {number}")
     rounds, privacy = (_rows(folder, name) for name in (ROUNDS, PRIVACY))
     about, environment = (_json(inside(folder, name)) for name in (RUN, ENVIRONMENT))
     try:
@@ -219,7 +219,7 @@ def _rows(folder: Path, name: str) -> list[Row]:
     """The rows of a file about trainings; none without one."""
     rows = jsonl.read_rows(path) if (path := inside(folder, name)).is_file() else []
     for number, row in enumerate(rows, 1):
-        _check(row, [key for key in KEYS if key in row], f"{path}, line {number}")
+        _check(row, [key for key in KEY_COLUMNS if key in row], f"{path}, line {number}")
     return rows
 
 
@@ -227,7 +227,7 @@ def _check(row: Row, keys: Iterable[str], where: str) -> None:
     """Whether labels are labels, since files are named by them, and numbers numbers."""
     for key in keys:
         value = row[key]
-        if key in NUMBERS:
+        if key in INTEGER_COLUMNS:
             if type(value) is not int or not 0 <= value < 2**63:
                 raise ValueError(f"{where}: expected {key} as a whole number, got {cut(repr(value), 100)}")
         elif not isinstance(value, str) or not (value == NOT_ATTACKED or LABEL.fullmatch(value)):

@@ -10,13 +10,13 @@ from itertools import groupby
 from jinja2 import Environment, StrictUndefined
 
 from eval.io.sanitize import visible
-from eval.report.blocks import Block, Figure, Report
+from eval.report.blocks import Block, FigureBlock, Report
 from eval.report.charts import style
 from eval.report.charts.render import render_swatch
 from eval.report.charts.svg import to_element
 
 
-def render(report: Report) -> str:
+def render_html(report: Report) -> str:
     """The page; all words are escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     environment.filters["groupby_kind"] = _by_kind
@@ -56,9 +56,9 @@ def _png(picture: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(picture).decode("ascii")
 
 
-def _wide(figure: Figure) -> str:
+def _wide(figure: FigureBlock) -> str:
     return to_element(figure.wide, name=f"{figure.name}-wide", alt=figure.alt)
 
 
-def _narrow(figure: Figure) -> str:
+def _narrow(figure: FigureBlock) -> str:
     return to_element(figure.narrow, name=f"{figure.name}-narrow", alt=figure.alt)

@@ -7,7 +7,19 @@ from collections.abc import Sequence
 
 from eval.io.sanitize import in_markdown as escape
 from eval.io.sanitize import visible
-from eval.report.blocks import Absent, Block, Code, Figure, Finding, Gallery, Grid, Items, Note, Report, Text
+from eval.report.blocks import (
+    Block,
+    CodeBlock,
+    DefinitionList,
+    FigureBlock,
+    FindingBlock,
+    GalleryBlock,
+    Note,
+    Omission,
+    Paragraph,
+    Report,
+    TableBlock,
+)
 from eval.report.charts import style
 from eval.report.charts.specs import Marker
 from eval.report.charts.svg import to_file
@@ -16,7 +28,7 @@ FOLDER = "report"
 """Where the files lie, beside `report.md`."""
 
 
-def render(report: Report) -> tuple[str, dict[str, bytes]]:
+def render_markdown(report: Report) -> tuple[str, dict[str, bytes]]:
     """The text, and the files it shows by their names in `FOLDER`."""
     files: dict[str, bytes] = {}
     parts = [f"# {escape(report.title)}", *(_block(note, files) for note in report.alarms)]
@@ -29,24 +41,24 @@ def render(report: Report) -> tuple[str, dict[str, bytes]]:
 
 def _block(block: Block, files: dict[str, bytes]) -> str:
     match block:
-        case Text(words):
+        case Paragraph(words):
             return escape(words)
-        case Items(entries):
+        case DefinitionList(entries):
             return _list(entries)
         case Note(title, entries):
             return "\n".join([f"> **{escape(title)}**", ">", *(f"> {line}" for line in _list(entries).splitlines())])
-        case Finding():
+        case FindingBlock():
             lines = "\n".join(f"- {escape(line)}" for line in block.lines)
             return f"### {escape(block.subject)}: {escape(block.verdict)}\n\n{lines}"
-        case Grid():
+        case TableBlock():
             return f"### {escape(block.caption)}\n\n{_table(block)}"
-        case Figure():
+        case FigureBlock():
             return _figure(block, files)
-        case Gallery():
+        case GalleryBlock():
             return _gallery(block, files)
-        case Code():
+        case CodeBlock():
             return _code(block)
-        case Absent(what, why):
+        case Omission(what, why):
             return f"*Left out: {escape(what)}, because {escape(why)}.*"
 
 
@@ -54,13 +66,13 @@ def _list(entries: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"- **{escape(term)}**: {escape(words)}" for term, words in entries)
 
 
-def _table(grid: Grid) -> str:
-    names = [*(["mark"] if grid.marks else []), *grid.names]
-    right = [*([False] if grid.marks else []), *grid.right]
+def _table(grid: TableBlock) -> str:
+    names = [*(["mark"] if grid.markers else []), *grid.column_names]
+    right = [*([False] if grid.markers else []), *grid.numeric]
     rows = [_row(names), "|" + "|".join(" ---: " if figures else " --- " for figures in right) + "|"]
     for i, row in enumerate(grid.rows):
-        rows.append(_row([*([_mark(grid.marks[i])] if grid.marks else []), *row]))
-    rows += [_row([*([""] if grid.marks else []), *row]) for row in grid.lesser]
+        rows.append(_row([*([_mark(grid.markers[i])] if grid.markers else []), *row]))
+    rows += [_row([*([""] if grid.markers else []), *row]) for row in grid.comparison_rows]
     return "\n".join(rows)
 
 
@@ -73,7 +85,7 @@ def _mark(mark: Marker) -> str:
     return f"{'hollow ' if mark.hollow else ''}{shape}"
 
 
-def _figure(figure: Figure, files: dict[str, bytes]) -> str:
+def _figure(figure: FigureBlock, files: dict[str, bytes]) -> str:
     name = f"{figure.name}.svg"
     files[name] = to_file(figure.wide, alt=figure.alt)
     shown = f"![{escape(figure.alt)}]({FOLDER}/{name})"
@@ -81,24 +93,24 @@ def _figure(figure: Figure, files: dict[str, bytes]) -> str:
     return "\n\n".join([*parts, *([_table(figure.legend)] if figure.legend else [])])
 
 
-def _gallery(gallery: Gallery, files: dict[str, bytes]) -> str:
+def _gallery(gallery: GalleryBlock, files: dict[str, bytes]) -> str:
     lines = [
         f"### {escape(gallery.title)}",
         "",
         "| case | original | reconstruction | PSNR |",
         "| --- | --- | --- | --- |",
     ]
-    for case in gallery.cases:
+    for case in gallery.pairs:
         shown = []
         for kind, picture in (("original", case.original), ("reconstruction", case.reconstruction)):
             name = f"{gallery.name}-{case.rule}-{kind}.png"
             files[name] = picture
-            shown.append(f"![{kind}, {escape(case.rule)} case, {escape(case.about)}]({FOLDER}/{name})")
-        lines.append(f"| {escape(case.rule)} | {shown[0]} | {shown[1]} | {escape(case.words)} |")
+            shown.append(f"![{kind}, {escape(case.rule)} case, {escape(case.description)}]({FOLDER}/{name})")
+        lines.append(f"| {escape(case.rule)} | {shown[0]} | {shown[1]} | {escape(case.score)} |")
     return "\n".join(lines)
 
 
-def _code(code: Code) -> str:
+def _code(code: CodeBlock) -> str:
     shown = visible(code.text, lines=True)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     text = f"{fence}text\n{shown}\n{fence}"

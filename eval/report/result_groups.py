@@ -16,26 +16,26 @@ from eval.metrics import statistics, validity_flags
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import NO_RECONSTRUCTION, Row
 from eval.metrics.statistics import Interval
-from eval.report.settings import Setting
+from eval.report.settings import RunSettings
 
 IMAGE = "picture"
 """Column that tells images apart across an experiment."""
-FLOORS = {"mean": "mean colour", "grey": "mid grey", "noise": "noise", "nearest": "nearest image"}
+BASELINES = {"mean": "mean colour", "grey": "mid grey", "noise": "noise", "nearest": "nearest image"}
 """What can be guessed without the update (see `eval.metrics.baselines`)."""
-RECOGNISED = 20.0
+RECOGNIZABLE_PSNR = 20.0
 """PSNR in dB from which on a person recognises the content, about."""
-CLEAR = 10.0
+CLEAR_MARGIN = 10.0
 """An image counts as leaked on its own if it is recognisable and this far, in dB, above every guess of that image."""
-FEWEST = 6
+MIN_IMAGES = 6
 """Images from which on a mean can be shown to lie above a floor: of five, all may do so by chance (1 in 32)."""
 NOT_ATTACKED = "-"
 """Stands for the attack in rows of a training that none was asked for on."""
-RECOVERED = 0.1
+RECOVERED_BELOW = 0.1
 """Relative error below which a private tensor counts as recovered."""
 
 
 @dataclass(frozen=True)
-class Secret:
+class PrivateTensorRecovery:
     """How far an attack came with one private value.
 
     Attributes:
@@ -45,28 +45,28 @@ class Secret:
     errors: tuple[float, ...]
 
     @property
-    def hits(self) -> int:
+    def n_recovered(self) -> int:
         """For how many updates it was recovered."""
-        return sum(error < RECOVERED for error in self.errors)
+        return sum(error < RECOVERED_BELOW for error in self.errors)
 
     @property
-    def share(self) -> str:
+    def share_in_words(self) -> str:
         """`1 of 2 updates`."""
-        return f"{self.hits} of {count(len(self.errors), 'update')}"
+        return f"{self.n_recovered} of {count(len(self.errors), 'update')}"
 
     @property
-    def best(self) -> float | None:
+    def best_error(self) -> float | None:
         """The smallest error; None where nothing came back."""
         return _finite(min(self.errors))
 
     @property
-    def median(self) -> float | None:
+    def median_error(self) -> float | None:
         """The median error; None where nothing came back for half of the updates."""
         return _finite(middle(self.errors))
 
 
 @dataclass(frozen=True)
-class Group:
+class ResultGroup:
     """The rows of one setting.
 
     Attributes:
@@ -87,14 +87,14 @@ class Group:
         return self.method, self.defense
 
     @cached_property
-    def scored(self) -> list[Row]:
+    def attacked_rows(self) -> list[Row]:
         """Rows of updates that the attack applied to."""
         return [row for row in self.rows if "not_applicable" not in row]
 
     @cached_property
-    def pictured(self) -> list[Row]:
+    def image_rows(self) -> list[Row]:
         """Rows with an image to judge; failures count, attacks that are not after images don't."""
-        return [row for row in self.scored if row.get("psnr") is not None]
+        return [row for row in self.attacked_rows if row.get("psnr") is not None]
 
     @cached_property
     def refusals(self) -> dict[str, int]:
@@ -102,20 +102,20 @@ class Group:
         return dict(Counter(str(row["not_applicable"]) for row in self.rows if "not_applicable" in row))
 
     @cached_property
-    def accuracies(self) -> dict[int, float]:
+    def accuracy_by_seed(self) -> dict[int, float]:
         """Accuracy in the group's round by seed; empty where it was not measured."""
         return self.by_seed("accuracy")
 
     @property
     def accuracy(self) -> float | None:
         """In the group's round, mean over seeds."""
-        return fmean(self.accuracies.values()) if self.accuracies else None
+        return fmean(self.accuracy_by_seed.values()) if self.accuracy_by_seed else None
 
     def by_seed(self, column: str) -> dict[int, float]:
         """A figure of the training: each seed trains a model of its own, whatever the number of images attacked."""
         return {row["seed"]: row[column] for row in self.rows if row.get(column) is not None}
 
-    def over_seeds(self, column: str) -> float | None:
+    def mean_over_seeds(self, column: str) -> float | None:
         """Mean over seeds of a figure of the training."""
         values = self.by_seed(column)
         return fmean(values.values()) if values else None
@@ -123,118 +123,126 @@ class Group:
     @cached_property
     def psnr(self) -> Interval | None:
         """Mean PSNR in dB."""
-        return self.interval("psnr")
+        return self.mean_interval("psnr")
 
     @cached_property
-    def images(self) -> int:
+    def n_images(self) -> int:
         """How many different images were attacked."""
-        return len({row[IMAGE] for row in self.pictured})
+        return len({row[IMAGE] for row in self.image_rows})
 
     @cached_property
-    def best_floor(self) -> tuple[str, float] | None:
+    def best_baseline(self) -> tuple[str, float] | None:
         """The guess that scores best on these images, and its mean PSNR in dB."""
-        means = {g: fmean(row[_floor(g)] for row in self.pictured) for g in FLOORS if _all(self.pictured, _floor(g))}
+        means = {
+            g: fmean(row[_baseline_column(g)] for row in self.image_rows)
+            for g in BASELINES
+            if _all(self.image_rows, _baseline_column(g))
+        }
         return max(means.items(), key=lambda item: item[1]) if means else None
 
     @cached_property
     def gain(self) -> Interval | None:
         """PSNR above the best floor in dB, image by image."""
-        if self.best_floor is None:
+        if self.best_baseline is None:
             return None
-        column = _floor(self.best_floor[0])
-        return _mean([{**row, "gain": row["psnr"] - row[column]} for row in self.pictured], "gain")
+        column = _baseline_column(self.best_baseline[0])
+        return _mean([{**row, "gain": row["psnr"] - row[column]} for row in self.image_rows], "gain")
 
     @cached_property
-    def leaked(self) -> list[Row]:
+    def leaked_rows(self) -> list[Row]:
         """Images that leaked whatever the others did: recognisable, and `CLEAR` of every guess of the same image."""
         return [
             row
-            for row in self.pictured
-            if row["psnr"] >= RECOGNISED
-            and any(row.get(_floor(g)) is not None for g in FLOORS)
-            and all(row["psnr"] - row[_floor(g)] >= CLEAR for g in FLOORS if row.get(_floor(g)) is not None)
+            for row in self.image_rows
+            if row["psnr"] >= RECOGNIZABLE_PSNR
+            and any(row.get(_baseline_column(g)) is not None for g in BASELINES)
+            and all(
+                row["psnr"] - row[_baseline_column(g)] >= CLEAR_MARGIN
+                for g in BASELINES
+                if row.get(_baseline_column(g)) is not None
+            )
         ]
 
     @cached_property
     def labels(self) -> Interval | None:
         """Share of images whose class was recovered."""
-        return share([{**row, "hit": float(row["label_correct"])} for row in self.labelled], "hit")
+        return success_share([{**row, "hit": float(row["label_correct"])} for row in self.labeled_rows], "hit")
 
     @cached_property
-    def labelled(self) -> list[Row]:
+    def labeled_rows(self) -> list[Row]:
         """All images, once the attack names a label of any: one for which it names none has none recovered."""
-        if all(row.get("label_correct") is None for row in self.pictured):
+        if all(row.get("label_correct") is None for row in self.image_rows):
             return []
-        return [{**row, "label_correct": bool(row.get("label_correct"))} for row in self.pictured]
+        return [{**row, "label_correct": bool(row.get("label_correct"))} for row in self.image_rows]
 
     @cached_property
-    def named(self) -> Named | None:
+    def identification(self) -> IdentificationRate | None:
         """How many reconstructions name their image among others of its class, by their pixels."""
-        return self.named_by(BY_PICTURE)
+        return self.identification_by(BY_PICTURE)
 
-    def named_by(self, column: str) -> Named | None:
+    def identification_by(self, column: str) -> IdentificationRate | None:
         """How many images are named so (see `eval.metrics.lineup`); None where none could be.
 
         Every image counts once, from the first seed that attacked it: seeds share their images.
         """
-        once = self.once(column)
+        once = self.first_rows(column)
         if not once:
             return None
-        chances = [1 / row[AMONG] if column == BY_UPDATE else by_chance(row) for row in once]
-        return Named(sum(bool(row[column]) for row in once), len(once), fmean(chances))
+        chances = [1 / row[AMONG] if column == BY_UPDATE else chance_rate(row) for row in once]
+        return IdentificationRate(sum(bool(row[column]) for row in once), len(once), fmean(chances))
 
-    def once(self, column: str) -> list[Row]:
+    def first_rows(self, column: str) -> list[Row]:
         """The rows in which it is told whether an image is named, one for each image."""
-        rows = self.scored if column == BY_UPDATE else self.pictured  # an update tells without a picture
+        rows = self.attacked_rows if column == BY_UPDATE else self.image_rows  # an update tells without a picture
         return list({row[IMAGE]: row for row in reversed(rows) if row.get(column) is not None}.values())
 
     @cached_property
     def label_gain(self) -> Interval | None:
         """Share of labels recovered above what the commonest class of these images gets by itself."""
-        share, common = self.labels, self.common_label
+        share, common = self.labels, self.commonest_label_share
         if share is None or common is None:
             return None
         low, high = (None if end is None else end - common for end in (share.low, share.high))
         return replace(share, value=share.value - common, low=low, high=high)
 
     @cached_property
-    def common_label(self) -> float | None:
+    def commonest_label_share(self) -> float | None:
         """Share of the commonest class among these images: what naming it every time gets."""
-        known = [str(row["label"]) for row in self.labelled]
+        known = [str(row["label"]) for row in self.labeled_rows]
         return Counter(known).most_common(1)[0][1] / len(known) if known else None
 
     @cached_property
-    def secrets(self) -> dict[str, Secret]:
+    def private_tensors(self) -> dict[str, PrivateTensorRecovery]:
         """What came back of what else was private, by name; "extractor" is the generated part."""
-        return secrets(self.scored)
+        return private_tensor_recoveries(self.attacked_rows)
 
-    def interval(self, column: str) -> Interval | None:
+    def mean_interval(self, column: str) -> Interval | None:
         """Mean of a column with its interval; None where no row has it."""
-        return _mean([row for row in self.pictured if column in row], column)
+        return _mean([row for row in self.image_rows if column in row], column)
 
-    def reaching(self, level: float, prefix: str = "") -> Interval | None:
+    def share_reaching(self, level: float, prefix: str = "") -> Interval | None:
         """Share of images with a PSNR of at least `level` dB."""
-        return reaching(self.pictured, level, f"{prefix}psnr")
+        return share_reaching(self.image_rows, level, f"{prefix}psnr")
 
-    def flags(self, setting: Setting) -> list[str]:
+    def flags(self, setting: RunSettings) -> list[str]:
         """The validity flags that apply (see `eval.metrics.validity_flags`)."""
-        if not self.scored:
+        if not self.attacked_rows:
             return []
-        errors = [row.get("forward_error", 0.0) for row in self.scored]
-        histories = [row.get("history") or [] for row in self.scored]
+        errors = [row.get("forward_error", 0.0) for row in self.attacked_rows]
+        histories = [row.get("history") or [] for row in self.attacked_rows]
         knows = setting.threat.get("knows_defense", False)
         found = validity_flags.flags(
-            self.scored,
+            self.attacked_rows,
             histories=[[math.nan if value is None else value for value in history] for history in histories],
             labels_given=bool(setting.threat.get("knows_labels", False)),
-            defence_known=setting.kind(self.defense) != "none" and bool(knows),
+            defence_known=setting.defense_name(self.defense) != "none" and bool(knows),
             forward_error=max(math.inf if error is None else error for error in errors),
             image=IMAGE,
         )
         return [name for name in found if name != "lpips-missing" or setting.lpips_asked]
 
 
-def secrets(rows: Sequence[Row]) -> dict[str, Secret]:
+def private_tensor_recoveries(rows: Sequence[Row]) -> dict[str, PrivateTensorRecovery]:
     """What is private and came back for any update, by name, with one error for every update."""
     updates = {(row.get("seed"), row.get("update")): row for row in rows}  # the rows of an update repeat them
     found: list[dict[str, float]] = []
@@ -244,65 +252,65 @@ def secrets(rows: Sequence[Row]) -> dict[str, Secret]:
             errors["extractor"] = row["extractor_error"]  # all of them together
         found.append({name: math.inf if error is None else error for name, error in errors.items()})
     names = dict.fromkeys(name for errors in found for name in errors)
-    return {name: Secret(tuple(errors.get(name, math.inf) for errors in found)) for name in names}
+    return {name: PrivateTensorRecovery(tuple(errors.get(name, math.inf) for errors in found)) for name in names}
 
 
-def groups(rows: Sequence[Row]) -> list[Group]:
+def group_rows(rows: Sequence[Row]) -> list[ResultGroup]:
     """The rows by setting, in the order in which settings first appear."""
     found: dict[tuple[str, str, str, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["method"], row["defense"], row["attack"], row["round"]), []).append(row)
-    return [Group(*key, tuple(group)) for key, group in found.items()]
+    return [ResultGroup(*key, tuple(group)) for key, group in found.items()]
 
 
-def identity(row: Row) -> tuple[Any, ...]:
+def image_key(row: Row) -> tuple[Any, ...]:
     """What tells an attacked image from those of other settings: its name, and two figures of its pixels."""
     return (row[IMAGE], row.get("floor_mean_mse"), row.get("floor_grey_mse"))
 
 
-def pictures(rows: Sequence[Row]) -> list[Row]:
+def distinct_images(rows: Sequence[Row]) -> list[Row]:
     """One row per attacked image and seed, for what does not depend on the attack: the floors."""
-    named = [{**row, IMAGE: identity(row)} for row in rows if row.get(IMAGE) is not None and "images" in row]
+    named = [{**row, IMAGE: image_key(row)} for row in rows if row.get(IMAGE) is not None and "images" in row]
     return list({(row[IMAGE], row["seed"]): row for row in named}.values())
 
 
-def floor_means(rows: Sequence[Row]) -> dict[str, float]:
+def baseline_means(rows: Sequence[Row]) -> dict[str, float]:
     """Mean PSNR of every guess on the attacked images, in dB."""
     named: dict[tuple[Any, ...], list[Row]] = {}
-    for row in pictures(rows):
+    for row in distinct_images(rows):
         named.setdefault(row[IMAGE], []).append(row)
     return {
-        guess: fmean(fmean(row[_floor(guess)] for row in own) for own in named.values())
-        for guess in FLOORS
-        if _all([row for own in named.values() for row in own], _floor(guess))
+        guess: fmean(fmean(row[_baseline_column(guess)] for row in own) for own in named.values())
+        for guess in BASELINES
+        if _all([row for own in named.values() for row in own], _baseline_column(guess))
     }
 
 
-def floors(rows: Sequence[Row], metric: str = "psnr") -> dict[str, Interval]:
+def baseline_scores(rows: Sequence[Row], metric: str = "psnr") -> dict[str, Interval]:
     """What every guess scores on the attacked images, each counted once per seed."""
-    chosen = pictures(rows)
-    found = {guess: _mean(chosen, f"floor_{guess}_{metric}") for guess in FLOORS if _has(chosen, guess, metric)}
+    chosen = distinct_images(rows)
+    found = {guess: _mean(chosen, f"floor_{guess}_{metric}") for guess in BASELINES if _has(chosen, guess, metric)}
     return {guess: value for guess, value in found.items() if value is not None}
 
 
-def reaching(rows: Sequence[Row], level: float, column: str = "psnr") -> Interval | None:
+def share_reaching(rows: Sequence[Row], level: float, column: str = "psnr") -> Interval | None:
     """Share of rows of at least `level` dB in a column."""
     known = [row for row in rows if row.get(column) is not None]
-    return share([{**row, "hit": float(row[column] >= level)} for row in known], "hit")
+    return success_share([{**row, "hit": float(row[column] >= level)} for row in known], "hit")
 
 
-def share(rows: Sequence[Row], column: str) -> Interval | None:
+def success_share(rows: Sequence[Row], column: str) -> Interval | None:
     """Share of ones in a column of zeros and ones; images are the trials (`statistics.success_rate`)."""
     return statistics.success_rate(rows, 0.5, column, image=IMAGE) if rows else None
 
 
-def lpips(rows: Sequence[Row]) -> str | None:
+def lpips_column(rows: Sequence[Row]) -> str | None:
     """The column that holds LPIPS, where any row has a figure in it."""
     return next((name for row in rows for name in row if name.startswith("lpips_") and row[name] is not None), None)
 
 
 @dataclass(frozen=True)
-class Named:
+class IdentificationRate:
     """How many reconstructions are closer to their own image than to others of its class.
 
     Attributes:
@@ -320,12 +328,12 @@ class Named:
         """Of the share, by Clopper and Pearson, 95 %."""
         return statistics.exact_interval(self.hits, self.images)
 
-    def beyond(self, tests: int) -> float:
+    def excess_over_chance(self, tests: int) -> float:
         """By how much the share exceeds chance at least, be it the most telling of so many tests (Bonferroni)."""
         return statistics.at_least(self.hits, self.images, 0.025 / tests) - self.chance
 
 
-def by_chance(row: Row) -> float:
+def chance_rate(row: Row) -> float:
     """How often a reconstruction that knows nothing names its image: once in so many, for each that it is chosen from.
 
     Of an update's several reconstructions the closest stands for each image, which is as many guesses.
@@ -333,12 +341,12 @@ def by_chance(row: Row) -> float:
     return min(1.0, float(row.get("candidates", 1)) / float(row[AMONG]))
 
 
-def shown(gain: Interval | None) -> bool:
+def exceeds_baseline(gain: Interval | None) -> bool:
     """Whether a gain is told from zero: its interval lies above, and it rests on enough images for that to count."""
-    return gain is not None and gain.low is not None and gain.low > 0 and gain.images >= FEWEST
+    return gain is not None and gain.low is not None and gain.low > 0 and gain.images >= MIN_IMAGES
 
 
-def failed(row: Row) -> bool:
+def has_failed(row: Row) -> bool:
     """Whether no reconstruction stands for the image, so that its figures are the worst there are."""
     return bool(row.get("failure")) or NO_RECONSTRUCTION in row.get("missing", {}).values()
 
@@ -352,7 +360,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _floor(guess: str) -> str:
+def _baseline_column(guess: str) -> str:
     return f"floor_{guess}_psnr"
 
 

@@ -15,28 +15,25 @@ from eval.metrics import validity_flags
 from eval.metrics.lineup import BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
-from eval.report.glossary import summary
+from eval.report.glossary import summarize
 from eval.report.result_groups import (
-    CLEAR,
-    FEWEST,
-    FLOORS,
-    IMAGE,
+    BASELINES,
+    CLEAR_MARGIN,
+    MIN_IMAGES,
     NOT_ATTACKED,
-    RECOGNISED,
-    RECOVERED,
-    Group,
-    floors,
-    groups,
-    lpips,
-    pictures,
-    reaching,
-    shown,
+    RECOGNIZABLE_PSNR,
+    RECOVERED_BELOW,
+    ResultGroup,
+    baseline_scores,
+    distinct_images,
+    exceeds_baseline,
+    group_rows,
+    lpips_column,
+    share_reaching,
 )
-from eval.report.sections.findings import subject
-from eval.report.sections.overview import UNATTACKED
-from eval.report.settings import Setting
-
-__all__ = ["COLUMNS", "FIGURES", "FLOORS", "IMAGE", "Table", "markdown", "summary", "table"]
+from eval.report.sections.findings import subject_label
+from eval.report.sections.overview import NO_ATTACK_ASKED
+from eval.report.settings import RunSettings
 
 PSNR = (
     "PSNR (dB): how close a reconstruction is to the true image, [95 % interval over images and seeds]. From about 20 "
@@ -58,8 +55,8 @@ NAMED = (
     "Named: share of images told from up to 49 others of their class: by picture / by features of the attacked network "
     "/ by the update alone, which takes no reconstruction."
 )
-FIGURES = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels", "named")
-COLUMNS = ("method", "defence", "attack", *FIGURES, "flags")
+VALUE_COLUMNS = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels", "named")
+COLUMNS = ("method", "defence", "attack", *VALUE_COLUMNS, "flags")
 
 
 @dataclass(frozen=True)
@@ -70,18 +67,18 @@ class Table:
         title: above it.
         columns: their names.
         rows: the attacks.
-        floors: what guesses score, in the same columns.
+        baselines: what guesses score, in the same columns.
         legend: what to know to read it, a sentence or two each.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
-    floors: list[tuple[str, ...]]
+    baselines: list[tuple[str, ...]]
     legend: list[str]
 
 
-def table(rows: Sequence[Row], experiment: Experiment) -> Table:
+def build_table(rows: Sequence[Row], experiment: Experiment) -> Table:
     """The table of an experiment's rows.
 
     Raises:
@@ -89,14 +86,14 @@ def table(rows: Sequence[Row], experiment: Experiment) -> Table:
     """
     if not rows:
         raise ValueError("expected rows of at least one attack, got none; see `against` of the attacks")
-    found, setting = groups(rows), Setting.of(yaml_config.plain(experiment))
+    found, setting = group_rows(rows), RunSettings.from_plain(yaml_config.plain(experiment))
     several = len({group.round for group in found}) > 1
     raised: dict[str, None] = {}
     lines = [_line(group, setting, several, raised) for group in found]
     below = _floor_lines(rows)
     idle = {"defence": "none", "LPIPS": "-", "named": "-"}  # a column that says only this is left out
     if not _attacked(found):
-        idle |= {"attack": NOT_ATTACKED, **dict.fromkeys(FIGURES, "-")}
+        idle |= {"attack": NOT_ATTACKED, **dict.fromkeys(VALUE_COLUMNS, "-")}
         lines = [(*line[:-1], "-") for line in lines]  # the legend says it once
     filled = [i for i, name in enumerate(COLUMNS) if any(line[i] != idle.get(name) for line in lines)]
     further = [name for name in ("LPIPS", "named") if COLUMNS.index(name) in filled]
@@ -104,19 +101,19 @@ def table(rows: Sequence[Row], experiment: Experiment) -> Table:
         title=experiment.title or "What leaked",
         columns=tuple(COLUMNS[i] for i in filled),
         rows=[tuple(line[i] for i in filled) for line in lines],
-        floors=[tuple(line[i] for i in filled) for line in below],
+        baselines=[tuple(line[i] for i in filled) for line in below],
         legend=_legend(rows, experiment, raised, further),
     )
 
 
-def markdown(content: Table) -> str:
+def to_markdown(content: Table) -> str:
     """The table in Markdown."""
     lines = [f"# {in_markdown(content.title)}", "", _cells(content.columns), _rule(len(content.columns))]
-    lines += [_cells(row) for row in (*content.rows, *content.floors)]
+    lines += [_cells(row) for row in (*content.rows, *content.baselines)]
     return "\n".join([*lines, "", *(f"- {in_markdown(sentence)}" for sentence in content.legend)]) + "\n"
 
 
-def _attacked(found: Sequence[Group]) -> bool:
+def _attacked(found: Sequence[ResultGroup]) -> bool:
     return any(group.attack != NOT_ATTACKED for group in found)
 
 
@@ -128,26 +125,26 @@ def _cells(words: Sequence[str]) -> str:
     return f"| {' | '.join(in_markdown(word) for word in words)} |"
 
 
-def _line(group: Group, setting: Setting, several: bool, raised: dict[str, None]) -> tuple[str, ...]:
+def _line(group: ResultGroup, setting: RunSettings, several: bool, raised: dict[str, None]) -> tuple[str, ...]:
     """One setting: figures, or why there are none."""
     name = f"{group.attack} (round {group.round})" if several else group.attack
     accuracy = "-" if group.accuracy is None else f"{group.accuracy:.1%}"
     head = (group.method, group.defense, name, accuracy)
     if group.attack == NOT_ATTACKED:
         return (*head, *["-"] * 7, next(iter(group.refusals)))
-    if not group.scored:
+    if not group.attacked_rows:
         return (*head, "not applicable", *["-"] * 6, next(iter(group.refusals)))
     found = group.flags(setting)
     raised.update(dict.fromkeys(found))
     refused = sum(group.refusals.values())
     words = [*found, *([f"not applicable to {refused}"] if refused else [])]
     labels = "-" if group.labels is None else f"{group.labels.value:.0%}"
-    return (*head, *_figures(group.scored, "", group.psnr), labels, _named(group), ", ".join(words) or "-")
+    return (*head, *_figures(group.attacked_rows, "", group.psnr), labels, _named(group), ", ".join(words) or "-")
 
 
-def _named(group: Group) -> str:
+def _named(group: ResultGroup) -> str:
     """The shares of images named, by picture / by features / by update."""
-    ways = [group.named_by(way) for way in (BY_PICTURE, BY_FEATURES, BY_UPDATE)]
+    ways = [group.identification_by(way) for way in (BY_PICTURE, BY_FEATURES, BY_UPDATE)]
     shares = ["-" if way is None else f"{way.hits / way.images:.0%}" for way in ways]
     return " / ".join(shares) if any(ways) else "-"
 
@@ -157,8 +154,8 @@ def _figures(rows: Sequence[Row], prefix: str, psnr: Interval | None) -> tuple[s
     if psnr is None:
         return ("-", "-", "-", "-", "-")
     interval = "" if psnr.low is None or psnr.high is None else f" [{psnr.low:.1f}, {psnr.high:.1f}]"
-    rates = (reaching(rows, level, f"{prefix}psnr") for level in (20, 30))
-    perceptual = lpips(rows)
+    rates = (share_reaching(rows, level, f"{prefix}psnr") for level in (20, 30))
+    perceptual = lpips_column(rows)
     closeness = (_mean(rows, prefix + name) if name else "-" for name in ("ssim", perceptual))
     return (
         f"{psnr.value:.1f}{interval}",
@@ -172,23 +169,23 @@ def _mean(rows: Sequence[Row], column: str) -> str:
     return f"{fmean(values):.2f}" if values else "-"
 
 
-def _verdicts(found: Sequence[Group], several: bool) -> list[str]:
+def _verdicts(found: Sequence[ResultGroup], several: bool) -> list[str]:
     """For every method and attack what leaked, pictures and private tensors, in a sentence each."""
     lines = []
-    tests = Counter(subject(group) for group in found if group.named is not None)
+    tests = Counter(subject_label(group) for group in found if group.identification is not None)
     for group in found:
-        what = f"{subject(group)} under {group.attack}" + (f" (round {group.round})" if several else "")
-        lines += [f"{what}: {said}." for said in (*_pictures(group, tests[subject(group)]), *_secrets(group))]
+        what = f"{subject_label(group)} under {group.attack}" + (f" (round {group.round})" if several else "")
+        lines += [f"{what}: {said}." for said in (*_pictures(group, tests[subject_label(group)]), *_secrets(group))]
     return lines
 
 
-def _pictures(group: Group, tests: int) -> list[str]:
+def _pictures(group: ResultGroup, tests: int) -> list[str]:
     """PSNR against the best guess made without the update; images named, by the most telling of so many `tests`."""
-    gain, floor = group.gain, group.best_floor
+    gain, floor = group.gain, group.best_baseline
     if gain is None or floor is None:
         return []
     guess, score = floor
-    if gain.low is None or gain.high is None or gain.images < FEWEST:
+    if gain.low is None or gain.high is None or gain.images < MIN_IMAGES:
         verdict = "too few pictures to tell content from chance"
     elif gain.low > 0:
         verdict = "the update gives picture content away"
@@ -196,34 +193,36 @@ def _pictures(group: Group, tests: int) -> list[str]:
         verdict = "no more than a guess without the update"
     else:
         verdict = "not told apart from a guess without the update"
-    lines = [f"{verdict} ({gain.value:+.1f} dB against the best floor, {FLOORS[guess]} at {score:.1f} dB)"]
-    named = group.named
-    if named is not None and named.beyond(tests) > 0 and not shown(gain):
+    lines = [f"{verdict} ({gain.value:+.1f} dB against the best floor, {BASELINES[guess]} at {score:.1f} dB)"]
+    named = group.identification
+    if named is not None and named.excess_over_chance(tests) > 0 and not exceeds_baseline(gain):
         lines.append(
             f"but {named.hits} of {named.images} pictures were named among others of their class (by chance "
             f"{100 * named.chance:.0f} %)"
         )
-    if group.leaked and not shown(gain):
+    if group.leaked_rows and not exceeds_baseline(gain):
         lines.append(
-            f"but {len(group.leaked)} of {len(group.pictured)} pictures came back recognisable ({RECOGNISED:g} dB or "
-            f"more, {CLEAR:g} above every guess)"
+            f"but {len(group.leaked_rows)} of {len(group.image_rows)} pictures came back recognisable "
+            f"({RECOGNIZABLE_PSNR:g} dB or "
+            f"more, {CLEAR_MARGIN:g} above every guess)"
         )
     return lines
 
 
-def _secrets(group: Group) -> list[str]:
+def _secrets(group: ResultGroup) -> list[str]:
     """For how many updates the embedding and the generated extractor were recovered."""
     lines = []
     for what in ("embedding", "extractor"):
-        if (secret := group.secrets.get(what)) is not None:
-            best = "" if secret.best is None else f", at best {secret.best:.0e}"
+        if (secret := group.private_tensors.get(what)) is not None:
+            best = "" if secret.best_error is None else f", at best {secret.best_error:.0e}"
             lines.append(
-                f"the private {what} was recovered for {secret.share} (relative error below {RECOVERED:g}{best})"
+                f"the private {what} was recovered for {secret.share_in_words} (relative error below "
+                f"{RECOVERED_BELOW:g}{best})"
             )
     return lines
 
 
-def _accuracy(found: Sequence[Group], experiment: Experiment) -> str:
+def _accuracy(found: Sequence[ResultGroup], experiment: Experiment) -> str:
     """What the column of accuracies is of: every line has that of its own round."""
     last = {entry.label: sweep.part(experiment, entry, None).federation.rounds for entry in experiment.method}
     if all(group.round == last.get(group.method) for group in found):
@@ -234,9 +233,9 @@ def _accuracy(found: Sequence[Group], experiment: Experiment) -> str:
 
 def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The floors of all attacked images, each counted once per seed."""
-    chosen, found = pictures(rows), floors(rows)
+    chosen, found = distinct_images(rows), baseline_scores(rows)
     return [
-        ("floor", "", FLOORS[guess], "", *_figures(chosen, f"floor_{guess}_", psnr), "-", "-", "-")
+        ("floor", "", BASELINES[guess], "", *_figures(chosen, f"floor_{guess}_", psnr), "-", "-", "-")
         for guess, psnr in found.items()
     ]
 
@@ -245,22 +244,22 @@ def _legend(
     rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], further: Sequence[str]
 ) -> list[str]:
     """What leaked, and what to know of the columns, `further` ones among them."""
-    found = groups(rows)
+    found = group_rows(rows)
     several = len({group.round for group in found}) > 1
     leakage = [PSNR, FLOOR, SSIM, *([LPIPS] if "LPIPS" in further else []), RATES]
     leakage += [NAMED] if "named" in further else []
     lines = [
         *_verdicts(found, several),
-        *(leakage if _attacked(found) else [UNATTACKED]),
+        *(leakage if _attacked(found) else [NO_ATTACK_ASKED]),
         _accuracy(found, experiment),
     ]
-    lines += [f"Method {entry.label}: {summary(type(entry.item))}." for entry in experiment.method]
+    lines += [f"Method {entry.label}: {summarize(type(entry.item))}." for entry in experiment.method]
     defenses = [entry for entry in experiment.defense if entry.item.name != "none"]
-    lines += [f"Defence {entry.label}: {summary(type(entry.item))}." for entry in defenses]
+    lines += [f"Defence {entry.label}: {summarize(type(entry.item))}." for entry in defenses]
     for entry in experiment.attack:
         item = entry.item
         parts = [item.first, item.then] if isinstance(item, Chain) else [item]
-        lines.append(f"Attack {entry.label}: {'; then '.join(summary(type(part)) for part in parts)}.")
+        lines.append(f"Attack {entry.label}: {'; then '.join(summarize(type(part)) for part in parts)}.")
     lines += [f"Flag {name}: {validity_flags.FLAGS[name]}" for name in raised]
     reasons = {reason for row in rows for name, reason in row.get("missing", {}).items() if name.startswith("lpips_")}
     return [*lines, *sorted(reason for reason in reasons if reason.startswith("LPIPS not available"))]

@@ -9,15 +9,15 @@ from statistics import fmean
 from eval.metrics import statistics
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
-from eval.report.formatting import percent, percent_interval
+from eval.report.formatting import format_percent, format_percent_interval
 from eval.report.load import Run
-from eval.report.result_groups import Group
+from eval.report.result_groups import ResultGroup
 
-Value = Callable[[Row], float | None]
+RowValue = Callable[[Row], float | None]
 
 
 @dataclass(frozen=True)
-class Course:
+class RoundSeries:
     """How a value runs over rounds.
 
     Attributes:
@@ -41,22 +41,22 @@ class Course:
         return [(float(number), min(values), max(values)) for number, values in several]
 
 
-def courses(rows: Sequence[Row], value: Value) -> list[Course]:
+def collect_series(rows: Sequence[Row], value: RowValue) -> list[RoundSeries]:
     """A value over rounds for every method under every defence that has it."""
     found: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
     for row in rows:
         if (figure := value(row)) is not None:
             own = found.setdefault((row["method"], row["defense"]), {})
             own.setdefault(int(row["round"]), {})[row["seed"]] = float(figure)
-    return [Course(*key, values) for key, values in found.items()]
+    return [RoundSeries(*key, values) for key, values in found.items()]
 
 
-def diagnostics(rows: Sequence[Row]) -> list[str]:
+def diagnostic_names(rows: Sequence[Row]) -> list[str]:
     """Names of the diagnostics there are, in order."""
     return list(dict.fromkeys(name for row in rows for name in row.get("diagnostics") or {}))
 
 
-def accuracy_interval(run: Run, group: Group, *, last: bool = False) -> Interval | None:
+def accuracy_interval(run: Run, group: ResultGroup, *, last: bool = False) -> Interval | None:
     """The group's accuracy with an interval over clients and seeds; None where the clients' own are not on file.
 
     Args:
@@ -80,18 +80,18 @@ def accuracy_interval(run: Run, group: Group, *, last: bool = False) -> Interval
         clients += [{"client": i, "seed": seed, "accuracy": a} for i, a in enumerate(own.get("accuracies") or [])]
     known = [row for row in clients if row["accuracy"] is not None]
     found = statistics.mean_interval(known, "accuracy", image="client") if known else None
-    return found if found is not None and abs(found.value - (group.over_seeds(column) or 0.0)) < 1e-6 else None
+    return found if found is not None and abs(found.value - (group.mean_over_seeds(column) or 0.0)) < 1e-6 else None
 
 
-def accuracy(run: Run, group: Group, *, last: bool = False) -> str:
+def format_accuracy(run: Run, group: ResultGroup, *, last: bool = False) -> str:
     """The group's accuracy in words, with its interval where there is one; as `accuracy_interval`."""
     clients = accuracy_interval(run, group, last=last)
-    known = group.over_seeds("accuracy_last") if last else group.accuracy
-    return percent_interval(clients, 1) if clients else percent(known, 1)
+    known = group.mean_over_seeds("accuracy_last") if last else group.accuracy
+    return format_percent_interval(clients, 1) if clients else format_percent(known, 1)
 
 
 @dataclass(frozen=True)
-class Cost:
+class CommunicationCost:
     """What a method under a defence sends and takes, per client and round where not said otherwise.
 
     Attributes:
@@ -111,14 +111,14 @@ class Cost:
     seconds: float | None
 
 
-def costs(rows: Sequence[Row]) -> list[Cost]:
+def communication_costs(rows: Sequence[Row]) -> list[CommunicationCost]:
     """The costs of every method under every defence that trained for at least one round."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["round"] > 0 and row.get("numbers_up") is not None and row.get("numbers_down") is not None:
             found.setdefault((row["method"], row["defense"]), []).append(row)
     return [
-        Cost(
+        CommunicationCost(
             *key,
             up=fmean(row["numbers_up"] for row in own),
             down=fmean(row["numbers_down"] for row in own),

@@ -15,7 +15,7 @@ Spec = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSettings:
     """The configuration of a run.
 
     Attributes:
@@ -26,14 +26,14 @@ class Setting:
         threat: what the attacker was assumed to know.
     """
 
-    plain: Spec
+    values: Spec
     methods: dict[str, Spec] = field(default_factory=dict)
     defenses: dict[str, Spec] = field(default_factory=dict)
     attacks: dict[str, Spec] = field(default_factory=dict)
     threat: Spec = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plain: Any) -> Setting:
+    def from_plain(cls, plain: Any) -> RunSettings:
         """The setting in plain data (a parsed `config.yaml`).
 
         Raises:
@@ -50,23 +50,23 @@ class Setting:
     @property
     def title(self) -> str:
         """What the run calls itself, or nothing."""
-        return str(self.plain.get("title") or "")
+        return str(self.values.get("title") or "")
 
     @property
     def published(self) -> list[Spec]:
         """Figures of papers to set beside those of the run."""
-        listed = self.plain.get("published")
+        listed = self.values.get("published")
         return [item for item in listed if isinstance(item, Mapping)] if isinstance(listed, list) else []
 
     def section(self, *keys: str) -> Spec:
         """The settings under nested keys; empty where there are none."""
-        return section(self.plain, *keys)
+        return section(self.values, *keys)
 
-    def kind(self, defense: str) -> str:
+    def defense_name(self, defense: str) -> str:
         """The registered name of the defence with this label."""
         return str(self.defenses.get(defense, {}).get("name", defense))
 
-    def group(self, defense: str) -> int:
+    def group_size(self, defense: str) -> int:
         """Over how many clients, at least, the server sees the mean alone; 1 for a defence that is not known here."""
         spec = {key: value for key, value in self.defenses.get(defense, {}).items() if key != "as"}
         try:
@@ -88,16 +88,16 @@ def section(plain: Spec, *keys: str) -> Spec:
     return plain
 
 
-def label(spec: Spec) -> str:
+def entry_label(spec: Spec) -> str:
     """What an entry is called in results."""
     if "as" in spec:
         return str(spec["as"])
     if spec.get("name") == "chain" and "first" in spec:  # of attacks
-        return "+".join(label(section(spec, part)) for part in ("first", "then"))
+        return "+".join(entry_label(section(spec, part)) for part in ("first", "then"))
     return str(spec.get("name", ""))
 
 
 def _entries(value: Any) -> dict[str, Spec]:
     listed = value if isinstance(value, list) else [] if value is None else [value]
     specs = [item if isinstance(item, Mapping) else {"name": str(item)} for item in listed]
-    return {label(spec): spec for spec in specs}
+    return {entry_label(spec): spec for spec in specs}

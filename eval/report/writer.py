@@ -7,19 +7,19 @@ from pathlib import Path
 
 from eval.io import jsonl
 from eval.report import render_html, render_markdown
-from eval.report.assemble import build
-from eval.report.blocks import Figure, Report
+from eval.report.assemble import build_report
+from eval.report.blocks import FigureBlock, Report
 from eval.report.charts.render import render_file
-from eval.report.load import reading
+from eval.report.load import explain_damage
 from fl.runtime.atomic_files import make, refuse_link, remove, replacing, sweep
 
 HTML, MARKDOWN = "report.html", "report.md"
-FIGURES = "figures"
+FIGURES_FOLDER = "figures"
 """Where charts lie that were asked for as files."""
-_OURS = re.compile(r"(picture-\d+-(best|median|worst|only)-(original|reconstruction)\.png|[a-z0-9-]+\.svg)")
+_OUR_FILES = re.compile(r"(picture-\d+-(best|median|worst|only)-(original|reconstruction)\.png|[a-z0-9-]+\.svg)")
 
 
-def write(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
+def write_report(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:
     """Write `report.html`, `report.md` and what the latter shows, in `report/`, into a run directory.
 
     The same files in the folder give the same bytes. Of an earlier report nothing is left.
@@ -60,12 +60,12 @@ def write_figures(folder: str | Path, kind: str) -> list[Path]:
         ValueError: a file in it is damaged, or there are no such figures; says which.
     """
     folder = Path(folder)
-    beside = folder / FIGURES
+    beside = folder / FIGURES_FOLDER
     refuse_link(beside)
     with jsonl.locked(folder):
         files: dict[str, bytes] = {}
-        with reading(folder):
-            for figure in _figures(build(folder, show=False)):
+        with explain_damage(folder):
+            for figure in _figures(build_report(folder, show=False)):
                 for width, suffix in zip(figure.widths, ("", "-column"), strict=True):
                     files[f"{figure.name}{suffix}.{kind}"] = render_file(figure.chart, kind, width, alt=figure.alt)
         make(beside)
@@ -78,15 +78,15 @@ def write_figures(folder: str | Path, kind: str) -> list[Path]:
     return [beside / name for name in files]
 
 
-def _figures(report: Report) -> list[Figure]:
-    return [block for section in report.sections for block in section.blocks if isinstance(block, Figure)]
+def _figures(report: Report) -> list[FigureBlock]:
+    return [block for section in report.sections for block in section.blocks if isinstance(block, FigureBlock)]
 
 
 def _write(folder: Path, beside: Path, *, show: bool) -> tuple[Path, Path]:
-    with reading(folder):
-        report = build(folder, show=show)
-        page = render_html.render(report)
-        text, shown = render_markdown.render(report)
+    with explain_damage(folder):
+        report = build_report(folder, show=show)
+        page = render_html.render_html(report)
+        text, shown = render_markdown.render_markdown(report)
     make(beside)
     sweep(beside)
     for name, content in shown.items():
@@ -94,7 +94,7 @@ def _write(folder: Path, beside: Path, *, show: bool) -> tuple[Path, Path]:
     _put(folder / HTML, page.encode())
     _put(folder / MARKDOWN, text.encode())
     for path in [*beside.iterdir()]:
-        if path.name not in shown and _OURS.fullmatch(path.name):
+        if path.name not in shown and _OUR_FILES.fullmatch(path.name):
             remove(path)
     return folder / HTML, folder / MARKDOWN
 

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from eval import report
 from eval.experiment import yaml_config
 from eval.experiment.spec import ACCURACIES
 from eval.io import jsonl, manifest
 from eval.metrics.score import Row
 from eval.report import results_table
-from eval.report.load import PRIVACY, load, picture_names, read_pictures
+from eval.report.load import PRIVACY, load, picture_file_names, read_pictures
 from eval.report.result_groups import NOT_ATTACKED
 from eval.report.results_table import Table
 from eval.report.sections import partition_notes, privacy
-from eval.report.sections.overview import Numbered, other_code
+from eval.report.sections.overview import NumberedGroups, mixed_code_warning
+from eval.report.writer import write_report
 from eval.run import partition_files, privacy_claims
 from eval.run.attack_cell import IMAGES, PICTURES
 from eval.run.plan import Plan, Training
@@ -80,19 +80,26 @@ def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder
         plan: of the run.
         folder: likewise.
     """
-    found = results_table.table(rows, plan.experiment)
+    found = results_table.build_table(rows, plan.experiment)
     found = replace(found, legend=[*notes(failures, plan, folder), *found.legend])
-    jsonl.write_text(folder.path / TABLE, results_table.markdown(found))
+    jsonl.write_text(folder.path / TABLE, results_table.to_markdown(found))
     manifest.add(folder.path, TABLE)
-    report.write(folder.path)
+    write_report(folder.path)
     return found
 
 
 def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
     """What to know of the table as a whole: what failed or other code computed, images shared, privacy claimed."""
-    found = [note for note in (incomplete(failures, plan), other_code(folder.about_run())) if note]
+    found = [note for note in (incomplete(failures, plan), mixed_code_warning(folder.about_run())) if note]
     found += partition_notes.shared_images([about for _, about in partition_files.worlds(plan)])
-    return [*found, *(privacy.notes(Numbered.of(load(folder.path))) if (folder.path / PRIVACY).is_file() else [])]
+    return [
+        *found,
+        *(
+            privacy.legend_notes(NumberedGroups.from_run(load(folder.path)))
+            if (folder.path / PRIVACY).is_file()
+            else []
+        ),
+    ]
 
 
 def incomplete(failures: Sequence[Failure], plan: Plan) -> str | None:
@@ -185,7 +192,7 @@ def _write_pictures(trainings: Sequence[Training], folder: RunDir, new: Path) ->
         for watch in training.watches
         if folder.finished(watch.cell)
     }
-    for key, name in picture_names(finished).items():
+    for key, name in picture_file_names(finished).items():
         source = folder.file(finished[key], PICTURES)
         if not source.is_file():
             if folder.lost(finished[key]):

@@ -15,7 +15,8 @@ from eval.commands import run as running
 from eval.commands import terminal
 from eval.experiment import config_catalog
 from eval.io.jsonl import read_rows
-from eval.report.results_table import Table, summary
+from eval.report.glossary import summarize
+from eval.report.results_table import Table
 from eval.run.run_directory import BusyError, RunDir
 from fl.method import methods
 
@@ -299,7 +300,7 @@ def test_list():
     assert wrong.exit_code == terminal.USAGE
     assert "did you mean 'attacks'" in wrong.output
     found = json.loads(call("list", "--json").stdout)
-    assert found["methods"]["fedavg"] == summary(methods.get("fedavg"))
+    assert found["methods"]["fedavg"] == summarize(methods.get("fedavg"))
 
 
 def test_show():

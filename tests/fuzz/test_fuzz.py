@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.fakerun import CONFIG, FakeRun
 
-from eval import report
 from eval.audit import captured_update
 from eval.experiment import yaml_config
 from eval.io.jsonl import parse
 from eval.io.yaml12 import parse as parse_yaml
+from eval.report.writer import write_report
 from fl.data.sources.folders import decode
 
 REFUSALS = (ValueError, FileNotFoundError)
@@ -102,7 +102,7 @@ def test_rows(column, value):
     run = copy.deepcopy(RUN)
     run.rows[1][column] = value
     with suppress(*REFUSALS), tempfile.TemporaryDirectory() as folder:
-        report.write(run.write(Path(folder) / "out"))
+        write_report(run.write(Path(folder) / "out"))
 
 
 def png() -> bytes:

@@ -39,7 +39,9 @@ def go(path: Path) -> None:
         plan = runner.prepare(experiment, device="cpu")
         assert not runner.run(plan, folder, runner.Options(every=0.05))
         rows = results.assemble(plan, folder)
-        jsonl.write_text(path / results.TABLE, results_table.markdown(results_table.table(rows, plan.experiment)))
+        jsonl.write_text(
+            path / results.TABLE, results_table.to_markdown(results_table.build_table(rows, plan.experiment))
+        )
 
 
 def child(path: Path) -> int:

@@ -27,11 +27,11 @@ from eval.report.charts import style
 from eval.report.charts.label_placement import Box, place_labels
 from eval.report.charts.specs import Baseline, Chart, Curve, Heatmap, LineChart, Marker, Point, ScatterPlot, StripPlot
 
-FEW = 8
+MAX_WHISKERS = 8
 """Rounds up to which intervals are drawn as whiskers; more make a band."""
 _DPI = 72
 """So that a point is a pixel of an SVG."""
-_DIGIT_WIDTH = 0.65
+_CHARACTER_WIDTH = 0.65
 """Mean width of a character in units of its height."""
 _MARKER_SIZE, _MARKER_EDGE = 10.0, 2.0
 Span = tuple[float, float]
@@ -266,7 +266,7 @@ def _lines(chart: LineChart, width: int, with_key: bool) -> Figure:
     for baseline in chart.baselines:
         axes.axhline(baseline.value, **_baseline_look(baseline))
     for curve in curves:
-        if len(curve.band) > FEW:
+        if len(curve.band) > MAX_WHISKERS:
             at, lower, upper = zip(*curve.band, strict=True)
             axes.fill_between(at, lower, upper, color=style.color(curve.series), alpha=0.16, linewidth=0, clip_on=False)
     for curve in curves:
@@ -277,7 +277,7 @@ def _lines(chart: LineChart, width: int, with_key: bool) -> Figure:
 def _curve(axes: Axes, curve: Curve) -> None:
     """A line, with whiskers where there are few rounds, and with markers on some of them."""
     x, y = zip(*curve.points, strict=True)
-    if len(curve.band) <= FEW:
+    if len(curve.band) <= MAX_WHISKERS:
         _whiskers(axes, [((at, at), (low, high)) for at, low, high in curve.band], curve.series, cap="_")
     end, most = len(x) - 1, min(len(x) - 1, 6)
     chosen = sorted({end * i // max(most, 1) for i in range(most + 1)})
@@ -415,10 +415,10 @@ def _handle(look: Marker) -> tuple[Line2D, ...]:
 
 def _text_width(words: str) -> float:
     """About how wide words are, in pixels."""
-    return max(map(len, words.split("\n"))) * style.TEXT_SIZE * _DIGIT_WIDTH
+    return max(map(len, words.split("\n"))) * style.TEXT_SIZE * _CHARACTER_WIDTH
 
 
 def _wrapped(words: str, width: float) -> str:
     """Words from anywhere, visible, on lines of at most so many pixels."""
-    most = max(1, int(width / style.TEXT_SIZE / _DIGIT_WIDTH))
+    most = max(1, int(width / style.TEXT_SIZE / _CHARACTER_WIDTH))
     return "\n".join(wrap(visible(words), most, break_on_hyphens=False)) or " "

@@ -19,7 +19,7 @@ _LABEL, _MARK, _LINE, _OUTSIDE, _DISTANCE = 6.0, 3.0, 1.5, 30.0, 0.6
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Obstacles:
     """What a label should not cover: boxes of other labels, of marks and of other strokes; and the frame around all."""
 
     labels: Sequence[Box]
@@ -38,7 +38,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedLabel:
     """The place of a label.
 
     Attributes:
@@ -57,7 +57,7 @@ def place_labels(
     marks: Sequence[Box],
     lines: Sequence[Box],
     inside: Box,
-) -> list[Placed]:
+) -> list[PlacedLabel]:
     """Place a label beside every point.
 
     Each label takes the cheapest of a fixed set of places, in turn, until none moves.
@@ -74,10 +74,10 @@ def place_labels(
         before = dict(boxes)
         for i, (point, size) in enumerate(zip(points, sizes, strict=True)):
             others = [box for j, box in boxes.items() if j != i]
-            boxes[i] = _cheapest(point, size, Drawn(others, marks, lines, inside))
+            boxes[i] = _cheapest(point, size, Obstacles(others, marks, lines, inside))
         if boxes == before:
             break
-    return [Placed(boxes[i], _leader(point, boxes[i])) for i, point in enumerate(points)]
+    return [PlacedLabel(boxes[i], _leader(point, boxes[i])) for i, point in enumerate(points)]
 
 
 def overlap(a: Box, b: Box) -> float:
@@ -97,7 +97,7 @@ def _candidates(point: tuple[float, float], size: tuple[float, float]) -> list[B
     return found
 
 
-def _cheapest(point: tuple[float, float], size: tuple[float, float], drawn: Drawn) -> Box:
+def _cheapest(point: tuple[float, float], size: tuple[float, float], drawn: Obstacles) -> Box:
     """The candidate that costs least, the nearest of equals."""
     best, least = None, math.inf
     for box in _candidates(point, size):

@@ -8,15 +8,15 @@ from statistics import fmean
 
 from eval.io.text import join
 from eval.metrics.score import Row
-from eval.report.blocks import Absent, Block, Figure, Grid
+from eval.report.blocks import Block, FigureBlock, Omission, TableBlock
 from eval.report.charts.specs import Heatmap
-from eval.report.formatting import number, percent
+from eval.report.formatting import format_number, format_percent
 from eval.report.load import Run
-from eval.report.round_series import Value
+from eval.report.round_series import RowValue
 
-MOST = 50
+MAX_CLIENTS = 50
 """Clients whose similarities are drawn."""
-SAME = 1e-6
+EQUAL_WITHIN = 1e-6
 """How far below 1 the cosine of equal weights may come out."""
 
 
@@ -44,7 +44,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known and len(known) == len(values) else None
 
 
-COURSES: Mapping[str, tuple[str, str, Value]] = {
+SERIES: Mapping[str, tuple[str, str, RowValue]] = {
     "loss": ("Loss on training images", "cross entropy (nats)", _loss),
     "movement": ("Movement of clients' weights in a round", "distance", _movement),
     "similarity": ("Similarity of clients' weights", "cosine, mean over pairs", _similarity),
@@ -60,34 +60,36 @@ def blocks(run: Run) -> list[Block]:
         key = (row["method"], row["defense"])
         if row.get("accuracy") is not None and last.get(key, row)["seed"] == row["seed"]:
             last[key] = row
-    maps = [_map(i, row) for i, row in enumerate(last.values(), 1) if len(row.get("similarity") or []) > 1]
+    maps = [
+        _similarity_figure(i, row) for i, row in enumerate(last.values(), 1) if len(row.get("similarity") or []) > 1
+    ]
     return [*maps, *_confidences(list(last.values()))]
 
 
-def _map(which: int, row: Row) -> Block:
+def _similarity_figure(which: int, row: Row) -> Block:
     """Who resembles whom (HyperFedNet, Figure 5)."""
     title = (
         f"Similarity of clients' weights: {row['method']}, {row['defense']}, round {row['round']}, seed {row['seed']}"
     )
-    if len(row["similarity"]) > MOST:
-        return Absent(title, f"more than {MOST} clients; the figures are in rounds.jsonl")
+    if len(row["similarity"]) > MAX_CLIENTS:
+        return Omission(title, f"more than {MAX_CLIENTS} clients; the figures are in rounds.jsonl")
     matrix = [[float(value) for value in line if value is not None] for line in row["similarity"]]
     if any(len(line) < len(matrix) for line in matrix):
-        return Absent(title, "a client's weights are all zero or no numbers")
+        return Omission(title, "a client's weights are all zero or no numbers")
     low = min(value for line in matrix for value in line)
-    least = _told_from_one(low)
+    least = _format_below_one(low)
     cosines, shades = f"Cosines from {least} to 1", f"Darker cells: more alike; white is {least}, full colour 1"
-    if 1 - low < SAME:
+    if 1 - low < EQUAL_WITHIN:
         cosines, shades = "All cosines are 1", "All are alike: full colour is a cosine of 1"
     alt = f"{title}. {cosines}, clients 0 to {len(matrix) - 1} to the right and downwards."
     caption = f"{shades}. Clients by number, from 0."
-    chart = Heatmap(matrix, 1.0 if 1 - low < SAME else low, 1.0)
-    return Figure(f"similarity-{which}", title, chart, alt, caption, widths=(420, 300))
+    chart = Heatmap(matrix, 1.0 if 1 - low < EQUAL_WITHIN else low, 1.0)
+    return FigureBlock(f"similarity-{which}", title, chart, alt, caption, widths=(420, 300))
 
 
-def _told_from_one(low: float) -> str:
+def _format_below_one(low: float) -> str:
     """With three digits, or as many as it takes not to read as 1."""
-    words = [number(low, digits) for digits in range(3, 8)]
+    words = [format_number(low, digits) for digits in range(3, 8)]
     return next((word for word in words if not word.startswith("1")), words[-1])
 
 
@@ -98,11 +100,11 @@ def _confidences(rows: Sequence[Row]) -> list[Block]:
         for where, answers in (row.get("confidence") or {}).items():
             for answer, counts in answers.items():
                 total, bins = sum(counts), len(counts)
-                shares = [percent(count / total) if total else percent(None) for count in counts]
+                shares = [format_percent(count / total) if total else format_percent(None) for count in counts]
                 lines.append([row["method"], row["defense"], where, answer, f"{total}", *shares])
     if not lines:
         return []
     ends = [f">{i / bins:g} to {(i + 1) / bins:g}" for i in range(bins)]
     columns = ["method", "defence", "images", "answer", ">how many", *ends]
     seeds = join(list(dict.fromkeys(f"{row['seed']}" for row in rows if row.get("confidence"))))
-    return [Grid(f"Probability of the class named, after the last round (seed {seeds})", columns, lines)]
+    return [TableBlock(f"Probability of the class named, after the last round (seed {seeds})", columns, lines)]

@@ -10,23 +10,23 @@ from typing import TypeVar
 from eval.io.text import join
 from eval.metrics.statistics import Interval
 from eval.report import curves
-from eval.report.blocks import Absent, Block, Figure, Grid, Section
+from eval.report.blocks import Block, FigureBlock, Omission, Section, TableBlock
 from eval.report.charts.specs import Baseline, Curve, LineChart, Marker, Point, ScatterPlot, Strip, StripPlot
-from eval.report.formatting import SCORES, interval, number
-from eval.report.result_groups import FLOORS, Group, floor_means
-from eval.report.round_series import Value, accuracy, accuracy_interval, courses, diagnostics
+from eval.report.formatting import FURTHER_ACCURACIES, format_interval, format_number
+from eval.report.result_groups import BASELINES, ResultGroup, baseline_means
+from eval.report.round_series import RowValue, accuracy_interval, collect_series, diagnostic_names, format_accuracy
 from eval.report.sections import diagnostics as measured
 from eval.report.sections import server_step
-from eval.report.sections.overview import Numbered
+from eval.report.sections.overview import NumberedGroups
 
 T = TypeVar("T")
-MOST = 8
+MAX_LINES = 8
 """Lines in one figure; more are spread over a figure for every defence."""
-LINES = ("mean", "nearest")
+DRAWN_BASELINES = ("mean", "nearest")
 """Floors drawn as lines: the best constant picture, and the best picture that could be had before."""
 
 
-def section(numbered: Numbered) -> Section:
+def section(numbered: NumberedGroups) -> Section:
     """Accuracy against leakage, and what changes over rounds; the latter alone where no attack was asked for."""
     if not numbered.run.attacked:
         return Section("tradeoff", "Accuracy", _training(numbered))
@@ -34,40 +34,40 @@ def section(numbered: Numbered) -> Section:
     return Section("tradeoff", "Accuracy against leakage", blocks)
 
 
-def _scatter(numbered: Numbered) -> list[Block]:
+def _scatter(numbered: NumberedGroups) -> list[Block]:
     """One point for every method, defence and attack."""
     points, rows, marks, spoken = [], [], [], []
     absent: list[Block] = []
-    for key, group in numbered.shown.items():
+    for key, group in numbered.charted.items():
         if group.psnr is None or group.accuracy is None:
             missing = "it recovers no pictures" if group.psnr is None else "no accuracy of its round is on file"
-            absent.append(Absent(f"{numbered.name(group)} in the figure", missing))
+            absent.append(Omission(f"{numbered.label(group)} in the figure", missing))
             continue
-        mark, clients = numbered.mark(group), accuracy_interval(numbered.run, group)
-        x, y = _ends(group.psnr), _ends(clients, 100)
-        points.append(Point(key, numbered.name(group), mark, group.psnr.value, 100 * group.accuracy, x, y))
-        reached = accuracy(numbered.run, group)
-        rows.append([*numbered.row(key, group), reached, interval(group.psnr)])
+        mark, clients = numbered.marker(group), accuracy_interval(numbered.run, group)
+        x, y = _interval_ends(group.psnr), _interval_ends(clients, 100)
+        points.append(Point(key, numbered.label(group), mark, group.psnr.value, 100 * group.accuracy, x, y))
+        reached = format_accuracy(numbered.run, group)
+        rows.append([*numbered.row(key, group), reached, format_interval(group.psnr)])
         marks.append(mark)
-        spoken.append(f"{key}: {numbered.name(group)}, accuracy {reached}, PSNR {interval(group.psnr)} dB.")
+        spoken.append(f"{key}: {numbered.label(group)}, accuracy {reached}, PSNR {format_interval(group.psnr)} dB.")
     if not points:
-        return absent or [Absent("accuracy against leakage", "no attack applied")]
-    lines = _floors([numbered.shown[point.number] for point in points])
+        return absent or [Omission("accuracy against leakage", "no attack applied")]
+    lines = _drawn_baselines([numbered.charted[point.number] for point in points])
     alt = f"Accuracy in percent against mean PSNR in dB. {' '.join(spoken)}"
     caption = (
         "Further right, pictures closer to the truth: more leaked. Further up, a better model. Shapes stand for "
         "methods, hollow ones under a defence; numbers for the rows of the legend. Whiskers are 95 % intervals, of "
-        f"PSNR over images and seeds, {_accuracy_words(points)}{_floor_words(lines)}"
+        f"PSNR over images and seeds, {_accuracy_words(points)}{_baselines_in_words(lines)}"
     )
-    if numbered.rounds:
+    if numbered.several_rounds:
         caption += (
             " Of the rounds that were watched, each attack is shown at the one in which it leaked most, with the "
             "accuracy of that same round."
         )
     columns = [*numbered.columns(), ">accuracy", ">PSNR (dB)"]
-    legend = Grid("What the marks stand for", columns, rows, marks=marks)
+    legend = TableBlock("What the marks stand for", columns, rows, markers=marks)
     chart = ScatterPlot(points, lines)
-    return [Figure("tradeoff", "Each attack on each method", chart, alt, caption, legend), *absent]
+    return [FigureBlock("tradeoff", "Each attack on each method", chart, alt, caption, legend), *absent]
 
 
 def _accuracy_words(points: Sequence[Point]) -> str:
@@ -78,24 +78,24 @@ def _accuracy_words(points: Sequence[Point]) -> str:
     return "of accuracy none, as that of every single client is not on file."
 
 
-def _strips(numbered: Numbered) -> list[Block]:
+def _strips(numbered: NumberedGroups) -> list[Block]:
     """Every attacked image of every attack."""
-    shown = {key: group for key, group in numbered.shown.items() if group.psnr is not None}
+    shown = {key: group for key, group in numbered.charted.items() if group.psnr is not None}
     if not shown:
         return []
     rows = [
         Strip(
             key,
-            numbered.name(group),
-            numbered.mark(group),
-            [row["psnr"] for row in group.pictured],
+            numbered.label(group),
+            numbered.marker(group),
+            [row["psnr"] for row in group.image_rows],
             group.psnr.value,
-            _ends(group.psnr),
+            _interval_ends(group.psnr),
         )
         for key, group in shown.items()
         if group.psnr is not None
     ]
-    lines = _floors(list(shown.values()))
+    lines = _drawn_baselines(list(shown.values()))
     alt = "PSNR of every attacked image. " + " ".join(
         f"{row.number}, {row.label}: from {min(row.values):.1f} to {max(row.values):.1f} dB, mean {row.mean:.1f} dB."
         for row in rows
@@ -103,40 +103,44 @@ def _strips(numbered: Numbered) -> list[Block]:
     caption = (
         "Each dot is one reconstruction, the larger mark their mean with its 95 % interval: a mean can hide single "
         "images that came back exact, and single failures. From about 20 dB a person recognises the "
-        f"content.{_floor_words(lines)}"
+        f"content.{_baselines_in_words(lines)}"
     )
-    return [Figure("images", "Every image on its own", StripPlot(rows, lines), alt, caption)]
+    return [FigureBlock("images", "Every image on its own", StripPlot(rows, lines), alt, caption)]
 
 
-def _training(numbered: Numbered) -> list[Block]:
+def _training(numbered: NumberedGroups) -> list[Block]:
     """Accuracy and diagnostics over rounds."""
     rows = numbered.run.rounds
     if not rows:
-        return [Absent("accuracy over rounds", "there is no rounds.jsonl")]
-    blocks = _courses(numbered, "accuracy", "Accuracy over rounds", "accuracy (%)", partial(_times, column="accuracy"))
+        return [Omission("accuracy over rounds", "there is no rounds.jsonl")]
+    blocks = _series_figures(
+        numbered, "accuracy", "Accuracy over rounds", "accuracy (%)", partial(_percent, column="accuracy")
+    )
     if not blocks:
-        blocks = [Absent("accuracy over rounds", "rounds.jsonl holds no second round with an accuracy")]
-    blocks += _courses(
+        blocks = [Omission("accuracy over rounds", "rounds.jsonl holds no second round with an accuracy")]
+    blocks += _series_figures(
         numbered,
         "accuracy-local",
         "Accuracy right after local training",
         "accuracy (%)",
-        partial(_times, column="accuracy_local"),
+        partial(_percent, column="accuracy_local"),
     )
-    for name, words in SCORES.items():
+    for name, words in FURTHER_ACCURACIES.items():
         column = f"accuracy_{name}"
         title = f"Accuracy {words}"
-        blocks += _courses(numbered, column.replace("_", "-"), title, "accuracy (%)", partial(_times, column=column))
-    for i, name in enumerate(diagnostics(rows), 1):
+        blocks += _series_figures(
+            numbered, column.replace("_", "-"), title, "accuracy (%)", partial(_percent, column=column)
+        )
+    for i, name in enumerate(diagnostic_names(rows), 1):
         words = name.replace("_", " ")
         value = partial(_diagnostic, name=name)
-        blocks += _courses(numbered, f"diagnostic-{i}", f"{words.capitalize()} over rounds", words, value)
-    for name, (title, ylabel, measure) in measured.COURSES.items():
-        blocks += _courses(numbered, name, title, ylabel, measure)
+        blocks += _series_figures(numbered, f"diagnostic-{i}", f"{words.capitalize()} over rounds", words, value)
+    for name, (title, ylabel, measure) in measured.SERIES.items():
+        blocks += _series_figures(numbered, name, title, ylabel, measure)
     return [*blocks, *measured.blocks(numbered.run), *server_step.blocks(numbered.run)]
 
 
-def _times(row: Mapping[str, object], column: str) -> float | None:
+def _percent(row: Mapping[str, object], column: str) -> float | None:
     value = row.get(column)
     return 100 * float(value) if isinstance(value, int | float) else None
 
@@ -147,54 +151,59 @@ def _diagnostic(row: Mapping[str, object], name: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _courses(numbered: Numbered, name: str, title: str, ylabel: str, value: Value) -> list[Block]:
+def _series_figures(numbered: NumberedGroups, name: str, title: str, ylabel: str, value: RowValue) -> list[Block]:
     """Figures of a value over rounds; none where no method has two rounds of it."""
-    found = courses(numbered.run.rounds, value)
+    found = collect_series(numbered.run.rounds, value)
     if not any(len(course.values) > 1 for course in found):
         return []
     subjects = list(dict.fromkeys((row["method"], row["defense"]) for row in numbered.run.rounds))
     methods = list(dict.fromkeys(method for method, _ in subjects))
-    lots = _lots({(course.method, course.defense): course for course in found})
+    lots = _split_by_defense({(course.method, course.defense): course for course in found})
     blocks: list[Block] = []
     for suffix, words, lot in lots:  # a method looks the same in all of them
         own = list(lot.values())
         series = [methods.index(c.method) if len(lots) > 1 else subjects.index((c.method, c.defense)) for c in own]
         labels = {"method": [course.method for course in own], "defence": [course.defense for course in own]}
-        blocks.append(curves.figure(f"{name}{suffix}", title + words, ylabel, labels, own, series))
+        blocks.append(curves.line_figure(f"{name}{suffix}", title + words, ylabel, labels, own, series))
     return blocks
 
 
-def _leakage(numbered: Numbered) -> list[Block]:
+def _leakage(numbered: NumberedGroups) -> list[Block]:
     """PSNR over the rounds that were watched."""
-    lots: dict[tuple[str, ...], list[Group]] = {}
-    for group in numbered.numbers.values():
+    lots: dict[tuple[str, ...], list[ResultGroup]] = {}
+    for group in numbered.by_number.values():
         if group.psnr is not None:
             lots.setdefault((group.method, group.defense, group.attack), []).append(group)
     if not any(len(lot) > 1 for lot in lots.values()):
         return []
-    return [_leak(f"leakage-rounds{suffix}", f"Leakage over rounds{words}", lot) for suffix, words, lot in _lots(lots)]
+    return [
+        _leakage_figure(f"leakage-rounds{suffix}", f"Leakage over rounds{words}", lot)
+        for suffix, words, lot in _split_by_defense(lots)
+    ]
 
 
-def _leak(name: str, title: str, lots: Mapping[tuple[str, ...], list[Group]]) -> Figure:
+def _leakage_figure(name: str, title: str, lots: Mapping[tuple[str, ...], list[ResultGroup]]) -> FigureBlock:
     """One figure of PSNR over rounds."""
     curves, rows = [], []
     for i, (key, lot) in enumerate(lots.items()):
         found = sorted(((group.round, group.psnr) for group in lot if group.psnr is not None), key=itemgetter(0))
-        ends = [(float(at), *span) for at, psnr in found if (span := _ends(psnr))]
+        ends = [(float(at), *span) for at, psnr in found if (span := _interval_ends(psnr))]
         label = ", ".join(word for word in key if word != "none")
         curves.append(Curve(label, i, [(float(at), psnr.value) for at, psnr in found], ends))
-        rows.append([*key, "; ".join(f"{number(psnr.value)} ({at})" for at, psnr in found)])
-    lines = _floors([group for lot in lots.values() for group in lot])
+        rows.append([*key, "; ".join(f"{format_number(psnr.value)} ({at})" for at, psnr in found)])
+    lines = _drawn_baselines([group for lot in lots.values() for group in lot])
     alt = "Mean PSNR in dB over rounds. " + " ".join(f"{', '.join(row[:3])}: {row[3]}." for row in rows)
-    caption = f"Whiskers or bands are 95 % intervals over images and seeds.{_floor_words(lines)}"
+    caption = f"Whiskers or bands are 95 % intervals over images and seeds.{_baselines_in_words(lines)}"
     marks = [Marker(curve.series, line=True) for curve in curves]
-    legend = Grid("What the lines stand for", ["method", "defence", "attack", ">PSNR in dB (round)"], rows, marks=marks)
-    return Figure(name, title, LineChart("PSNR (dB)", curves, lines), alt, caption, legend)
+    legend = TableBlock(
+        "What the lines stand for", ["method", "defence", "attack", ">PSNR in dB (round)"], rows, markers=marks
+    )
+    return FigureBlock(name, title, LineChart("PSNR (dB)", curves, lines), alt, caption, legend)
 
 
-def _lots(items: Mapping[tuple[str, ...], T]) -> list[tuple[str, str, dict[tuple[str, ...], T]]]:
+def _split_by_defense(items: Mapping[tuple[str, ...], T]) -> list[tuple[str, str, dict[tuple[str, ...], T]]]:
     """All items in one figure, or one figure for every defence: (suffix of its name, of its title, items)."""
-    if len(items) <= MOST:
+    if len(items) <= MAX_LINES:
         return [("", "", dict(items))]
     defenses = dict.fromkeys(key[1] for key in items)
     return [
@@ -203,19 +212,19 @@ def _lots(items: Mapping[tuple[str, ...], T]) -> list[tuple[str, str, dict[tuple
     ]
 
 
-def _floors(groups: Sequence[Group]) -> list[Baseline]:
-    found = floor_means([row for group in groups for row in group.pictured])
-    return [Baseline(guess, FLOORS[guess], found[guess]) for guess in LINES if guess in found]
+def _drawn_baselines(groups: Sequence[ResultGroup]) -> list[Baseline]:
+    found = baseline_means([row for group in groups for row in group.image_rows])
+    return [Baseline(guess, BASELINES[guess], found[guess]) for guess in DRAWN_BASELINES if guess in found]
 
 
-def _floor_words(found: Sequence[Baseline]) -> str:
+def _baselines_in_words(found: Sequence[Baseline]) -> str:
     if not found:
         return ""
-    words = join([f"{floor.label} ({number(floor.value)} dB)" for floor in found])
+    words = join([f"{floor.label} ({format_number(floor.value)} dB)" for floor in found])
     return f" Broken lines: what a guess without the update scores on the same images, {words}."
 
 
-def _ends(found: Interval | None, factor: float = 1) -> tuple[float, float] | None:
+def _interval_ends(found: Interval | None, factor: float = 1) -> tuple[float, float] | None:
     if found is None or found.low is None or found.high is None:
         return None
     return factor * found.low, factor * found.high

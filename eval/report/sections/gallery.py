@@ -10,58 +10,60 @@ from PIL import Image
 
 from eval.metrics.image import PSNR_CAP
 from eval.metrics.score import Row
-from eval.report.blocks import Case, Gallery
-from eval.report.formatting import number
+from eval.report.blocks import GalleryBlock, ImagePair
+from eval.report.formatting import format_number
 from eval.report.load import Pixels, Run
-from eval.report.result_groups import IMAGE, Group, failed
+from eval.report.result_groups import IMAGE, ResultGroup, has_failed
 
-SIDE = 112
+MIN_SIDE = 112
 """Pixels that small images are enlarged to, at least; whole pixels only, so that nothing is smoothed away."""
 _TOLERANCE = 0.05
 
 
-def gallery(run: Run, group: Group, name: str, title: str) -> Gallery:
+def build_gallery(run: Run, group: ResultGroup, name: str, title: str) -> GalleryBlock:
     """The best, the median and the worst image of an attack.
 
     Raises:
         ValueError: there are no pictures, or they are not those that the rows are about; says which.
     """
-    if not group.pictured:
+    if not group.image_rows:
         raise ValueError("the attack recovered no pictures")
     cases = []
-    for rule, row in chosen(group):
+    for rule, row in choose_cases(group):
         seed = row["seed"]
-        order = [other for other in group.pictured if other["seed"] == seed]
-        originals, found = run.pictures(group, seed)
+        order = [other for other in group.image_rows if other["seed"] == seed]
+        originals, found = run.load_pictures(group, seed)
         if len(originals) != len(order):
             raise ValueError(f"there are {len(originals)} pictures for {len(order)} rows of seed {seed}")
         index = next(i for i, other in enumerate(order) if other is row)
         cases.append(_case(rule, row, originals[index], found[index]))
-    return Gallery(name, title, cases)
+    return GalleryBlock(name, title, cases)
 
 
-def chosen(group: Group) -> list[tuple[str, Row]]:
+def choose_cases(group: ResultGroup) -> list[tuple[str, Row]]:
     """Best, median (the lower of two) and worst by PSNR over all images and seeds; fewer where there are fewer."""
-    ordered = sorted(group.pictured, key=lambda row: (row["psnr"], str(row.get(IMAGE)), row["seed"]))
+    ordered = sorted(group.image_rows, key=lambda row: (row["psnr"], str(row.get(IMAGE)), row["seed"]))
     rules = {"best": len(ordered) - 1, "median": (len(ordered) - 1) // 2, "worst": 0}
     if len(ordered) < 3:
         rules = {"best": len(ordered) - 1, "worst": 0} if len(ordered) == 2 else {"only": 0}
     return [(rule, ordered[index]) for rule, index in rules.items()]
 
 
-def _case(rule: str, row: Row, original: Pixels, found: Pixels) -> Case:
+def _case(rule: str, row: Row, original: Pixels, found: Pixels) -> ImagePair:
     if original.shape[0] not in (1, 3):
         raise ValueError(f"images of {original.shape[0]} channels can't be shown")
-    if not failed(row) and abs(_psnr(original, found) - row["psnr"]) > _TOLERANCE:
+    if not has_failed(row) and abs(_psnr(original, found) - row["psnr"]) > _TOLERANCE:
         raise ValueError(f"picture {row.get(IMAGE)} is not the one its row is about: its PSNR differs")
     height, width = original.shape[1:]
-    scale = max(1, -(-SIDE // max(height, width)))
-    words = f"{number(row['psnr'])} dB" + (" (failed: no picture)" if failed(row) else "")
+    scale = max(1, -(-MIN_SIDE // max(height, width)))
+    words = f"{format_number(row['psnr'])} dB" + (" (failed: no picture)" if has_failed(row) else "")
     about = f"client {row.get('client', '?')}, image {row.get(IMAGE)}, seed {row['seed']}"
-    return Case(rule, words, png(original, scale), png(found, scale), about, (width * scale, height * scale))
+    return ImagePair(
+        rule, words, encode_png(original, scale), encode_png(found, scale), about, (width * scale, height * scale)
+    )
 
 
-def png(image: Pixels, scale: int = 1) -> bytes:
+def encode_png(image: Pixels, scale: int = 1) -> bytes:
     """A PNG file of one image (C, H, W) in [0, 1], every pixel `scale` by `scale` large."""
     pixels = (np.nan_to_num(image).clip(0, 1) * 255).round().astype(np.uint8).repeat(scale, 1).repeat(scale, 2)
     plain: Any = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)

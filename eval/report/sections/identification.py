@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from eval.io.text import join
 from eval.metrics.lineup import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE
-from eval.report.blocks import Absent, Block, Grid, Items
-from eval.report.formatting import NONE, percent
-from eval.report.result_groups import Group, Named
-from eval.report.sections.overview import Numbered
+from eval.report.blocks import Block, DefinitionList, Omission, TableBlock
+from eval.report.formatting import NO_VALUE, format_percent
+from eval.report.result_groups import IdentificationRate, ResultGroup
+from eval.report.sections.overview import NumberedGroups
 
 READING = [
     (
@@ -30,39 +30,49 @@ READING = [
 _WAYS = {BY_FEATURES: "naming by features", BY_UPDATE: "naming by update"}
 
 
-def blocks(numbered: Numbered) -> list[Block]:
+def blocks(numbered: NumberedGroups) -> list[Block]:
     """The shares, and why some are missing; nothing where no image had others of its class beside it."""
-    told = {key: group for key, group in numbered.numbers.items() if any(AMONG in row for row in group.scored)}
+    told = {key: group for key, group in numbered.by_number.items() if any(AMONG in row for row in group.attacked_rows)}
     if not told:
         return []
     columns = [*numbered.columns(), ">by picture", ">by features", ">by chance", ">by update", ">by chance"]
     lines = []
     for key, group in told.items():
-        picture, features, update = (group.named_by(way) for way in (BY_PICTURE, BY_FEATURES, BY_UPDATE))
-        cells = [rate(picture), rate(features), chance(picture), rate(update), chance(update)]
+        picture, features, update = (group.identification_by(way) for way in (BY_PICTURE, BY_FEATURES, BY_UPDATE))
+        cells = [
+            format_rate(picture),
+            format_rate(features),
+            format_chance(picture),
+            format_rate(update),
+            format_chance(update),
+        ]
         lines.append([*numbered.row(key, group), *cells])
-    return [Grid("Images named among others of their class", columns, lines), Items(READING), *_missing(told)]
+    return [
+        TableBlock("Images named among others of their class", columns, lines),
+        DefinitionList(READING),
+        *_missing(told),
+    ]
 
 
-def rate(named: Named | None) -> str:
+def format_rate(named: IdentificationRate | None) -> str:
     """Share and interval."""
     if named is None:
-        return NONE
+        return NO_VALUE
     low, high = named.interval
-    return f"{percent(named.hits / named.images)} [{100 * low:.0f}, {100 * high:.0f}]"
+    return f"{format_percent(named.hits / named.images)} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
-def chance(named: Named | None) -> str:
+def format_chance(named: IdentificationRate | None) -> str:
     """How often a guess would name them."""
-    return NONE if named is None else percent(named.chance)
+    return NO_VALUE if named is None else format_percent(named.chance)
 
 
-def _missing(told: dict[int, Group]) -> list[Block]:
+def _missing(told: dict[int, ResultGroup]) -> list[Block]:
     """Why images of some methods could not be named so."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for group in told.values():
-        for row in group.scored:
+        for row in group.attacked_rows:
             for way in _WAYS:
                 if reason := row.get("missing", {}).get(way):
                     found.setdefault((way, reason), {})[f"{group.method} ({group.attack})"] = None
-    return [Absent(f"{_WAYS[way]} under {join(list(who))}", reason) for (way, reason), who in found.items()]
+    return [Omission(f"{_WAYS[way]} under {join(list(who))}", reason) for (way, reason), who in found.items()]

@@ -11,7 +11,7 @@ from attacks.verification import CONTRADICTED, SIZE, UNTOLD
 from eval.io.text import join
 from eval.metrics import self_verification
 from eval.metrics.score import Row
-from eval.report.result_groups import FEWEST
+from eval.report.result_groups import MIN_IMAGES
 
 Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind"]
 """What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right
@@ -194,7 +194,7 @@ def too_few(attack: str, images: int) -> Open:
     return Open(
         f"{attack} came closer to an image than every guess",
         f"{images} image(s) are too few to tell content from chance",
-        f"attack {FEWEST} images or more",
+        f"attack {MIN_IMAGES} images or more",
     )
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.io.text import sentence
-from eval.report.blocks import Absent, Block, Code, Grid, Items, Note, Section, Text
-from eval.report.glossary import glossary, papers
+from eval.report.blocks import Block, CodeBlock, DefinitionList, Note, Omission, Paragraph, Section, TableBlock
+from eval.report.glossary import glossary, papers_to_cite
 from eval.report.load import Run
-from eval.report.result_groups import CLEAR, RECOGNISED, RECOVERED
+from eval.report.result_groups import CLEAR_MARGIN, RECOGNIZABLE_PSNR, RECOVERED_BELOW
 
 ACCURACY = (
     "Accuracy",
@@ -41,12 +41,12 @@ MEASURES = [
     ),
     (
         "Private values",
-        f"Relative error of what a method keeps from the server; below {RECOVERED:g} it counts as recovered. An "
+        f"Relative error of what a method keeps from the server; below {RECOVERED_BELOW:g} it counts as recovered. An "
         "update that the attack applies to and of which nothing comes back counts as one that is not.",
     ),
     ACCURACY,
 ]
-JUDGED = [
+CRITERIA = [
     (
         "Floors",
         "What a guess without any knowledge of the update scores on the same images: one colour (the image's own "
@@ -64,7 +64,8 @@ JUDGED = [
     ),
     (
         "Single images",
-        f"An image counts as leaked by itself from {RECOGNISED:g} dB on, if it is at least {CLEAR:g} dB above every "
+        f"An image counts as leaked by itself from {RECOGNIZABLE_PSNR:g} dB on, if it is at least {CLEAR_MARGIN:g} "
+        "dB above every "
         "guess of that same image. A mean over many can hide it.",
     ),
     ("Failures", "An image that no reconstruction stands for counts with PSNR 0, not as a gap."),
@@ -74,25 +75,30 @@ JUDGED = [
 
 def section(run: Run) -> Section:
     """Measures, judgement, glossary, papers."""
-    blocks: list[Block] = [Items(MEASURES), Items(JUDGED)] if run.attacked else [Items([ACCURACY])]
-    if words := glossary(run.setting):
-        blocks += [Text("What was trained, and what was tried on it:"), Items([(n, sentence(w)) for n, w in words])]
-    if cited := papers(run.setting):
-        blocks += [Text("Papers to cite:"), Items([(name, sentence(words)) for name, words in cited])]
+    blocks: list[Block] = (
+        [DefinitionList(MEASURES), DefinitionList(CRITERIA)] if run.attacked else [DefinitionList([ACCURACY])]
+    )
+    if words := glossary(run.settings):
+        blocks += [
+            Paragraph("What was trained, and what was tried on it:"),
+            DefinitionList([(n, sentence(w)) for n, w in words]),
+        ]
+    if cited := papers_to_cite(run.settings):
+        blocks += [Paragraph("Papers to cite:"), DefinitionList([(name, sentence(words)) for name, words in cited])]
     return Section("method", "How the figures are made", blocks)
 
 
-def again(run: Run) -> Section:
+def reproduction_section(run: Run) -> Section:
     """Commands, machine, configuration."""
     blocks: list[Block] = []
     commands = "hyperleak run config.yaml --out ../again\nhyperleak report ."
-    if command := _command(run.about):
-        blocks.append(Code("The command of this run", command))
+    if command := _command(run.metadata):
+        blocks.append(CodeBlock("The command of this run", command))
     else:
-        blocks.append(Absent("the command this run was started with", "there is no run.json that holds it"))
-    blocks.append(Code("In this folder: run it again from its settings; write this report again", commands))
+        blocks.append(Omission("the command this run was started with", "there is no run.json that holds it"))
+    blocks.append(CodeBlock("In this folder: run it again from its settings; write this report again", commands))
     blocks += _machine(run.environment)
-    blocks.append(Code("All settings (config.yaml)", run.config.rstrip("\n"), folded=True))
+    blocks.append(CodeBlock("All settings (config.yaml)", run.config_text.rstrip("\n"), folded=True))
     return Section("again", "To do it again", blocks)
 
 
@@ -106,7 +112,7 @@ def _command(about: Mapping[str, Any]) -> str:
 def _machine(environment: Mapping[str, Any]) -> list[Block]:
     """Versions and device, as far as they are on file."""
     if not environment:
-        return [Absent("versions and machine", "there is no env.json")]
+        return [Omission("versions and machine", "there is no env.json")]
     blocks: list[Block] = []
     if str(environment.get("commit") or "").endswith("+changes"):
         words = "The program was run from a checkout with uncommitted changes: its commit alone does not give it back."
@@ -117,9 +123,9 @@ def _machine(environment: Mapping[str, Any]) -> list[Block]:
             continue
         pairs = value.items() if isinstance(value, Mapping) else [(key, value)]
         rows += [[str(name), "not installed" if entry is None else str(entry)] for name, entry in pairs]
-    blocks.append(Grid("Versions and machine", ["what", "value"], rows))
+    blocks.append(TableBlock("Versions and machine", ["what", "value"], rows))
     seconds = environment.get("seconds")
     if isinstance(seconds, Mapping) and seconds:
         times = [[str(stage), f"{value:,.1f}"] for stage, value in seconds.items() if isinstance(value, int | float)]
-        blocks.append(Grid("How long it took", ["stage", ">seconds"], times))
+        blocks.append(TableBlock("How long it took", ["stage", ">seconds"], times))
     return blocks

@@ -8,16 +8,16 @@ from typing import Any
 
 from eval.io.text import count, join, sentence
 from eval.metrics import validity_flags
-from eval.report.blocks import Block, Finding, Items, Note, Section, Text
+from eval.report.blocks import Block, DefinitionList, FindingBlock, Note, Paragraph, Section
 from eval.report.charts.specs import Marker
 from eval.report.load import Run
-from eval.report.result_groups import FEWEST, NOT_ATTACKED, Group
-from eval.report.sections.findings import findings, floor_names, strongest, subject
+from eval.report.result_groups import MIN_IMAGES, NOT_ATTACKED, ResultGroup
+from eval.report.sections.findings import baseline_names, findings, strongest_attack, subject_label
 from eval.report.sections.partition_notes import shared_images
 
-FEW = 3
+MAX_NAMED = 3
 """Attacks that a flag names; more go by their numbers."""
-UNATTACKED = "No attack was asked for, so nothing is said of what updates give away."
+NO_ATTACK_ASKED = "No attack was asked for, so nothing is said of what updates give away."
 KNOWLEDGE = {
     "knows_labels": "the labels of the images",
     "knows_batch_size": "how many images an update is computed from",
@@ -33,7 +33,7 @@ KNOWLEDGE = {
 
 
 @dataclass(frozen=True)
-class Numbered:
+class NumberedGroups:
     """The settings that were attacked, under the numbers they have all through the report.
 
     Attributes:
@@ -44,25 +44,25 @@ class Numbered:
     """
 
     run: Run
-    numbers: dict[int, Group]
-    shown: dict[int, Group]
-    rounds: bool
+    by_number: dict[int, ResultGroup]
+    charted: dict[int, ResultGroup]
+    several_rounds: bool
 
     @property
     def defended(self) -> bool:
         """Whether there is any defence."""
-        return any(self.run.setting.kind(group.defense) != "none" for group in self.run.groups)
+        return any(self.run.settings.defense_name(group.defense) != "none" for group in self.run.groups)
 
     @classmethod
-    def of(cls, run: Run) -> Numbered:
+    def from_run(cls, run: Run) -> NumberedGroups:
         """Number the groups of a run in the order of its file."""
-        numbers = dict(enumerate((group for group in run.groups if group.scored), 1))
-        lots: dict[tuple[str, str, str], dict[int, Group]] = {}
+        numbers = dict(enumerate((group for group in run.groups if group.attacked_rows), 1))
+        lots: dict[tuple[str, str, str], dict[int, ResultGroup]] = {}
         for number, group in numbers.items():
             lots.setdefault((*group.subject, group.attack), {})[number] = group
-        shown: dict[int, Group] = {}
+        shown: dict[int, ResultGroup] = {}
         for lot in lots.values():
-            best = strongest(list(lot.values())) or next(reversed(lot.values()))
+            best = strongest_attack(list(lot.values())) or next(reversed(lot.values()))
             shown |= {number: group for number, group in lot.items() if group is best}
         return cls(run, numbers, shown, len({group.round for group in numbers.values()}) > 1)
 
@@ -70,28 +70,30 @@ class Numbered:
         """Of a table by attack; none for defences or rounds where there is nothing to tell apart."""
         return self.cells(">no.", "method", "defence", "attack", ">round")
 
-    def row(self, key: int, group: Group) -> list[str]:
+    def row(self, key: int, group: ResultGroup) -> list[str]:
         """A group's first cells, under `columns`."""
         return self.cells(str(key), group.method, group.defense, group.attack, str(group.round))
 
     def cells(self, key: str, method: str, defense: str, attack: str, at: str) -> list[str]:
         """The cells that there are columns for."""
-        return [key, method, *([defense] if self.defended else []), attack, *([at] if self.rounds else [])]
+        return [key, method, *([defense] if self.defended else []), attack, *([at] if self.several_rounds else [])]
 
-    def mark(self, group: Group) -> Marker:
+    def marker(self, group: ResultGroup) -> Marker:
         """Shape and color of the group's method; hollow under a defence."""
         methods = list(dict.fromkeys(other.method for other in self.run.groups))
-        defended = self.run.setting.kind(group.defense) != "none"
+        defended = self.run.settings.defense_name(group.defense) != "none"
         return Marker(methods.index(group.method), hollow=defended)
 
-    def name(self, group: Group) -> str:
+    def label(self, group: ResultGroup) -> str:
         """`hyperfl under peel+ig`, with the round where several were watched."""
-        return f"{subject(group)} under {group.attack}" + (f", round {group.round}" if self.rounds else "")
+        return f"{subject_label(group)} under {group.attack}" + (
+            f", round {group.round}" if self.several_rounds else ""
+        )
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """What was examined, at a glance."""
-    setting = run.setting
+    setting = run.settings
     federation, observe = setting.section("federation"), setting.section("observe")
     clients = setting.section("federation", "partition").get("clients")
     attacked = {str(row["picture"]) for row in run.rows if row.get("picture") is not None}
@@ -104,10 +106,12 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "Clients": f"{clients} ({_name(setting.section('federation', 'partition'))})" if clients is not None else "",
         "Rounds": _rounds(federation.get("rounds"), run),
         "Methods": ", ".join(dict.fromkeys(group.method for group in run.groups)),
-        "Defences": ", ".join(dict.fromkeys(g.defense for g in run.groups if setting.kind(g.defense) != "none")),
+        "Defences": ", ".join(
+            dict.fromkeys(g.defense for g in run.groups if setting.defense_name(g.defense) != "none")
+        ),
         "Attacks": ", ".join(dict.fromkeys(group.attack for group in run.groups if group.attack != NOT_ATTACKED)),
         "Watched": f"client {join([str(c) for c in watched])}" if run.attacked and isinstance(watched, list) else "",
-        "Images": _counted(attacked)
+        "Images": _image_count(attacked)
         + (f"{batch} per update" if batch else "all of a client at once")
         + (f", only of {join(chosen)}" if chosen else "")
         if attacked
@@ -117,28 +121,38 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return [(term, words) for term, words in entries.items() if words]
 
 
-def _counted(pictures: set[str]) -> str:
+def _image_count(pictures: set[str]) -> str:
     """How many images were attacked, and how many of them are new to the clients."""
     new, count = sum(":test/" in picture for picture in pictures), len(pictures)
     said = f"test image{'' if new == 1 else 's'} that no client trained on"
     return f"{count}, " if not new else f"{count} {said}, " if new == count else f"{count}, {new} of them {said}, "
 
 
-def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:
+def verdict_section(numbered: NumberedGroups) -> tuple[Section, list[FindingBlock]]:
     """The verdicts, under the flags that qualify them."""
     run = numbered.run
     if not run.attacked:
-        return Section("leaked", "What leaked", [*unfinished(run), *_mixed(run), *_shared(run), Text(UNATTACKED)]), []
-    given = bool(run.setting.threat.get("knows_labels", False))
+        return Section(
+            "leaked",
+            "What leaked",
+            [*unfinished_notes(run), *_mixed_code_notes(run), *_overlap_notes(run), Paragraph(NO_ATTACK_ASKED)],
+        ), []
+    given = bool(run.settings.threat.get("knows_labels", False))
     found = findings(run.groups, labels_given=given)
-    blocks: list[Block] = [*unfinished(run), *_mixed(run), *_shared(run), *flagged(numbered), *found]
-    guesses = floor_names([group for group in run.groups if group.scored])
+    blocks: list[Block] = [
+        *unfinished_notes(run),
+        *_mixed_code_notes(run),
+        *_overlap_notes(run),
+        *flag_notes(numbered),
+        *found,
+    ]
+    guesses = baseline_names([group for group in run.groups if group.attacked_rows])
     if guesses:
         blocks.append(
-            Text(
+            Paragraph(
                 "“Shown to leak” means: over the attacked images, the strongest attack comes closer to the true "
                 f"picture than the best guess made without the update ({join(guesses, 'or')}), and the 95 % interval "
-                f"of that difference, image by image, lies above zero, over at least {FEWEST} images; or single "
+                f"of that difference, image by image, lies above zero, over at least {MIN_IMAGES} images; or single "
                 "images come back recognisable and far above every guess of themselves; or what came back names its "
                 "image among others of the same class (“identity”) more often than chance does, by a bar that rises "
                 "with the number of attacks. Labels are judged by their interval likewise; a private value leaked if "
@@ -150,9 +164,9 @@ def leaked(numbered: Numbered) -> tuple[Section, list[Finding]]:
     return Section("leaked", "What leaked", blocks), found
 
 
-def unfinished(run: Run) -> list[Block]:
+def unfinished_notes(run: Run) -> list[Block]:
     """The parts of the run that are not there, and why."""
-    cells = [cell for cell in run.about.get("cells") or [] if isinstance(cell, Mapping)]
+    cells = [cell for cell in run.metadata.get("cells") or [] if isinstance(cell, Mapping)]
     left = [cell for cell in cells if cell.get("status", "finished") != "finished"]
     if not left:
         return []
@@ -160,17 +174,17 @@ def unfinished(run: Run) -> list[Block]:
     return [Note(f"Incomplete: {len(left)} of {count(len(cells), 'part')} of this run are not finished", entries)]
 
 
-def _mixed(run: Run) -> list[Block]:
-    words = other_code(run.about)
+def _mixed_code_notes(run: Run) -> list[Block]:
+    words = mixed_code_warning(run.metadata)
     return [Note("Computed by different source code", [("code", sentence(words))])] if words else []
 
 
-def _shared(run: Run) -> list[Block]:
+def _overlap_notes(run: Run) -> list[Block]:
     said = shared_images(run.partitions)
     return [Note("To know of the split", [("overlap", words) for words in said])] if said else []
 
 
-def other_code(about: Mapping[str, Any]) -> str | None:
+def mixed_code_warning(about: Mapping[str, Any]) -> str | None:
     """A sentence on finished cells that were not all computed by the code that put them together, or None.
 
     Args:
@@ -188,30 +202,32 @@ def other_code(about: Mapping[str, Any]) -> str | None:
     )
 
 
-def flagged(numbered: Numbered) -> list[Block]:
+def flag_notes(numbered: NumberedGroups) -> list[Block]:
     """The validity flags, each with what it means and what it was raised for."""
     raised: dict[str, list[int]] = {}
-    for key, group in numbered.numbers.items():
-        for flag in group.flags(numbered.run.setting):
+    for key, group in numbered.by_number.items():
+        for flag in group.flags(numbered.run.settings):
             raised.setdefault(flag, []).append(key)
     if not raised:
         return []
     entries = [
-        (flag, f"{words} {_raised(numbered, raised[flag])}")
+        (flag, f"{words} {_attacks_with_flag(numbered, raised[flag])}")
         for flag, words in validity_flags.FLAGS.items()
         if flag in raised
     ]
     return [Note("To know before trusting a figure", entries)]
 
 
-def _raised(numbered: Numbered, keys: list[int]) -> str:
+def _attacks_with_flag(numbered: NumberedGroups, keys: list[int]) -> str:
     """What a flag was raised for: names if there are few, else the numbers of the tables."""
-    if len(keys) == len(numbered.numbers):
+    if len(keys) == len(numbered.by_number):
         return (
-            "Raised for every attack." if len(keys) > 1 else f"Raised for {numbered.name(numbered.numbers[keys[0]])}."
+            "Raised for every attack."
+            if len(keys) > 1
+            else f"Raised for {numbered.label(numbered.by_number[keys[0]])}."
         )
-    if len(keys) <= FEW:
-        return f"Raised for {join([numbered.name(numbered.numbers[key]) for key in keys])}."
+    if len(keys) <= MAX_NAMED:
+        return f"Raised for {join([numbered.label(numbered.by_number[key]) for key in keys])}."
     runs: list[list[int]] = []
     for key in keys:
         if runs and key == runs[-1][-1] + 1:
@@ -219,13 +235,13 @@ def _raised(numbered: Numbered, keys: list[int]) -> str:
         else:
             runs.append([key])
     spans = [f"{run[0]} to {run[-1]}" if len(run) > 2 else join([str(key) for key in run]) for run in runs]
-    return f"Raised for {len(keys)} of {len(numbered.numbers)} attacks; their numbers in the tables: {join(spans)}."
+    return f"Raised for {len(keys)} of {len(numbered.by_number)} attacks; their numbers in the tables: {join(spans)}."
 
 
-def attacker(numbered: Numbered) -> Section:
+def attacker_section(numbered: NumberedGroups) -> Section:
     """What the attacker was assumed to see and know."""
     run = numbered.run
-    known, unknown = knowledge(run.setting.threat, defended=numbered.defended)
+    known, unknown = attacker_knowledge(run.settings.threat, defended=numbered.defended)
     used = dict.fromkeys(item for row in run.rows for item in row.get("knowledge") or [])
     entries = [
         (
@@ -248,7 +264,7 @@ def attacker(numbered: Numbered) -> Section:
         entries.insert(2, ("Aggregated", f"{sentence(told)} {left}"))
     if used:
         entries.append(("Made use of", sentence(join(list(used)))))
-    if observed := run.setting.section("observe", "method"):
+    if observed := run.settings.section("observe", "method"):
         changes = join([f"{key} = {value}" for key, value in observed.items()])
         entries.append(
             (
@@ -257,12 +273,12 @@ def attacker(numbered: Numbered) -> Section:
                 "enter training.",
             )
         )
-    return Section("attacker", "What the attacker was assumed to know", [Items(entries)])
+    return Section("attacker", "What the attacker was assumed to know", [DefinitionList(entries)])
 
 
 def _groups(run: Run) -> dict[str, int]:
     """The defences that show the server means over several clients alone, and over how many at least."""
-    sizes = {label: run.setting.group(label) for label in run.setting.defenses}
+    sizes = {label: run.settings.group_size(label) for label in run.settings.defenses}
     return {label: size for label, size in sizes.items() if size > 1}
 
 
@@ -270,12 +286,12 @@ def _returned(run: Run) -> str:
     """What comes back from a client, as far as the server sees it."""
     if not (groups := _groups(run)):
         return "the update that comes back"
-    if len(groups) == len(run.setting.defenses):
+    if len(groups) == len(run.settings.defenses):
         return "the mean of what comes back from a group of them"
     return f"the update that comes back (under {join(list(groups))} the mean of a group's)"
 
 
-def knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> tuple[list[str], list[str]]:
+def attacker_knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> tuple[list[str], list[str]]:
     """What the attacker knows and what it does not, in words."""
     known: list[str] = []
     unknown: list[str] = []
@@ -301,5 +317,5 @@ def _name(spec: Mapping[str, Any]) -> str:
 def _rounds(total: object, run: Run) -> str:
     if total is None:
         return ""
-    watched = sorted({group.round for group in run.groups if group.scored})
+    watched = sorted({group.round for group in run.groups if group.attacked_rows})
     return f"{total}" + (f"; attacked after {join([str(number) for number in watched])}" if watched else "")

@@ -13,11 +13,11 @@ from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
 from eval.privacy import epsilon_bounds as epsilon
 from eval.privacy.claim_rows import BOUND, EPSILON, OF_UPDATE, of_row
-from eval.report.blocks import Absent, Block, Grid, Items, Note, Section, Text
-from eval.report.formatting import error, number, percent
+from eval.report.blocks import Block, DefinitionList, Note, Omission, Paragraph, Section, TableBlock
+from eval.report.formatting import format_error, format_number, format_percent
 from eval.report.load import PRIVACY, Run
-from eval.report.result_groups import Group
-from eval.report.sections.overview import Numbered
+from eval.report.result_groups import ResultGroup
+from eval.report.sections.overview import NumberedGroups
 from eval.report.settings import section as section_of
 
 CONFIDENCE = 0.95
@@ -76,7 +76,7 @@ CANARIES = (
 
 
 @dataclass(frozen=True)
-class Naming:
+class BoundedIdentification:
     """How often an attack named images, and what bounds it.
 
     Attributes:
@@ -101,27 +101,27 @@ class Naming:
         """Lower end of the rate."""
         return statistics.at_least(self.hits, self.trials, significance)
 
-    def shown(self, hits: int, significance: float) -> float:
+    def epsilon_at_least(self, hits: int, significance: float) -> float:
         """Lower end of epsilon if so many had been named."""
         return epsilon.from_naming(hits, self.trials, self.chance, delta=self.delta, significance=significance)
 
-    def refutes(self, significance: float) -> bool:
+    def refutes_claim(self, significance: float) -> bool:
         """Whether a bound is violated."""
-        return self.at_least(significance) > self.bound or self.shown(self.hits, significance) > self.epsilon
+        return self.at_least(significance) > self.bound or self.epsilon_at_least(self.hits, significance) > self.epsilon
 
 
-def naming(run: Run, group: Group, way: str = BY_PICTURE) -> Naming | None:
+def bounded_identification(run: Run, group: ResultGroup, way: str = BY_PICTURE) -> BoundedIdentification | None:
     """What an attack, or the update itself, named under a claim; None without claim, image or bound.
 
     The bounds are on one guess for each image, so they say nothing where the closest of several stands for it; and
     images of one update are not independent of each other.
     """
     claims = [row for row in run.privacy if (row["method"], row["defense"]) == group.subject]
-    once, several = group.once(way), "images" if way == BY_UPDATE else "candidates"
+    once, several = group.first_rows(way), "images" if way == BY_UPDATE else "candidates"
     known = [row for row in once if row.get(BOUND) is not None]
     if not claims or not known or len(known) < len(once) or any(row.get(several, 1) > 1 for row in known):
         return None
-    return Naming(
+    return BoundedIdentification(
         hits=sum(bool(row[way]) for row in known),
         trials=len(known),
         chance=fmean(1 / row[AMONG] for row in known),
@@ -132,43 +132,45 @@ def naming(run: Run, group: Group, way: str = BY_PICTURE) -> Naming | None:
     )
 
 
-def alarms(numbered: Numbered) -> list[Note]:
+def alarms(numbered: NumberedGroups) -> list[Note]:
     """What no true claim allows, for the top of the report."""
     entries = []
     named = _named(numbered)
     for (key, way), found in named.items():
         level = _level(named)
-        if found.refutes(level):
+        if found.refutes_claim(level):
             told = (
                 f"{found.hits} of {found.trials} images were named among others of their class{_WAYS[way]}, so at "
-                f"least {percent(found.at_least(level), 1)} can be; under the differential privacy that is claimed "
-                f"nothing names more than {percent(found.bound, 1)}."
+                f"least {format_percent(found.at_least(level), 1)} can be; under the differential privacy that is "
+                "claimed "
+                f"nothing names more than {format_percent(found.bound, 1)}."
             )
-            entries.append((numbered.name(numbered.numbers[key]), told))
+            entries.append((numbered.label(numbered.by_number[key]), told))
     for subject, row in _audits(numbered.run).items():
         audit = row["audit"]
         if audit["lower"] > row["epsilon"]:
             told = (
                 f"An audit of its own noisy steps with {audit['canaries']:,} canaries shows an epsilon of at least "
-                f"{number(audit['lower'], 2)}; claimed is {number(row['epsilon'], 2)}."
+                f"{format_number(audit['lower'], 2)}; claimed is {format_number(row['epsilon'], 2)}."
             )
-            entries.append((_words(subject), told))
+            entries.append((_subject_label(subject), told))
     return [Note(ALARM, [*entries, ("what that means", AT_FAULT)])] if entries else []
 
 
-def fact(run: Run) -> str:
+def claims_at_a_glance(run: Run) -> str:
     """What is claimed, at a glance."""
     claims = [(subject, row) for subject, row in _claims(run).items() if row["epsilon"] is not None]
     if not claims:
         return NOTHING if run.privacy or not _expected(run) else ""
     words = [
-        f"{_words(subject)}: epsilon {number(row['epsilon'], 2)} at delta {error(row['delta'])} per {row['unit']}"
+        f"{_subject_label(subject)}: epsilon {format_number(row['epsilon'], 2)} at delta "
+        f"{format_error(row['delta'])} per {row['unit']}"
         for subject, row in claims
     ]
     return "; ".join(words) if len(words) <= 3 else f"{len(words)} methods, see below"
 
 
-def notes(numbered: Numbered) -> list[str]:
+def legend_notes(numbered: NumberedGroups) -> list[str]:
     """The same for a table's legend: errors first, then the claims in a sentence each."""
     errors = [f"{note.title}. {_joined(note.entries)}" for note in alarms(numbered)]
     return [*errors, *(f"Privacy of {name}: {words}" for name, words in _sentences(numbered.run))]
@@ -178,33 +180,33 @@ def _joined(entries: list[tuple[str, str]]) -> str:
     return " ".join(f"{name}: {words}" for name, words in entries)
 
 
-def section(numbered: Numbered) -> list[Section]:
+def section(numbered: NumberedGroups) -> list[Section]:
     """Claims, bounds and audits; nothing where no method claims anything."""
     run = numbered.run
     if not run.privacy:
         if not _expected(run):
             return []
         why = f"there is no {PRIVACY}; start the run again in its folder, which computes nothing twice"
-        return [Section("privacy", TITLE, [Absent("what the methods may claim", why)])]
-    blocks = [_claimed(numbered), Items(_sentences(run)), *_without(run)]
-    return [Section("privacy", TITLE, [*blocks, *_bounds(numbered), *_audited(numbered), Items(READING)])]
+        return [Section("privacy", TITLE, [Omission("what the methods may claim", why)])]
+    blocks = [_claimed(numbered), DefinitionList(_sentences(run)), *_without(run)]
+    return [Section("privacy", TITLE, [*blocks, *_bounds(numbered), *_audited(numbered), DefinitionList(READING)])]
 
 
 def _without(run: Run) -> list[Block]:
     """Methods that claim nothing, and those whose claim is that no epsilon holds."""
     claims, blocks = _claims(run), list[Block]()
-    silent = dict.fromkeys(_words(group.subject) for group in run.groups if group.subject not in claims)
+    silent = dict.fromkeys(_subject_label(group.subject) for group in run.groups if group.subject not in claims)
     if silent:
-        blocks.append(Text(f"No differential privacy is claimed for {join(list(silent))}."))
-    if empty := [_words(subject) for subject, row in claims.items() if row["epsilon"] is None]:
+        blocks.append(Paragraph(f"No differential privacy is claimed for {join(list(silent))}."))
+    if empty := [_subject_label(subject) for subject, row in claims.items() if row["epsilon"] is None]:
         words = "Without an epsilon nothing bounds how often images are named, nor is there anything to audit"
-        blocks.append(Text(f"{words}: {join(empty)}."))
+        blocks.append(Paragraph(f"{words}: {join(empty)}."))
     return blocks
 
 
 def _expected(run: Run) -> bool:
     """Whether the settings of some method, or of some defence, are those of one that makes claims."""
-    return any(map(_claiming, [*run.setting.methods.values(), *run.setting.defenses.values()]))
+    return any(map(_claiming, [*run.settings.methods.values(), *run.settings.defenses.values()]))
 
 
 def _claiming(spec: Mapping[str, Any]) -> bool:
@@ -213,7 +215,7 @@ def _claiming(spec: Mapping[str, Any]) -> bool:
     return set(spec) >= _PRIVATE or any(map(_claiming, inner))
 
 
-def _words(subject: tuple[str, str]) -> str:
+def _subject_label(subject: tuple[str, str]) -> str:
     method, defense = subject
     return method if defense == "none" else f"{method} with {defense}"
 
@@ -230,44 +232,47 @@ def _claims(run: Run) -> dict[tuple[str, str], Row]:
 
 
 def _sentences(run: Run) -> list[tuple[str, str]]:
-    return [(_words(subject), sentence(of_row(row).sentence())) for subject, row in _claims(run).items()]
+    return [(_subject_label(subject), sentence(of_row(row).sentence())) for subject, row in _claims(run).items()]
 
 
-def _head(numbered: Numbered, method: str, defense: str) -> list[str]:
+def _head(numbered: NumberedGroups, method: str, defense: str) -> list[str]:
     return [method, *([defense] if numbered.defended else [])]
 
 
-def _claimed(numbered: Numbered) -> Grid:
+def _claimed(numbered: NumberedGroups) -> TableBlock:
     columns = [*_head(numbered, "method", "defence"), ">epsilon", ">by RDP", ">delta", "protects", "mode"]
     columns += [">noise / clip", ">clip", ">rate", ">steps", ">rounds"]
     lines = []
     for (method, defense), row in _claims(numbered.run).items():
         charged = [f"{row['noise_multiplier']:.3g}", f"{row['clip']:.3g}", f"{row['rate']:.3g}"]
-        epsilons = [number(row["epsilon"], 2) if row["epsilon"] is not None else "none", number(row["epsilon_rdp"], 2)]
-        said = [*epsilons, error(row["delta"]), f"a {row['unit']}, {row['adjacency']}", row["mode"]]
+        epsilons = [
+            format_number(row["epsilon"], 2) if row["epsilon"] is not None else "none",
+            format_number(row["epsilon_rdp"], 2),
+        ]
+        said = [*epsilons, format_error(row["delta"]), f"a {row['unit']}, {row['adjacency']}", row["mode"]]
         lines.append([*_head(numbered, method, defense), *said, *charged, f"{row['steps']:,}", f"{row['rounds']:,}"])
-    return Grid("What is claimed", columns, lines)
+    return TableBlock("What is claimed", columns, lines)
 
 
-def _named(numbered: Numbered) -> dict[tuple[int, str], Naming]:
+def _named(numbered: NumberedGroups) -> dict[tuple[int, str], BoundedIdentification]:
     """By number of the attack and way of telling; by update once, under the first attack on the same updates."""
-    found, pools = dict[tuple[int, str], Naming](), _pooled(numbered)
-    for key, group in numbered.numbers.items():
-        if (told := naming(numbered.run, group)) is not None:
+    found, pools = dict[tuple[int, str], BoundedIdentification](), _pooled(numbered)
+    for key, group in numbered.by_number.items():
+        if (told := bounded_identification(numbered.run, group)) is not None:
             found[key, BY_PICTURE] = told
         pool = pools.pop(_observation(numbered.run, group), None)
-        if pool is not None and (told := naming(numbered.run, pool, BY_UPDATE)) is not None:
+        if pool is not None and (told := bounded_identification(numbered.run, pool, BY_UPDATE)) is not None:
             found[key, BY_UPDATE] = told
     return found
 
 
-def _pooled(numbered: Numbered) -> dict[tuple[str, ...], Group]:
+def _pooled(numbered: NumberedGroups) -> dict[tuple[str, ...], ResultGroup]:
     """The rows of all attacks on updates of one kind: what an update tells depends on no attack, nor on their order.
 
     An attack may be on fewer images than another, or refuse some. An image's first row is one of its first seed.
     """
-    lots: dict[tuple[str, ...], list[Group]] = {}
-    for group in numbered.numbers.values():
+    lots: dict[tuple[str, ...], list[ResultGroup]] = {}
+    for group in numbered.by_number.values():
         lots.setdefault(_observation(numbered.run, group), []).append(group)
     pools = {}
     for what, lot in lots.items():
@@ -276,48 +281,50 @@ def _pooled(numbered: Numbered) -> dict[tuple[str, ...], Group]:
     return pools
 
 
-def _observation(run: Run, group: Group) -> tuple[str, ...]:
+def _observation(run: Run, group: ResultGroup) -> tuple[str, ...]:
     """Whose updates an attack is on, and how they are made of an image, but not of which images."""
-    own = section_of(run.setting.attacks.get(group.attack, {}), "with")
-    made = {f"observe.{key}": value for key, value in run.setting.section("observe").items()} | {**own}
+    own = section_of(run.settings.attacks.get(group.attack, {}), "with")
+    made = {f"observe.{key}": value for key, value in run.settings.section("observe").items()} | {**own}
     how = sorted(f"{key}={value}" for key, value in made.items() if key not in _CHOICE)
     return (*group.subject, str(group.round), *how)
 
 
-def _level(named: Mapping[tuple[int, str], Naming]) -> float:
+def _level(named: Mapping[tuple[int, str], BoundedIdentification]) -> float:
     """Significance of each, so that all together are wrong with 5 % at most (Bonferroni)."""
     return (1 - CONFIDENCE) / max(1, len(named))
 
 
-def _bounds(numbered: Numbered) -> list[Block]:
+def _bounds(numbered: NumberedGroups) -> list[Block]:
     named = _named(numbered)
     level, lines = _level(named), []
     for (key, way), found in named.items():
         low, high = statistics.exact_interval(found.hits, found.trials)
         rate = f"{found.hits} of {found.trials} [{100 * low:.0f}, {100 * high:.0f}]\N{NO-BREAK SPACE}%"
-        ends = [percent(share, 1) for share in (found.at_least(level), found.update, found.bound)]
-        shown = [found.shown(found.hits, level), found.epsilon, found.shown(found.trials, level)]
-        head = [*numbered.row(key, numbered.numbers[key]), "update" if way == BY_UPDATE else "picture"]
-        row = [*head, rate, percent(found.chance, 1), *ends]
-        lines.append([*row, *(number(value, 2) for value in shown), "yes" if found.refutes(level) else "no"])
+        ends = [format_percent(share, 1) for share in (found.at_least(level), found.update, found.bound)]
+        shown = [found.epsilon_at_least(found.hits, level), found.epsilon, found.epsilon_at_least(found.trials, level)]
+        head = [*numbered.row(key, numbered.by_number[key]), "update" if way == BY_UPDATE else "picture"]
+        row = [*head, rate, format_percent(found.chance, 1), *ends]
+        lines.append(
+            [*row, *(format_number(value, 2) for value in shown), "yes" if found.refutes_claim(level) else "no"]
+        )
     columns = [*numbered.columns(), "by", ">named", ">by chance", ">at least", ">at most, update", ">at most, all seen"]
     columns += [">epsilon at least", ">epsilon of all seen", ">could be shown", "refuted"]
-    blocks: list[Block] = [Grid("Images named, and what bounds it", columns, lines)] if lines else []
+    blocks: list[Block] = [TableBlock("Images named, and what bounds it", columns, lines)] if lines else []
     return [*blocks, *_unbounded(numbered)]
 
 
-def _unbounded(numbered: Numbered) -> list[Block]:
+def _unbounded(numbered: NumberedGroups) -> list[Block]:
     """Why nothing bounds some methods' attacks."""
     reasons: dict[str, dict[str, None]] = {}
     claims = _claims(numbered.run)
-    for group in numbered.numbers.values():
+    for group in numbered.by_number.values():
         if group.subject in claims and claims[group.subject]["epsilon"] is None:
             continue  # said once of all
-        for image in group.pictured:
+        for image in group.image_rows:
             if reason := image.get("missing", {}).get(BOUND):
-                reasons.setdefault(reason, {})[_words(group.subject)] = None
+                reasons.setdefault(reason, {})[_subject_label(group.subject)] = None
     what = "a bound on how often images of {} are named"
-    return [Absent(what.format(join(list(who))), why) for why, who in reasons.items()]
+    return [Omission(what.format(join(list(who))), why) for why, who in reasons.items()]
 
 
 def _audits(run: Run) -> dict[tuple[str, str], Row]:
@@ -336,20 +343,20 @@ def _over(row: Mapping[str, Any]) -> float:
     return float(row["audit"]["lower"] - row["epsilon"])
 
 
-def _audited(numbered: Numbered) -> list[Block]:
+def _audited(numbered: NumberedGroups) -> list[Block]:
     run, lines = numbered.run, []
     for (method, defense), row in _audits(run).items():
         audit = row["audit"]
-        figures = [number(value, 2) for value in (audit["lower"], row["epsilon"], audit["ceiling"])]
+        figures = [format_number(value, 2) for value in (audit["lower"], row["epsilon"], audit["ceiling"])]
         told = "yes" if audit["lower"] > row["epsilon"] else "no"
         head = _head(numbered, method, defense)
         lines.append([*head, f"{audit['canaries']:,}", f"{audit['steps']:,}", *figures, told])
     columns = [*_head(numbered, "method", "defence"), ">canaries", ">steps", ">epsilon at least", ">claimed"]
     columns += [">could be shown", "refuted"]
-    blocks: list[Block] = [Grid("The noisy steps, audited", columns, lines), Text(CANARIES)] if lines else []
+    blocks: list[Block] = [TableBlock("The noisy steps, audited", columns, lines), Paragraph(CANARIES)] if lines else []
     missing = {
-        _words(subject): row["missing"]["audit"]
+        _subject_label(subject): row["missing"]["audit"]
         for subject, row in _claims(run).items()
         if row["epsilon"] is not None and "audit" in row["missing"] and subject not in _audits(run)
     }
-    return [*blocks, *(Absent(f"an audit of {name}", why) for name, why in missing.items())]
+    return [*blocks, *(Omission(f"an audit of {name}", why) for name, why in missing.items())]

@@ -9,19 +9,19 @@ from statistics import fmean
 from typing import Any
 
 from eval.metrics.score import Row
-from eval.report.blocks import Block, Grid, Items
-from eval.report.formatting import ACCURACIES, NONE, number, percent
+from eval.report.blocks import Block, DefinitionList, TableBlock
+from eval.report.formatting import ACCURACY_NAMES, NO_VALUE, format_number, format_percent
 from eval.report.load import Run
 
 Key = tuple[str, str]
 """Method and defence."""
 BYTES = 4
 """Of a number that is sent."""
-HERE = "here"
+OURS = "here"
 
 
 @dataclass(frozen=True)
-class Reached:
+class Milestone:
     """When a training came somewhere, and what that took.
 
     Attributes:
@@ -33,7 +33,7 @@ class Reached:
     numbers: int
 
 
-def until(rows: Sequence[Row], column: str, level: float) -> Reached | None:
+def first_reaching(rows: Sequence[Row], column: str, level: float) -> Milestone | None:
     """When an accuracy was first at `level` or above, as far as rounds were scored; None where it never was.
 
     Args:
@@ -44,19 +44,19 @@ def until(rows: Sequence[Row], column: str, level: float) -> Reached | None:
     return next((_at(rows, row) for row in rows if row.get(column) is not None and row[column] >= level), None)
 
 
-def until_best(rows: Sequence[Row], column: str) -> Reached | None:
+def best_round(rows: Sequence[Row], column: str) -> Milestone | None:
     """When an accuracy was highest, the first time; None where it was never taken. As `until`."""
     scored = [row for row in rows if row.get(column) is not None]
     return _at(rows, max(scored, key=lambda row: row[column])) if scored else None
 
 
-def _at(rows: Sequence[Row], row: Row) -> Reached:
+def _at(rows: Sequence[Row], row: Row) -> Milestone:
     """What is received in a round stands in the row before it: as of then the server sends it."""
     behind = [pair for pair in pairwise(rows) if pair[1]["round"] <= row["round"]]
-    return Reached(row["round"], sum(before["numbers_down"] + after["numbers_up"] for before, after in behind))
+    return Milestone(row["round"], sum(before["numbers_down"] + after["numbers_up"] for before, after in behind))
 
 
-def trainings(rows: Sequence[Row]) -> dict[Key, list[list[Row]]]:
+def rows_by_training(rows: Sequence[Row]) -> dict[Key, list[list[Row]]]:
     """The rounds of every method under every defence, in order, by seed."""
     found: dict[Key, dict[int, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: int(row["round"])):
@@ -65,21 +65,21 @@ def trainings(rows: Sequence[Row]) -> dict[Key, list[list[Row]]]:
     return {key: list(seeds.values()) for key, seeds in found.items()}
 
 
-def share(run: Run, key: Key, beside: str) -> float | None:
+def communication_share(run: Run, key: Key, beside: str) -> float | None:
     """Numbers a method takes until its best round as a share of those of `beside`, means over seeds.
 
     None where one of them was not scored, or where `beside` was best before training.
     """
-    known, column, means = trainings(run.rounds), _column(run), list[float]()
+    known, column, means = rows_by_training(run.rounds), _column(run), list[float]()
     for one in (key, (_other(known, key, beside), key[1])):
-        ends = [end.numbers for rows in known.get(one, []) if (end := until_best(rows, column)) is not None]
+        ends = [end.numbers for rows in known.get(one, []) if (end := best_round(rows, column)) is not None]
         if not ends:
             return None
         means.append(fmean(ends))
     return means[0] / means[1] if means[1] else None
 
 
-def is_of(name: str, label: str) -> bool:
+def matches_label(name: str, label: str) -> bool:
     """Whether a label is `name`, or what a sweep made of it (`fedavg@lr=0.1` of `fedavg`)."""
     return name in {label, label.partition("@")[0]}
 
@@ -89,14 +89,14 @@ def _other(known: Mapping[Key, Any], key: Key, beside: str) -> str:
 
     Empty where there is none, or can't be told which.
     """
-    made = [method for method, defense in known if defense == key[1] and is_of(beside, method)]
+    made = [method for method, defense in known if defense == key[1] and matches_label(beside, method)]
     _, at, value = key[0].partition("@")
     return next(
         (label for label in (beside, f"{beside}{at}{value}") if label in made), made[0] if len(made) == 1 else ""
     )
 
 
-def alone(figures: Mapping[str, Any]) -> bool:
+def only_rounds(figures: Mapping[str, Any]) -> bool:
     """Whether a paper's figures are nothing but rounds until accuracies: these have a table of their own."""
     words = {"method", "attack", "source", "note", "until", "best", "beside"}
     return bool(figures.get("until")) and not any(figures[key] is not None for key in figures if key not in words)
@@ -104,30 +104,32 @@ def alone(figures: Mapping[str, Any]) -> bool:
 
 def blocks(run: Run) -> list[Block]:
     """The table, where a config or a paper names levels; nothing without."""
-    printed = [figures for figures in run.setting.published if figures.get("until")]
-    named = run.setting.section("score").get("levels") or [level for figures in printed for level in figures["until"]]
+    printed = [figures for figures in run.settings.published if figures.get("until")]
+    named = run.settings.section("score").get("levels") or [level for figures in printed for level in figures["until"]]
     wanted, column = sorted({float(level) for level in named}), _column(run)
     if not wanted:
         return []
     lines = []
-    for (method, defense), seeds in trainings(run.rounds).items():
-        own = [_cell([until(rows, column, level) for rows in seeds]) for level in wanted]
-        best = _cell([until_best(rows, column) for rows in seeds])
-        lines.append([method, defense, HERE, *own, best])
-        lines += [_line(figures, method, defense, wanted) for figures in printed if is_of(figures["method"], method)]
-    meant = {**ACCURACIES, "accuracy": "of what the server sends, with what each client keeps"}
+    for (method, defense), seeds in rows_by_training(run.rounds).items():
+        own = [_cell([first_reaching(rows, column, level) for rows in seeds]) for level in wanted]
+        best = _cell([best_round(rows, column) for rows in seeds])
+        lines.append([method, defense, OURS, *own, best])
+        lines += [
+            _line(figures, method, defense, wanted) for figures in printed if matches_label(figures["method"], method)
+        ]
+    meant = {**ACCURACY_NAMES, "accuracy": "of what the server sends, with what each client keeps"}
     notes = [
         (f"{figures['method']}, {figures['source']}", str(figures["note"]))
         for figures in printed
-        if alone(figures) and figures.get("note")
+        if only_rounds(figures) and figures.get("note")
     ]
-    columns = ["method", "defence", "source", *(f">{percent(level)}" for level in wanted), ">its best"]
+    columns = ["method", "defence", "source", *(f">{format_percent(level)}" for level in wanted), ">its best"]
     return [
-        Grid("Rounds until an accuracy", columns, lines),
-        Items(
+        TableBlock("Rounds until an accuracy", columns, lines),
+        DefinitionList(
             [
                 ("Cells", "rounds, and in brackets millions of numbers that a client sends and receives until then."),
-                ("MiB", f"a million numbers are {number(BYTES * 1e6 / 2**20, 2)} MiB at {BYTES} bytes each."),
+                ("MiB", f"a million numbers are {format_number(BYTES * 1e6 / 2**20, 2)} MiB at {BYTES} bytes each."),
                 ("Accuracy", f"{meant.get(column, column)}; only rounds that were scored are looked at."),
                 *notes,
             ]
@@ -136,14 +138,14 @@ def blocks(run: Run) -> list[Block]:
 
 
 def _column(run: Run) -> str:
-    return str(run.setting.section("score").get("level_of") or "accuracy")
+    return str(run.settings.section("score").get("level_of") or "accuracy")
 
 
-def _cell(found: Sequence[Reached | None]) -> str:
+def _cell(found: Sequence[Milestone | None]) -> str:
     """Means over seeds; where not all of them got there, how many did."""
     there = [one for one in found if one is not None]
     if len(there) < len(found) or not there:
-        return f"{len(there)} of {len(found)} seeds" if there else NONE
+        return f"{len(there)} of {len(found)} seeds" if there else NO_VALUE
     return _words(fmean(one.round for one in there), fmean(one.numbers for one in there))
 
 
@@ -151,11 +153,12 @@ def _line(figures: Mapping[str, Any], method: str, defense: str, wanted: Sequenc
     """A paper's row: numbers follow from rounds."""
     rounds = {float(level): value for level, value in figures["until"].items()}
     cells = [
-        NONE if (value := rounds.get(level)) is None else _words(value, figures.get("cpr"), value) for level in wanted
+        NO_VALUE if (value := rounds.get(level)) is None else _words(value, figures.get("cpr"), value)
+        for level in wanted
     ]
-    return [method, defense, str(figures["source"]), *cells, NONE]
+    return [method, defense, str(figures["source"]), *cells, NO_VALUE]
 
 
 def _words(rounds: float, numbers: float | None, times: float = 1) -> str:
-    words = number(rounds).removesuffix(".0")
-    return words if numbers is None else f"{words} ({number(numbers * times / 1e6, 2)} M)"
+    words = format_number(rounds).removesuffix(".0")
+    return words if numbers is None else f"{words} ({format_number(numbers * times / 1e6, 2)} M)"

@@ -8,21 +8,37 @@ from statistics import fmean
 from eval.io.text import join, sentence
 from eval.metrics import statistics, validity_flags
 from eval.metrics.score import Row
-from eval.report.blocks import Absent, Block, Grid, Items, Section
-from eval.report.formatting import ACCURACIES, NONE, SCORES, error, interval, number, percent, percent_interval
-from eval.report.result_groups import FLOORS, Group, floors, lpips, pictures, reaching
-from eval.report.round_series import accuracy, costs
+from eval.report.blocks import Block, DefinitionList, Omission, Section, TableBlock
+from eval.report.formatting import (
+    ACCURACY_NAMES,
+    FURTHER_ACCURACIES,
+    NO_VALUE,
+    format_error,
+    format_interval,
+    format_number,
+    format_percent,
+    format_percent_interval,
+)
+from eval.report.result_groups import (
+    BASELINES,
+    ResultGroup,
+    baseline_scores,
+    distinct_images,
+    lpips_column,
+    share_reaching,
+)
+from eval.report.round_series import communication_costs, format_accuracy
 from eval.report.sections import identification, published, rounds_to_accuracy
-from eval.report.sections.overview import Numbered
+from eval.report.sections.overview import NumberedGroups
 from fl.simulation.protocol import NOTHING_SENT
 
 BYTES, MEBI = 4, 2**20
 
 
-def section(numbered: Numbered) -> Section:
+def section(numbered: NumberedGroups) -> Section:
     """All tables, with the flags explained."""
     blocks: list[Block] = []
-    if numbered.numbers:
+    if numbered.by_number:
         blocks += [_closeness(numbered), _successes(numbered), *identification.blocks(numbered)]
     blocks += [
         *published.blocks(numbered),
@@ -36,14 +52,14 @@ def section(numbered: Numbered) -> Section:
     return Section("tables", "All figures", blocks)
 
 
-def _floor(numbered: Numbered, guess: str) -> list[str]:
-    return numbered.cells("", "floor", "", FLOORS[guess], "")
+def _floor(numbered: NumberedGroups, guess: str) -> list[str]:
+    return numbered.cells("", "floor", "", BASELINES[guess], "")
 
 
-def _closeness(numbered: Numbered) -> Grid:
+def _closeness(numbered: NumberedGroups) -> TableBlock:
     """How close reconstructions are to the true images."""
-    rows = [row for group in numbered.numbers.values() for row in group.pictured]
-    perceptual = lpips(rows)
+    rows = [row for group in numbered.by_number.values() for row in group.image_rows]
+    perceptual = lpips_column(rows)
     extra = [f">{perceptual.replace('lpips_', 'LPIPS ')}"] if perceptual else []
     limited = any("bound_psnr" in row for row in rows)
     columns = [
@@ -58,176 +74,196 @@ def _closeness(numbered: Numbered) -> Grid:
         ">images",
     ]
     lines = []
-    for key, group in numbered.numbers.items():
-        found = [group.interval("ssim"), *([group.interval(perceptual)] if perceptual else [])]
+    for key, group in numbered.by_number.items():
+        found = [group.mean_interval("ssim"), *([group.mean_interval(perceptual)] if perceptual else [])]
         lines.append(
             [
                 *numbered.row(key, group),
-                accuracy(numbered.run, group),
-                interval(group.psnr),
-                interval(group.gain, sign=True),
-                _median(group.pictured),
-                *(interval(value, 2) for value in found),
+                format_accuracy(numbered.run, group),
+                format_interval(group.psnr),
+                format_interval(group.gain, sign=True),
+                _median(group.image_rows),
+                *(format_interval(value, 2) for value in found),
                 *([_mean_bound(group)] if limited else []),
-                f"{group.images}",
+                f"{group.n_images}",
             ]
         )
     lesser = []
-    chosen = pictures(rows)
-    measured = {metric: floors(rows, metric) for metric in ("psnr", "ssim", *([perceptual] if perceptual else []))}
+    chosen = distinct_images(rows)
+    measured = {
+        metric: baseline_scores(rows, metric) for metric in ("psnr", "ssim", *([perceptual] if perceptual else []))
+    }
     for guess, psnr in measured["psnr"].items():
         middle = _median(chosen, f"floor_{guess}_psnr")
-        rest = [interval(measured[metric].get(guess), 2) for metric in measured if metric != "psnr"]
+        rest = [format_interval(measured[metric].get(guess), 2) for metric in measured if metric != "psnr"]
         own = [""] if limited else []
-        lesser.append([*_floor(numbered, guess), "", interval(psnr), "", middle, *rest, *own, f"{psnr.images}"])
-    return Grid("How close the pictures are", columns, lines, lesser)
+        lesser.append([*_floor(numbered, guess), "", format_interval(psnr), "", middle, *rest, *own, f"{psnr.images}"])
+    return TableBlock("How close the pictures are", columns, lines, lesser)
 
 
-def _mean_bound(group: Group) -> str:
+def _mean_bound(group: ResultGroup) -> str:
     """What an attack that searches in a smaller space than all images could reach at best."""
-    known = [row["bound_psnr"] for row in group.pictured if "bound_psnr" in row]
-    return number(fmean(known)) if known else NONE
+    known = [row["bound_psnr"] for row in group.image_rows if "bound_psnr" in row]
+    return format_number(fmean(known)) if known else NO_VALUE
 
 
 def _median(rows: Sequence[Row], column: str = "psnr") -> str:
     known = [row[column] for row in rows if row.get(column) is not None]
-    return number(statistics.median(known)) if known else NONE
+    return format_number(statistics.median(known)) if known else NO_VALUE
 
 
-def _successes(numbered: Numbered) -> Grid:
+def _successes(numbered: NumberedGroups) -> TableBlock:
     """Shares of images."""
     columns = [*numbered.columns(), ">≥ 20 dB", ">≥ 25 dB", ">≥ 30 dB", ">exact"]
     columns += [">labels", ">commonest label"]
     lines = []
-    for key, group in numbered.numbers.items():
-        rates = [percent_interval(group.reaching(level)) for level in statistics.THRESHOLDS]
-        exact = [float(row["exact8"]) for row in group.pictured if row.get("exact8") is not None]
-        labels = [percent_interval(group.labels), percent(group.common_label)]
-        shares = [percent(fmean(exact)) if exact else NONE]
+    for key, group in numbered.by_number.items():
+        rates = [format_percent_interval(group.share_reaching(level)) for level in statistics.THRESHOLDS]
+        exact = [float(row["exact8"]) for row in group.image_rows if row.get("exact8") is not None]
+        labels = [format_percent_interval(group.labels), format_percent(group.commonest_label_share)]
+        shares = [format_percent(fmean(exact)) if exact else NO_VALUE]
         lines.append([*numbered.row(key, group), *rates, *shares, *labels])
-    chosen = pictures([row for group in numbered.numbers.values() for row in group.pictured])
+    chosen = distinct_images([row for group in numbered.by_number.values() for row in group.image_rows])
     lesser = []
-    for guess in FLOORS:
-        rates = [percent_interval(reaching(chosen, level, f"floor_{guess}_psnr")) for level in statistics.THRESHOLDS]
-        if any(rate != NONE for rate in rates):
+    for guess in BASELINES:
+        rates = [
+            format_percent_interval(share_reaching(chosen, level, f"floor_{guess}_psnr"))
+            for level in statistics.THRESHOLDS
+        ]
+        if any(rate != NO_VALUE for rate in rates):
             lesser.append([*_floor(numbered, guess), *rates, "", "", ""])
-    return Grid("How many pictures and labels came back", columns, lines, lesser)
+    return TableBlock("How many pictures and labels came back", columns, lines, lesser)
 
 
-def _accuracies(numbered: Numbered) -> list[Block]:
+def _accuracies(numbered: NumberedGroups) -> list[Block]:
     """What every method under every defence learnt, with its other readings where they are on file."""
-    first: dict[tuple[str, str], Group] = {}
+    first: dict[tuple[str, str], ResultGroup] = {}
     for group in numbered.run.groups:
         if group.by_seed("accuracy_last"):
             first.setdefault(group.subject, group)
     lines = []
-    further = [f"accuracy_{name}_last" for name in SCORES]
+    further = [f"accuracy_{name}_last" for name in FURTHER_ACCURACIES]
     for (method, defense), group in first.items():
-        ends = [percent(group.over_seeds(column), 1) for column in ("accuracy_local_last", *further)]
-        lines.append([method, defense, accuracy(numbered.run, group, last=True), *ends])
+        ends = [format_percent(group.mean_over_seeds(column), 1) for column in ("accuracy_local_last", *further)]
+        lines.append([method, defense, format_accuracy(numbered.run, group, last=True), *ends])
     columns = [
         "method",
         "defence",
         ">after the last round",
         ">after local training",
-        *(f">{words}" for words in SCORES.values()),
+        *(f">{words}" for words in FURTHER_ACCURACIES.values()),
     ]
     if not lines:
         return []
     return [_filled("Accuracy", columns, lines), *_unscored(numbered), *_bests(first)]
 
 
-def _filled(caption: str, columns: list[str], lines: list[list[str]]) -> Grid:
+def _filled(caption: str, columns: list[str], lines: list[list[str]]) -> TableBlock:
     """A grid without the columns, from the fourth on, that hold nothing."""
-    kept = [i for i in range(len(columns)) if i < 3 or any(line[i] != NONE for line in lines)]
-    return Grid(caption, [columns[i] for i in kept], [[line[i] for i in kept] for line in lines])
+    kept = [i for i in range(len(columns)) if i < 3 or any(line[i] != NO_VALUE for line in lines)]
+    return TableBlock(caption, [columns[i] for i in kept], [[line[i] for i in kept] for line in lines])
 
 
-def _bests(first: Mapping[tuple[str, str], Group]) -> list[Block]:
+def _bests(first: Mapping[tuple[str, str], ResultGroup]) -> list[Block]:
     """Every accuracy in its own best round, and which that is, seed by seed; nothing where none is after training."""
     lines, trained = [], False
     for (method, defense), group in first.items():
         cells = []
-        for name in ACCURACIES:
+        for name in ACCURACY_NAMES:
             rounds = list(dict.fromkeys(group.by_seed(f"{name}_best_round").values()))
             trained = trained or any(rounds)
-            best = percent(group.over_seeds(f"{name}_best"), 1)
+            best = format_percent(group.mean_over_seeds(f"{name}_best"), 1)
             cells.append(f"{best} ({join([str(number) for number in rounds])})" if rounds else best)
         lines.append([method, defense, *cells])
     if not trained:
         return []
-    columns = ["method", "defence", *(f">{words}" for words in {**ACCURACIES, "accuracy": "as sent"}.values())]
+    columns = ["method", "defence", *(f">{words}" for words in {**ACCURACY_NAMES, "accuracy": "as sent"}.values())]
     words = "picked by the same test images that score it, which makes it look better than it is; mean over seeds."
-    return [_filled("Accuracy in the best round (which)", columns, lines), Items([("The best round", words)])]
+    return [_filled("Accuracy in the best round (which)", columns, lines), DefinitionList([("The best round", words)])]
 
 
-def _unscored(numbered: Numbered) -> list[Block]:
+def _unscored(numbered: NumberedGroups) -> list[Block]:
     """Methods of which clients that never take part can't be scored, and why."""
-    if not numbered.run.setting.section("federation").get("held_out_clients"):
+    if not numbered.run.settings.section("federation").get("held_out_clients"):
         return []
-    silent = {cost.method: None for cost in costs(numbered.run.rounds) if not cost.down}
-    words = f"Accuracy {SCORES['unseen']}: {NOTHING_SENT}."
-    return [Items([(f"Missing for {join(list(silent))}", words)])] if silent else []
+    silent = {cost.method: None for cost in communication_costs(numbered.run.rounds) if not cost.down}
+    words = f"Accuracy {FURTHER_ACCURACIES['unseen']}: {NOTHING_SENT}."
+    return [DefinitionList([(f"Missing for {join(list(silent))}", words)])] if silent else []
 
 
-def _secrets(numbered: Numbered) -> list[Block]:
+def _secrets(numbered: NumberedGroups) -> list[Block]:
     """Private tensors that attacks recovered, or tried to."""
     lines = [
-        [*numbered.row(key, group), name, secret.share, error(secret.best), error(secret.median), _verified(group)]
-        for key, group in numbered.numbers.items()
-        for name, secret in group.secrets.items()
+        [
+            *numbered.row(key, group),
+            name,
+            secret.share_in_words,
+            format_error(secret.best_error),
+            format_error(secret.median_error),
+            _verified(group),
+        ]
+        for key, group in numbered.by_number.items()
+        for name, secret in group.private_tensors.items()
     ]
     if not lines:
         return []
     figures = ["recovered for", ">least relative error", ">median", "attack's own check"]
     columns = [*numbered.columns(), "private value", *figures]
-    return [Grid("What else was private", columns, lines)]
+    return [TableBlock("What else was private", columns, lines)]
 
 
-def _verified(group: Group) -> str:
+def _verified(group: ResultGroup) -> str:
     """Of how many images the attack could tell its own success."""
-    known = [row["verified"] for row in group.scored if row.get("verified") is not None]
+    known = [row["verified"] for row in group.attacked_rows if row.get("verified") is not None]
     return f"passed {sum(known)} of {len(known)}" if known else "none"
 
 
-def _refusals(numbered: Numbered) -> list[Block]:
+def _refusals(numbered: NumberedGroups) -> list[Block]:
     """Attacks that said nothing, and why."""
     if not numbered.run.attacked:
         return []
     lines = [
-        [group.method, group.defense, group.attack, str(group.round), str(amount), percent(group.accuracy, 1), reason]
+        [
+            group.method,
+            group.defense,
+            group.attack,
+            str(group.round),
+            str(amount),
+            format_percent(group.accuracy, 1),
+            reason,
+        ]
         for group in numbered.run.groups
         for reason, amount in group.refusals.items()
     ]
     columns = ["method", "defence", "attack", ">round", ">updates", ">accuracy", "why"]
-    return [Grid("Where no attack applied", columns, lines)] if lines else []
+    return [TableBlock("Where no attack applied", columns, lines)] if lines else []
 
 
-def _costs(numbered: Numbered) -> list[Block]:
+def _costs(numbered: NumberedGroups) -> list[Block]:
     """What a method sends."""
     if not numbered.run.rounds:
-        return [Absent("communication cost", "there is no rounds.jsonl")]
-    found = costs(numbered.run.rounds)
+        return [Omission("communication cost", "there is no rounds.jsonl")]
+    found = communication_costs(numbered.run.rounds)
     if not found:
-        return [Absent("communication cost", "rounds.jsonl holds none of a trained round")]
+        return [Omission("communication cost", "rounds.jsonl holds none of a trained round")]
     lines = [
         [
             cost.method,
             cost.defense,
             f"{cost.up:,.0f}",
             f"{cost.down:,.0f}",
-            number(BYTES * cost.up / MEBI, 2),
-            number(BYTES * cost.down / MEBI, 2),
-            number(cost.clients, 1).removesuffix(".0"),
+            format_number(BYTES * cost.up / MEBI, 2),
+            format_number(BYTES * cost.down / MEBI, 2),
+            format_number(cost.clients, 1).removesuffix(".0"),
             str(cost.rounds),
-            number(cost.seconds, 2),
+            format_number(cost.seconds, 2),
         ]
         for cost in found
     ]
     sizes = [">numbers up", ">numbers down", ">MiB up", ">MiB down"]
     return [
-        Grid("Communication", ["method", "defence", *sizes, ">clients", ">rounds", ">seconds"], lines),
-        Items(
+        TableBlock("Communication", ["method", "defence", *sizes, ">clients", ">rounds", ">seconds"], lines),
+        DefinitionList(
             [
                 ("Up, down", "numbers one client sends and receives in a round, mean over rounds and seeds."),
                 ("MiB up, down", f"these numbers at {BYTES} bytes each."),
@@ -238,28 +274,28 @@ def _costs(numbered: Numbered) -> list[Block]:
     ]
 
 
-def _explained(numbered: Numbered) -> list[Block]:
+def _explained(numbered: NumberedGroups) -> list[Block]:
     """The flags of every attack, in words."""
     lines = [
         [*numbered.row(key, group), flag, validity_flags.FLAGS[flag]]
-        for key, group in numbered.numbers.items()
-        for flag in group.flags(numbered.run.setting)
+        for key, group in numbered.by_number.items()
+        for flag in group.flags(numbered.run.settings)
     ]
     missing = _missing(numbered)
-    notes: list[Block] = [Items([("Missing", sentence(reason)) for reason in missing])] if missing else []
+    notes: list[Block] = [DefinitionList([("Missing", sentence(reason)) for reason in missing])] if missing else []
     if not lines:
         return notes
-    return [Grid("Flags", [*numbered.columns(), "flag", "what it means"], lines), *notes]
+    return [TableBlock("Flags", [*numbered.columns(), "flag", "what it means"], lines), *notes]
 
 
-def _missing(numbered: Numbered) -> list[str]:
+def _missing(numbered: NumberedGroups) -> list[str]:
     """Why figures could not be taken."""
     reasons = [
         reason
         if reason.startswith("LPIPS")
         else f"{name.replace('lpips_', 'LPIPS ').replace('ssim', 'SSIM')}: {reason}"
-        for group in numbered.numbers.values()
-        for row in group.scored
+        for group in numbered.by_number.values()
+        for row in group.attacked_rows
         for name, reason in row.get("missing", {}).items()
         if name == "ssim" or name.startswith("lpips_")
     ]

@@ -16,7 +16,7 @@ from eval.audit.user_model import first, whole
 from eval.audit.verdict import verdict
 from eval.commands import terminal
 from eval.metrics.score import score
-from eval.report.result_groups import IMAGE, Group, Named, share
+from eval.report.result_groups import IMAGE, IdentificationRate, ResultGroup, success_share
 
 WORDS = {"dataset": "{name: faces, size: 8}", "model": "tiny", "attack": ("guess",), "device": "cpu"}
 FOR = ("--dataset", WORDS["dataset"], "--model", "tiny", "--attack", "guess", "--count", "2", "--device", "cpu")
@@ -121,15 +121,15 @@ def test_an_image_for_which_no_label_came_back_is_counted():
     rows = tuple(
         {**row, "seed": 0, IMAGE: number, "label": number} for number, row in enumerate([*named[:1], *silent, *silent])
     )
-    group = Group("fedavg", "none", "ig", 0, rows)
+    group = ResultGroup("fedavg", "none", "ig", 0, rows)
     assert group.labels.value == pytest.approx(1 / 5)
-    assert group.common_label == pytest.approx(1 / 5)
+    assert group.commonest_label_share == pytest.approx(1 / 5)
     assert group.label_gain.value == 0
-    assert Group("fedavg", "none", "ig", 0, rows[1:]).labels is None
+    assert ResultGroup("fedavg", "none", "ig", 0, rows[1:]).labels is None
 
 
 def test_shares_of_one_report_have_one_kind_of_interval():
     rows = [{"seed": 0, IMAGE: number, "hit": float(number < 3)} for number in range(4)]
-    found = share(rows, "hit")
-    assert (found.low, found.high) == Named(3, 4, 0.02).interval
+    found = success_share(rows, "hit")
+    assert (found.low, found.high) == IdentificationRate(3, 4, 0.02).interval
     assert (found.value, found.images, found.count) == (0.75, 4, 4)

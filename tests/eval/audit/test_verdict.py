@@ -6,10 +6,10 @@ import pytest
 from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks
 
-from eval import report
 from eval.audit.findings import verdict
 from eval.audit.verdict import content
-from eval.report.blocks import Finding
+from eval.report.assemble import build_report
+from eval.report.blocks import FindingBlock
 from eval.report.load import load
 from eval.report.sections.overview import facts
 
@@ -37,14 +37,14 @@ def test_an_audit_has_the_bar_of_the_report(tmp_path, psnr, further, word):
     rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
     said = content(rows)
     assert said.startswith(word)
-    (found,) = blocks(report.build(folder), Finding)
+    (found,) = blocks(build_report(folder), FindingBlock)
     assert ("leaked" in said.partition(":")[0]) is found.leaks
-    assert said.startswith("image content leaked") is (found.what == ["pictures"])
+    assert said.startswith("image content leaked") is (found.leaked == ["pictures"])
 
 
 def test_only_the_identity_of_pictures_is_said_to_leak_where_they_are_only_named(tmp_path):
     made = FakeRun().attack("fedavg", "ig", [5.0] * 4, label_correct=None, identified=True, identified_among=50)
-    (found,) = blocks(report.build(made.write(tmp_path / "out")), Finding)
+    (found,) = blocks(build_report(made.write(tmp_path / "out")), FindingBlock)
     assert found.verdict == "shown to leak: identity of pictures"
 
 

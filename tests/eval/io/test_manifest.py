@@ -14,10 +14,10 @@ from support.runs import run, tiny, unstated
 from support.tiny import Registered
 from typer.testing import CliRunner
 
-from eval import report
 from eval.cli import app
 from eval.io import manifest
 from eval.report.load import load
+from eval.report.writer import write_report
 from eval.run import folder_integrity
 from eval.run.run_directory import RunDir
 
@@ -51,7 +51,7 @@ READ = ["config.yaml", "env.json", "images.jsonl", "rounds.jsonl", "run.json", "
 def test_a_flipped_bit_in_a_file_that_is_read_is_an_error_that_names_it(folder, name):
     flip(folder / name)
     with pytest.raises(ValueError, match=name):
-        report.write(folder)
+        write_report(folder)
 
 
 @pytest.mark.parametrize("name", ["images.jsonl", "rounds.jsonl", "config.yaml", "env.json"])
@@ -81,7 +81,7 @@ def test_files_change_together_or_readers_are_told(folder, monkeypatch):
         run(tiny("title=Another", "seeds=1"), folder)
     assert "config.yaml" in done
     with pytest.raises(ValueError, match="of two states"):
-        report.write(folder)
+        write_report(folder)
     assert any(line.startswith("manifest.json") for line in folder_integrity.look(folder).damaged)
     monkeypatch.undo()
     with Registered():
@@ -108,7 +108,7 @@ def test_an_error_before_that_leaves_all_as_it_was(folder, monkeypatch):
 def test_a_report_waits_while_a_run_puts_its_files_in_place(folder):
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    writer = threading.Thread(target=report.write, args=(folder,))
+    writer = threading.Thread(target=write_report, args=(folder,))
     writer.start()
     time.sleep(0.05)
     assert not (folder / "report.html").exists()
@@ -121,9 +121,9 @@ def test_a_report_beside_a_run_is_of_the_last_whole_state(folder):
     about = json.loads((folder / "run.json").read_text())
     with RunDir(folder).locked():
         (folder / "run.json").write_text(json.dumps({"id": "x", "title": "At work", "status": "running", "cells": []}))
-        report.write(folder)
-    assert load(folder).about["status"] == "finished"
-    assert load(folder).about["id"] == about["id"]
+        write_report(folder)
+    assert load(folder).metadata["status"] == "finished"
+    assert load(folder).metadata["id"] == about["id"]
 
 
 def test_doctor_finds_a_whole_folder_whole(folder):
@@ -181,14 +181,14 @@ def test_pictures_that_have_changed_are_not_shown(folder):
     run_ = load(folder)
     group = next(group for group in run_.groups if group.method == "fedavg" and group.attack == "guess")
     with pytest.raises(ValueError, match="has changed since it was written"):
-        run_.pictures(group, 0)
+        run_.load_pictures(group, 0)
 
 
 def test_a_folder_that_lost_what_its_files_are_checked_by_is_told_from_an_old_one(folder):
     (folder / "manifest.json").unlink()
     (folder / "images.jsonl").write_text((folder / "images.jsonl").read_text().replace('"psnr": ', '"psnr": 9'))
     with pytest.raises(ValueError, match=r"manifest\.json is missing; the command that began the run writes it anew"):
-        report.write(folder)
+        write_report(folder)
     assert [line.split(";")[0] for line in folder_integrity.look(folder).damaged] == ["manifest.json is missing"]
     with Registered():
         run(tiny(), folder)

@@ -14,9 +14,9 @@ from rich.console import Console
 from eval.commands import terminal
 from eval.io.sanitize import MOST, cut, in_markdown, visible
 from eval.report import render_html
-from eval.report.blocks import Report, Section, Text
-from eval.report.render_markdown import render
-from eval.report.results_table import Table, markdown
+from eval.report.blocks import Paragraph, Report, Section
+from eval.report.render_markdown import render_markdown
+from eval.report.results_table import Table, to_markdown
 
 HOSTILE = (
     "\x1b]0;owned\x07\x1b[31m\r\x9b2J\u202ereversed\u2066 [link=https://evil.test]x[/link] [paper] [/b] :smile: \ud800"
@@ -107,14 +107,14 @@ def test_nothing_is_markup_in_markdown(words, shown):
 
 
 def test_tables_in_markdown_keep_their_cells():
-    text = markdown(Table("<b>|\n# x", ("method",), [("a|b\nc",)], [], ["[x](javascript:1)"]))
+    text = to_markdown(Table("<b>|\n# x", ("method",), [("a|b\nc",)], [], ["[x](javascript:1)"]))
     assert text.splitlines()[0] == "# \\<b>\\| # x"
     assert "| a\\|b c |" in text.splitlines()
     assert "- [x]\\(javascript:1)" in text
 
 
 def test_reports_show_control_characters():
-    report = Report(HOSTILE, HOSTILE, [], [Section("a", HOSTILE, [Text(HOSTILE)])])
-    for text in (render_html.render(report), render(report)[0]):
+    report = Report(HOSTILE, HOSTILE, [], [Section("a", HOSTILE, [Paragraph(HOSTILE)])])
+    for text in (render_html.render_html(report), render_markdown(report)[0]):
         assert not set(text) & set("\r\x1b\x9b\u202e\u2066\ud800\x07")
         assert "owned" in text

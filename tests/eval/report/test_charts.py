@@ -86,7 +86,7 @@ def test_a_narrow_strip_plot_has_its_names_above_the_dots():
     assert not figure.axes[0].get_yticklabels()
 
 
-@pytest.mark.parametrize("count", [1, 2, draw.FEW, 101])
+@pytest.mark.parametrize("count", [1, 2, draw.MAX_WHISKERS, 101])
 def test_a_line_chart_holds_every_value_with_whiskers_or_a_band(count):
     points = [(float(i), 10.0 + i % 3) for i in range(count)]
     band = [(at, value - 1, value + 2) for at, value in points]
@@ -95,7 +95,7 @@ def test_a_line_chart_holds_every_value_with_whiskers_or_a_band(count):
     assert found >= set(points)
     ends = {(at, end) for at, *interval in band for end in interval}
     (axes,) = figure.axes
-    if count > draw.FEW:
+    if count > draw.MAX_WHISKERS:
         corners = {(float(x), float(y)) for x, y in axes.collections[0].get_paths()[0].vertices}
         assert corners >= ends
     else:

@@ -3,7 +3,7 @@ import json
 import pytest
 from support.fakerun import CONFIG, FakeRun
 
-from eval.report.compare import ABSENT, PAIRED, UNPAIRED, compare
+from eval.report.compare import NOT_SET, PAIRED, UNPAIRED, compare
 
 
 def test_only_what_differs_is_shown(tmp_path):
@@ -12,7 +12,7 @@ def test_only_what_differs_is_shown(tmp_path):
     second = FakeRun(config=config).attack("fedavg", "ig", [21.0, 23.0, 26.0], accuracy=0.7)
     found = compare([first.write(tmp_path / "a"), second.write(tmp_path / "b")])
     assert found.runs == ["a", "b"]
-    assert found.settings == {"federation.client_fraction": [ABSENT, 0.5], "method.fedavg.lr": [0.1, 0.2]}
+    assert found.settings == {"federation.client_fraction": [NOT_SET, 0.5], "method.fedavg.lr": [0.1, 0.2]}
     one, two = found.lines
     assert one.difference is None
     assert two.difference is not None
@@ -35,7 +35,7 @@ def test_other_images_or_seeds_are_not_paired(tmp_path):
     assert [line.difference.how for line in found.lines[1:]] == [UNPAIRED] * 3
     apart = found.lines[1].difference.psnr
     assert apart.low < apart.value < apart.high
-    assert "unpaired" in found.text()
+    assert "unpaired" in found.to_text()
 
 
 def test_what_a_run_lacks(tmp_path):
@@ -43,7 +43,7 @@ def test_what_a_run_lacks(tmp_path):
     second = FakeRun().attack("hyperfl", "ig", [10.0])
     found = compare([first.write(tmp_path / "x" / "out"), second.write(tmp_path / "y" / "out")])
     assert found.runs == ["x/out", "y/out"]
-    text = found.text()
+    text = found.to_text()
     assert text.count("not run") == 3
     assert "not applicable" in text
     assert all(line.difference is None for line in found.lines)
@@ -64,15 +64,15 @@ def test_all_three_forms(tmp_path):
     runs = [FakeRun(), FakeRun(config=config)]
     folders = [run.attack("fedavg", "ig", [20.0]).write(tmp_path / str(i)) for i, run in enumerate(runs)]
     found = compare(folders)
-    plain = json.loads(found.json(), parse_constant=lambda constant: pytest.fail(constant))
-    assert plain == json.loads(json.dumps(found.plain()))
+    plain = json.loads(found.to_json(), parse_constant=lambda constant: pytest.fail(constant))
+    assert plain == json.loads(json.dumps(found.to_plain()))
     assert plain["settings"]["method.fedavg.lr"] == [0.1, "inf"]
     assert plain["lines"][1]["difference"] == {"value": 0.0, "low": None, "high": None, "images": 1, "how": "paired"}
-    markdown = found.markdown()
+    markdown = found.to_markdown()
     assert "a \\| b" in markdown
-    widths = {line.count("|") for line in found.markdown().splitlines() if line.startswith("| fedavg")}
+    widths = {line.count("|") for line in found.to_markdown().splitlines() if line.startswith("| fedavg")}
     assert widths == {13}
-    assert found.json() == compare(folders).json()
+    assert found.to_json() == compare(folders).to_json()
 
 
 def test_it_takes_two_different_runs(tmp_path):

@@ -4,8 +4,8 @@ import pytest
 from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks, grid, reasons
 
-from eval import report
-from eval.report.blocks import Figure, Finding, Gallery, Note
+from eval.report.assemble import build_report
+from eval.report.blocks import FigureBlock, FindingBlock, GalleryBlock, Note
 
 
 def test_rounds_and_defences(tmp_path):
@@ -24,11 +24,11 @@ def test_rounds_and_defences(tmp_path):
             )
         for seed in (0, 1):
             run.train("fedavg", [0.1, 0.5, 0.6 + 0.1 * seed], defense=defense, seed=seed)
-    content = report.build(run.write(tmp_path / "out"))
-    names = [figure.name for figure in blocks(content, Figure)]
+    content = build_report(run.write(tmp_path / "out"))
+    names = [figure.name for figure in blocks(content, FigureBlock)]
     assert names == ["tradeoff", "images", "accuracy", "accuracy-local", "leakage-rounds"]
     assert grid(content, "Accuracy").rows[0][2].startswith("65.0")
-    assert [block.subject for block in blocks(content, Finding)] == ["fedavg", "fedavg with loud"]
+    assert [block.subject for block in blocks(content, FindingBlock)] == ["fedavg", "fedavg with loud"]
     assert grid(content, "How close the pictures are").columns[:5] == [">no.", "method", "defence", "attack", ">round"]
     communication = grid(content, "Communication").rows[0]
     assert communication[2:4] == ["1,000", "2,000"]
@@ -38,7 +38,7 @@ def test_rounds_and_defences(tmp_path):
 def test_what_travels_is_counted_each_way_in_numbers_and_in_mebibytes(tmp_path):
     run = FakeRun().attack("fedavg", "ig", [12.0]).train("fedavg", [0.1, 0.6])
     run.rounds = [{**row, "numbers_up": 2**18, "numbers_down": 3 * 2**19} for row in run.rounds]
-    communication = grid(report.build(run.write(tmp_path / "out")), "Communication")
+    communication = grid(build_report(run.write(tmp_path / "out")), "Communication")
     assert communication.columns[2:6] == [">numbers up", ">numbers down", ">MiB up", ">MiB down"]
     assert communication.rows[0][2:6] == ["262,144", "1,572,864", "1.00", "6.00"]  # four bytes each
 
@@ -47,8 +47,8 @@ def test_each_point_has_the_accuracy_of_its_own_round(tmp_path):
     run = FakeRun().train("fedavg", [0.1, 0.5, 0.6])
     for number, accuracy, psnr in ((0, 0.1, 30.0), (10, 0.6, 12.0)):
         run.attack("fedavg", "ig", [psnr, psnr + 1], round=number, accuracy=accuracy, accuracy_last=0.6)
-    content = report.build(run.write(tmp_path / "out"))
-    scatter = next(figure for figure in blocks(content, Figure) if figure.name == "tradeoff")
+    content = build_report(run.write(tmp_path / "out"))
+    scatter = next(figure for figure in blocks(content, FigureBlock) if figure.name == "tradeoff")
     assert [row[3] for row in scatter.legend.rows] == ["0"]  # where it leaked most
     assert scatter.legend.rows[0][4].startswith("10.0\N{NO-BREAK SPACE}% [")  # of round 0
     close = grid(content, "How close the pictures are")
@@ -58,7 +58,7 @@ def test_each_point_has_the_accuracy_of_its_own_round(tmp_path):
 
 def test_rounds_without_an_accuracy_are_no_points(tmp_path):
     run = FakeRun().attack("fedavg", "ig", [20.0, 22.0], round=5, accuracy=None, accuracy_last=0.6)
-    content = report.build(run.write(tmp_path / "out"))
+    content = build_report(run.write(tmp_path / "out"))
     assert "no accuracy of its round is on file" in reasons(content)
     assert grid(content, "Accuracy").rows[0][2] == "60.0\N{NO-BREAK SPACE}%"
 
@@ -71,7 +71,7 @@ def test_cells_of_other_code_are_said_first(tmp_path, codes):
         {"id": str(i), "name": "one", "status": "finished", **({"code": code} if code else {})}
         for i, code in enumerate(codes)
     ]
-    content = report.build(run.write(tmp_path / "out"))
+    content = build_report(run.write(tmp_path / "out"))
     notes = [note for note in blocks(content, Note) if note.title == "Computed by different source code"]
     assert bool(notes) == ("b" in codes)
     if notes:
@@ -85,7 +85,7 @@ def test_a_run_that_is_not_finished_says_so(tmp_path):
         {"name": "fedavg: ig", "status": "finished"},
         {"name": "fedavg: dlg", "status": "failed", "reason": "ValueError: too cold"},
     ]
-    content = report.build(run.write(tmp_path / "out"))
+    content = build_report(run.write(tmp_path / "out"))
     note = blocks(content, Note)[0]
     assert note.title == "Incomplete: 1 of 2 parts of this run are not finished"
     assert note.entries == [("fedavg: dlg", "ValueError: too cold.")]
@@ -94,12 +94,12 @@ def test_a_run_that_is_not_finished_says_so(tmp_path):
 def test_what_is_not_on_file_is_left_out_with_the_reason(tmp_path):
     run = FakeRun(environment={}).attack("fedavg", "ig", [20.0, 21.0]).attack("hyperfl", "ig", [20.0, 21.0])
     del run.pictures["hyperfl-none-ig-round10-seed0"]
-    content = report.build(run.write(tmp_path / "out"))
+    content = build_report(run.write(tmp_path / "out"))
     said = reasons(content)
     for part in ("rounds.jsonl", "run.json", "env.json", "no images/hyperfl-none-ig-round10-seed0.npz"):
         assert part in said
-    (gallery,) = blocks(content, Gallery)
-    assert [case.rule for case in gallery.cases] == ["best", "worst"]
+    (gallery,) = blocks(content, GalleryBlock)
+    assert [case.rule for case in gallery.pairs] == ["best", "worst"]
     assert not any("LPIPS" in column for column in grid(content, "How close the pictures are").columns)
 
 
@@ -107,8 +107,8 @@ def test_pictures_of_other_rows_are_not_shown(tmp_path):
     run = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0])
     original, found = run.pictures["fedavg-none-ig-round10-seed0"]
     run.pictures["fedavg-none-ig-round10-seed0"] = (original, found[::-1])
-    content = report.build(run.write(tmp_path / "out"))
-    assert not blocks(content, Gallery)
+    content = build_report(run.write(tmp_path / "out"))
+    assert not blocks(content, GalleryBlock)
     assert "its PSNR differs" in reasons(content)
 
 
@@ -130,4 +130,4 @@ def test_damaged_pictures_are_a_reason(tmp_path, kind):
     folder = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0]).write(tmp_path / "out")
     path = folder / "images" / "fedavg-none-ig-round10-seed0.npz"
     path.write_bytes(broken(kind, path.read_bytes()))
-    assert "can't be read" in reasons(report.build(folder))
+    assert "can't be read" in reasons(build_report(folder))

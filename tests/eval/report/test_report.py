@@ -10,13 +10,13 @@ import pytest
 from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks, grid, reasons
 
-from eval import report
 from eval.metrics import statistics
-from eval.report.blocks import Figure, Finding, Gallery, Grid, Items, Note
+from eval.report.assemble import build_report
+from eval.report.blocks import DefinitionList, FigureBlock, FindingBlock, GalleryBlock, Note, TableBlock
 from eval.report.charts.svg import to_element
-from eval.report.formatting import error, interval
-from eval.report.sections.overview import knowledge
-from eval.report.writer import write_figures
+from eval.report.formatting import format_error, format_interval
+from eval.report.sections.overview import attacker_knowledge
+from eval.report.writer import write_figures, write_report
 
 VOID = {"meta", "img", "br"}
 NASTY = "<script>alert('x')</script>|`*"
@@ -66,7 +66,7 @@ def full() -> FakeRun:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = full().write(tmp_path_factory.mktemp("run") / "out")
-    report.write(folder)
+    write_report(folder)
     return folder
 
 
@@ -106,14 +106,14 @@ def test_figures_are_those_of_the_rows(folder, page):
         psnr = statistics.mean_interval([row["psnr"] for row in own])
         gain = statistics.mean_interval(gains, "gain")
         assert psnr.value == pytest.approx(fmean(row["psnr"] for row in own))
-        for words in (interval(psnr), interval(gain, sign=True)):
+        for words in (format_interval(psnr), format_interval(gain, sign=True)):
             assert words in page.text
             assert words in text
 
 
 def test_the_same_folder_gives_the_same_bytes(folder, tmp_path):
     other = full().write(tmp_path / "elsewhere")
-    report.write(other)
+    write_report(other)
     names = sorted(
         str(path.relative_to(other)) for path in other.rglob("*") if path.is_file() and path.suffix != ".npz"
     )
@@ -122,22 +122,22 @@ def test_the_same_folder_gives_the_same_bytes(folder, tmp_path):
 
 
 def test_verdicts(folder):
-    content = report.build(folder)
-    found = {block.subject: block for block in blocks(content, Finding)}
+    content = build_report(folder)
+    found = {block.subject: block for block in blocks(content, FindingBlock)}
     assert found["fedavg"].leaks
-    assert found["fedavg"].what == ["pictures", "labels"]
-    assert found["hyperfl"].what == ["pictures", "private values"]
+    assert found["fedavg"].leaked == ["pictures", "labels"]
+    assert found["hyperfl"].leaked == ["pictures", "private values"]
     lines = " ".join(found["hyperfl"].lines)
     assert "2 of 6 reconstructions to 20 dB or more" in lines  # a mean near the floor hides them
-    assert f"peel+ig recovered the extractor for 6 of 6 updates (relative error {error(2e-7)} at best)" in lines
+    assert f"peel+ig recovered the extractor for 6 of 6 updates (relative error {format_error(2e-7)} at best)" in lines
     assert content.lead == "Shown to leak: fedavg (pictures and labels) and hyperfl (pictures and private values)."
 
 
 @pytest.mark.parametrize("psnr", [[4.0, 5.0, 3.0, 6.0], [5.0]])
 def test_what_is_not_shown_to_leak_is_not_called_safe(tmp_path, psnr):
     run = FakeRun().attack("fedavg", "ig", psnr, label_correct=None)
-    content = report.build(run.write(tmp_path / "out"))
-    (found,) = blocks(content, Finding)
+    content = build_report(run.write(tmp_path / "out"))
+    (found,) = blocks(content, FindingBlock)
     assert found.leaks is False
     assert found.verdict == "not shown to leak beyond what was known before"
     assert "no proof of safety" in found.lines[-1]
@@ -150,14 +150,14 @@ def test_what_is_not_shown_to_leak_is_not_called_safe(tmp_path, psnr):
 @pytest.mark.parametrize(("images", "leaks"), [(5, False), (6, True)])
 def test_few_images_prove_nothing(tmp_path, images, leaks):
     run = FakeRun().attack("fedavg", "ig", [18.0] * images, label_correct=None)
-    (found,) = blocks(report.build(run.write(tmp_path / "out")), Finding)
+    (found,) = blocks(build_report(run.write(tmp_path / "out")), FindingBlock)
     assert found.leaks is leaks
     assert ("too few to count" in found.lines[0]) is not leaks
 
 
 def test_labels_count_only_beyond_the_commonest_class(tmp_path):
     run = FakeRun().attack("fedavg", "ig", [4.0, 5.0, 3.0, 6.0], label=0)
-    (found,) = blocks(report.build(run.write(tmp_path / "out")), Finding)
+    (found,) = blocks(build_report(run.write(tmp_path / "out")), FindingBlock)
     assert found.leaks is False
     assert any("100" in line and "not shown to leak" in line for line in found.lines)
 
@@ -167,7 +167,7 @@ def test_images_told_from_others_of_their_class_leaked_whatever_their_psnr(tmp_p
     run = FakeRun().attack("fedavg", "ig", [9.0, 8.0, 9.0, 7.0, 8.0, 9.0], label_correct=None, identified_among=50)
     for number, row in enumerate(run.rows):
         row["identified"] = number < hits
-    (found,) = blocks(report.build(run.write(tmp_path / "out")), Finding)
+    (found,) = blocks(build_report(run.write(tmp_path / "out")), FindingBlock)
     assert found.leaks is leaks
     (line,) = [line for line in found.lines if line.startswith("Named: ")]
     assert f"for {hits} of 6 images" in line
@@ -188,11 +188,11 @@ def _naming(hits: dict[str, tuple[int, int]], **more) -> FakeRun:
 def test_of_many_attacks_one_names_images_by_chance(tmp_path):
     several = {f"ig@tv={number}": (0, 2) for number in range(79)}
     run = _naming({"lucky": (2, 2), **several})  # 1 in 2500 by itself, but one of eighty attacks
-    (found,) = blocks(report.build(run.write(tmp_path / "lucky")), Finding)
+    (found,) = blocks(build_report(run.write(tmp_path / "lucky")), FindingBlock)
     assert any("for 2 of 2 images" in line for line in found.lines)
     assert found.leaks is False
     run = _naming({"lucky": (2, 2), "ig": (10, 50), **dict(list(several.items())[1:])})
-    (found,) = blocks(report.build(run.write(tmp_path / "both")), Finding)
+    (found,) = blocks(build_report(run.write(tmp_path / "both")), FindingBlock)
     assert any("what ig brought" in line and "for 10 of 50 images" in line for line in found.lines)
     assert found.leaks is True
 
@@ -200,7 +200,7 @@ def test_of_many_attacks_one_names_images_by_chance(tmp_path):
 def test_the_closest_of_several_reconstructions_is_as_many_guesses(tmp_path):
     for candidates, leaks in ((1, True), (8, False), (100, False)):
         run = _naming({"ig": (4, 16)}, candidates=candidates)
-        (found,) = blocks(report.build(run.write(tmp_path / str(candidates))), Finding)
+        (found,) = blocks(build_report(run.write(tmp_path / str(candidates))), FindingBlock)
         assert found.leaks is leaks
         assert f"chance is {min(100, 2 * candidates)}\N{NO-BREAK SPACE}%" in " ".join(found.lines)
 
@@ -209,15 +209,15 @@ def test_seeds_name_the_same_images_once(tmp_path):
     run = FakeRun()
     for seed in range(3):
         run.attack("fedavg", "ig", [9.0] * 2, seed=seed, label_correct=None, identified_among=50, identified=True)
-    content = report.build(run.write(tmp_path / "out"))
-    assert any("for 2 of 2 images" in line for line in blocks(content, Finding)[0].lines)
+    content = build_report(run.write(tmp_path / "out"))
+    assert any("for 2 of 2 images" in line for line in blocks(content, FindingBlock)[0].lines)
     assert grid(content, "Images named among others of their class").rows[0][-5].endswith("[16, 100]")
 
 
 def test_labels_that_were_given_say_nothing(tmp_path):
     run = FakeRun(config=CONFIG.replace("knows_labels: false", "knows_labels: true"))
-    content = report.build(run.attack("fedavg", "ig", [4.0, 5.0, 3.0]).write(tmp_path / "out"))
-    assert blocks(content, Finding)[0].leaks is False
+    content = build_report(run.attack("fedavg", "ig", [4.0, 5.0, 3.0]).write(tmp_path / "out"))
+    assert blocks(content, FindingBlock)[0].leaks is False
     assert [term for note in blocks(content, Note) for term, _ in note.entries] == ["below-floor", "labels-given"]
 
 
@@ -228,7 +228,7 @@ def test_words_from_files_are_escaped(tmp_path):
     run.rounds[0]["diagnostics"] = run.rounds[1]["diagnostics"] = {NASTY: 1.0}
     run.about, run.environment = {"command": NASTY, "cells": [{"name": NASTY, "status": "failed"}]}, {NASTY: NASTY}
     folder = run.write(tmp_path / "out")
-    report.write(folder)
+    write_report(folder)
     page = Page((folder / "report.html").read_text())
     assert not {tag for tag, _ in page.tags} & {"script", "b"}
     assert NASTY in page.text
@@ -241,12 +241,12 @@ def test_words_from_files_are_escaped(tmp_path):
 
 
 def test_cases_are_chosen_by_rule(folder):
-    content = report.build(folder)
-    shown = {gallery.title: gallery for gallery in blocks(content, Gallery)}
-    cases = shown["3  hyperfl under peel+ig"].cases
+    content = build_report(folder)
+    shown = {gallery.title: gallery for gallery in blocks(content, GalleryBlock)}
+    cases = shown["3  hyperfl under peel+ig"].pairs
     assert [case.rule for case in cases] == ["best", "median", "worst"]
-    assert [case.words for case in cases[:2]] == ["40.0 dB", "7.0 dB"]
-    assert float(cases[2].words.removesuffix(" dB")) < 9
+    assert [case.score for case in cases[:2]] == ["40.0 dB", "7.0 dB"]
+    assert float(cases[2].score.removesuffix(" dB")) < 9
     assert cases[0].original.startswith(b"\x89PNG")
     assert cases[0].size == (120, 120)
 
@@ -254,17 +254,17 @@ def test_cases_are_chosen_by_rule(folder):
 @pytest.mark.parametrize(("channels", "shown"), [(3, True), (2, False)])
 def test_colour_and_other_channels(tmp_path, channels, shown):
     run = FakeRun(shape=(channels, 12, 12)).attack("fedavg", "ig", [20.0, 21.0, 22.0])
-    content = report.build(run.write(tmp_path / "out"))
-    assert bool(blocks(content, Gallery)) is shown
+    content = build_report(run.write(tmp_path / "out"))
+    assert bool(blocks(content, GalleryBlock)) is shown
     assert ("2 channels" in reasons(content)) is not shown
 
 
 def test_pictures_can_be_left_out(folder, tmp_path):
     run = full().write(tmp_path / "out")
-    report.write(run)
+    write_report(run)
     assert list((run / "report").glob("*.png"))
     (run / "report" / "mine.txt").write_text("kept")
-    report.write(run, show=False)
+    write_report(run, show=False)
     assert not list((run / "report").glob("*.png"))
     assert (run / "report" / "mine.txt").exists()
     html = (run / "report.html").read_text()
@@ -283,16 +283,16 @@ def test_markdown_shows_files_that_are_there(folder):
 
 
 def test_tables_are_even(folder):
-    content = report.build(folder)
-    found = [*blocks(content, Grid), *(figure.legend for figure in blocks(content, Figure) if figure.legend)]
+    content = build_report(folder)
+    found = [*blocks(content, TableBlock), *(figure.legend for figure in blocks(content, FigureBlock) if figure.legend)]
     assert len(found) > 6
     for table in found:
-        assert all(len(row) == len(table.columns) for row in (*table.rows, *table.lesser)), table.caption
-        assert len(table.marks) in (0, len(table.rows))
+        assert all(len(row) == len(table.columns) for row in (*table.rows, *table.comparison_rows)), table.caption
+        assert len(table.markers) in (0, len(table.rows))
 
 
 def test_an_attacker_knows_no_more_rounds_than_there_are():
-    known, _ = knowledge({"history_rounds": 3})
+    known, _ = attacker_knowledge({"history_rounds": 3})
     assert known == ["up to 3 earlier rounds of the same client, as many as there are"]
 
 
@@ -302,13 +302,13 @@ def test_seeds_batches_and_failures(tmp_path):
         run.attack("fedavg", "ig", [12.0, 14.0, 16.0], seed=seed, accuracy=0.5 + 0.1 * seed, images=3, candidates=2)
     lost = run.rows[2]
     lost |= {"failure": "unmatched", "matched": None, "psnr": 0.0, "mse": 1.0, "ssim": 0.0}
-    content = report.build(run.write(tmp_path / "out"))
+    content = build_report(run.write(tmp_path / "out"))
     row = grid(content, "How close the pictures are").rows[0]
     assert row[3] == "55.0\N{NO-BREAK SPACE}%"
     assert row[-1] == "3"
     assert any("unmatched" in term for note in blocks(content, Note) for term, _ in note.entries)
-    (gallery,) = blocks(content, Gallery)
-    assert gallery.cases[-1].words == "0.0 dB (failed: no picture)"
+    (gallery,) = blocks(content, GalleryBlock)
+    assert gallery.pairs[-1].score == "0.0 dB (failed: no picture)"
 
 
 def test_what_outsiders_can_not_be_scored_by_is_said(tmp_path):
@@ -318,8 +318,10 @@ def test_what_outsiders_can_not_be_scored_by_is_said(tmp_path):
     notes = []
     for number in (0, 1):
         run.config = CONFIG.replace("rounds: 10}", f"rounds: 10, held_out_clients: {number}}}")
-        content = report.build(run.write(tmp_path / f"{number}"))
-        notes.append([entry for block in blocks(content, Items) for entry in block.entries if "Missing" in entry[0]])
+        content = build_report(run.write(tmp_path / f"{number}"))
+        notes.append(
+            [entry for block in blocks(content, DefinitionList) for entry in block.entries if "Missing" in entry[0]]
+        )
     (words,) = [words for term, words in notes[1] if term == "Missing for local"]
     assert "the server sends nothing" in words
     assert not any(term == "Missing for local" for term, _ in notes[0])
@@ -328,13 +330,13 @@ def test_what_outsiders_can_not_be_scored_by_is_said(tmp_path):
 def test_methods_without_attacks(tmp_path):
     run = FakeRun().refuse("local", "-", "no attack was asked for", accuracy=0.4)
     run.attack("fedavg", "ig", [22.0] * 6)
-    content = report.build(run.write(tmp_path / "out"))
-    found, _ = blocks(content, Finding)
+    content = build_report(run.write(tmp_path / "out"))
+    found, _ = blocks(content, FindingBlock)
     assert (found.leaks, found.verdict) == (None, "not examined")
     assert content.lead == "Shown to leak: fedavg (pictures and labels)."
     assert grid(content, "Where no attack applied").rows[0][-1] == "no attack was asked for"
     assert grid(content, "Accuracy").rows[0][:3] == ["local", "none", "40.0\N{NO-BREAK SPACE}%"]
-    report.write(tmp_path / "out")
+    write_report(tmp_path / "out")
 
 
 def test_attacks_that_recover_no_pictures(tmp_path):
@@ -348,11 +350,11 @@ def test_attacks_that_recover_no_pictures(tmp_path):
             "label_correct": None,
             "missing": {"psnr": "the attack recovers no images"},
         }
-    content = report.build(run.write(tmp_path / "out"))
-    (found,) = blocks(content, Finding)
-    assert found.what == ["private values"]
+    content = build_report(run.write(tmp_path / "out"))
+    (found,) = blocks(content, FindingBlock)
+    assert found.leaked == ["private values"]
     assert "it recovers no pictures" in reasons(content)
-    report.write(tmp_path / "out")
+    write_report(tmp_path / "out")
 
 
 def test_papers_and_commands(page):
@@ -365,25 +367,25 @@ def test_papers_and_commands(page):
 
 def test_folders_that_are_no_runs(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config.yaml in .*hyperleak run"):
-        report.build(tmp_path)
+        build_report(tmp_path)
     folder = FakeRun().write(tmp_path / "empty")
     with pytest.raises(ValueError, match="expected at least one row"):
-        report.build(folder)
+        build_report(folder)
     folder = full().write(tmp_path / "odd")
     (folder / "images.jsonl").write_text('{"method": "fedavg"}\n')
     with pytest.raises(ValueError, match="line 1: expected a value for defense"):
-        report.build(folder)
+        build_report(folder)
     (folder / "images.jsonl").write_text('{"psnr": NaN}\n')
     with pytest.raises(ValueError, match="line 1: not valid JSON"):
-        report.build(folder)
+        build_report(folder)
     folder = full().write(tmp_path / "env")
     (folder / "env.json").write_text("[]")
     with pytest.raises(ValueError, match=r"env.json: expected a JSON object"):
-        report.build(folder)
+        build_report(folder)
 
 
 def test_drawings_hold_finite_coordinates_inside_their_frame(folder):
-    figures = blocks(report.build(folder), Figure)
+    figures = blocks(build_report(folder), FigureBlock)
     assert {figure.name for figure in figures} == {"tradeoff", "images", "accuracy", "accuracy-local", "diagnostic-1"}
     for figure in figures:
         for drawing in (figure.wide, figure.narrow):
@@ -399,7 +401,7 @@ def test_drawings_hold_finite_coordinates_inside_their_frame(folder):
 
 def test_every_value_on_file_is_in_a_chart(folder):
     rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
-    charts = {figure.name: figure.chart for figure in blocks(report.build(folder), Figure)}
+    charts = {figure.name: figure.chart for figure in blocks(build_report(folder), FigureBlock)}
     for strip in charts["images"].strips:
         method, attack = strip.label.split(" under ")
         own = [row["psnr"] for row in rows if (row["method"], row["attack"]) == (method, attack)]

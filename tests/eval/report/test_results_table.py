@@ -2,13 +2,14 @@ import pytest
 from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks, grid
 
-from eval import report
 from eval.audit.findings import verdict
 from eval.experiment import yaml_config
 from eval.io import yaml12
 from eval.report import results_table
-from eval.report.blocks import Finding, Grid
-from eval.report.formatting import NONE, error
+from eval.report.assemble import build_report
+from eval.report.blocks import FindingBlock, TableBlock
+from eval.report.formatting import NO_VALUE, format_error
+from eval.report.result_groups import BASELINES
 
 
 def experiment(text: str = CONFIG):
@@ -22,27 +23,29 @@ def run() -> FakeRun:
 
 
 def legend(made: FakeRun) -> str:
-    return "\n".join(results_table.table(made.rows, experiment()).legend)
+    return "\n".join(results_table.build_table(made.rows, experiment()).legend)
 
 
 def test_it_is_readable_without_the_papers():
-    found = results_table.table(run().rows, experiment())
+    found = results_table.build_table(run().rows, experiment())
     assert [row[:2] for row in found.rows] == [("fedavg", "ig"), ("fedavg", "peel+ig"), ("hyperfl", "peel+ig")]
     assert not {"defence", "LPIPS"} & set(found.columns)
     assert found.rows[1][-1] == "not in the mood"
     assert found.rows[0][2] == "62.0%"
     assert found.rows[0][3].startswith("22.8 [")
-    assert [row[1] for row in found.floors] == list(results_table.FLOORS.values())
+    assert [row[1] for row in found.baselines] == list(BASELINES.values())
     words = "\n".join(found.legend)
     for part in ("PSNR (dB)", "Floor", "Method fedavg: clients train", "Attack peel+ig: computes"):
         assert part in words
     assert "LPIPS:" not in words
-    text = results_table.markdown(found)
-    assert text.count("\n| ") == 2 + len(found.rows) + len(found.floors)
+    text = results_table.to_markdown(found)
+    assert text.count("\n| ") == 2 + len(found.rows) + len(found.baselines)
 
 
 def test_flags_are_explained():
-    found = results_table.table(run().rows, experiment(CONFIG.replace("knows_labels: false", "knows_labels: true")))
+    found = results_table.build_table(
+        run().rows, experiment(CONFIG.replace("knows_labels: false", "knows_labels: true"))
+    )
     assert "labels-given" in found.rows[0][-1]
     assert any(line.startswith("Flag labels-given: ") for line in found.legend)
 
@@ -89,11 +92,18 @@ def test_an_update_that_gave_nothing_back_counts(tmp_path):
     made.rows[0]["private_errors"] = {"embedding": 1e-7}
     made.rows[2]["private_errors"] = {"embedding": None}
     assert "embedding was recovered for 1 of 3 updates (relative error below 0.1, at best 1e-07)" in legend(made)
-    content = report.build(made.write(tmp_path / "out"))
-    (found,) = blocks(content, Finding)
-    assert f"recovered the embedding for 1 of 3 updates (relative error {error(1e-7)} at best)." in found.lines[-1]
-    assert found.what == ["private values"]
-    assert grid(content, "What else was private").rows[0][3:7] == ["embedding", "1 of 3 updates", error(1e-7), NONE]
+    content = build_report(made.write(tmp_path / "out"))
+    (found,) = blocks(content, FindingBlock)
+    assert (
+        f"recovered the embedding for 1 of 3 updates (relative error {format_error(1e-7)} at best)." in found.lines[-1]
+    )
+    assert found.leaked == ["private values"]
+    assert grid(content, "What else was private").rows[0][3:7] == [
+        "embedding",
+        "1 of 3 updates",
+        format_error(1e-7),
+        NO_VALUE,
+    ]
     assert verdict(made.rows).endswith("recovered for 1 of 3 update(s) (relative error below 0.1, at best 1e-07)")
 
 
@@ -101,7 +111,7 @@ def test_several_rounds_are_told_apart():
     made = FakeRun()
     for number in (0, 10):
         made.attack("fedavg", "ig", [22.0 - number] * 6, round=number)
-    found = results_table.table(made.rows, experiment())
+    found = results_table.build_table(made.rows, experiment())
     assert [row[1] for row in found.rows] == ["ig (round 0)", "ig (round 10)"]
     assert "fedavg under ig (round 10): " in "\n".join(found.legend)
 
@@ -118,7 +128,7 @@ def test_it_says_of_which_round_accuracies_are(rounds, words):
 
 def bests(tmp_path, **columns):
     made = FakeRun().attack("fedavg", "ig", [22.0], accuracy_best=0.7, **columns)
-    captions = [found.caption for found in blocks(report.build(made.write(tmp_path / "out")), Grid)]
+    captions = [found.caption for found in blocks(build_report(made.write(tmp_path / "out")), TableBlock)]
     return "Accuracy in the best round (which)" in captions
 
 
@@ -129,4 +139,4 @@ def test_best_rounds_stand_where_something_was_trained(tmp_path):
 
 def test_it_needs_rows():
     with pytest.raises(ValueError, match="expected rows"):
-        results_table.table([], experiment())
+        results_table.build_table([], experiment())

@@ -8,8 +8,8 @@ from support.runs import run, tiny, unstated
 from support.tiny import Registered
 from typer.testing import CliRunner
 
-from eval import report
 from eval.cli import app
+from eval.report.writer import write_report
 from eval.run import runner
 from eval.run.run_directory import LostLockError, RunDir
 from fl.simulation.federation import Federation
@@ -164,7 +164,7 @@ def test_folders_that_are_links_are_refused_before_anything_is_written(tmp_path,
     assert not list(elsewhere.iterdir())
     if name == "report":
         with pytest.raises(ValueError, match="is a link"):
-            report.write(tmp_path / "a")
+            write_report(tmp_path / "a")
         assert not list(elsewhere.iterdir())
 
 

@@ -7,9 +7,10 @@ from support.fakerun import FakeRun
 from support.reports import reasons
 from typer.testing import CliRunner
 
-from eval import report
 from eval.cli import app
-from eval.report.load import picture_names
+from eval.report.assemble import build_report
+from eval.report.load import picture_file_names
+from eval.report.writer import write_report
 
 
 @pytest.mark.parametrize("key", ["method", "defense", "attack"])
@@ -18,7 +19,7 @@ def test_a_label_is_no_path(tmp_path, key, label):
     run = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0])
     run.rows[1][key] = label
     with pytest.raises(ValueError, match=rf"images\.jsonl, line 2: expected {key} of at most 200 letters"):
-        report.build(run.write(tmp_path / "out"))
+        build_report(run.write(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_what_names_a_file_is_a_number(tmp_path, key, value):
     run = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0])
     run.rows[1][key] = value
     with pytest.raises(ValueError, match=rf"line 2: expected {key} as a whole number"):
-        report.build(run.write(tmp_path / "out"))
+        build_report(run.write(tmp_path / "out"))
 
 
 def test_pictures_are_not_read_from_elsewhere(tmp_path):
@@ -36,7 +37,7 @@ def test_pictures_are_not_read_from_elsewhere(tmp_path):
     folder = run.write(tmp_path / "out")
     (folder / "images").rename(tmp_path / "private")
     (folder / "images").symlink_to(tmp_path / "private")
-    assert "leads out of" in str(reasons(report.build(folder)))
+    assert "leads out of" in str(reasons(build_report(folder)))
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"])
@@ -47,15 +48,15 @@ def test_no_file_of_a_run_is_read_from_elsewhere(tmp_path, name):
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     with pytest.raises(ValueError, match="leads out of"):
-        report.build(folder)
+        build_report(folder)
 
 
 def test_long_names_of_pictures_are_cut():
     long = "x" * 200
-    names = picture_names([(long, "none", f"{long[:-1]}{i}", 0, 0) for i in range(2)])
+    names = picture_file_names([(long, "none", f"{long[:-1]}{i}", 0, 0) for i in range(2)])
     assert len(set(names.values())) == 2
     assert all(len(name) < 230 for name in names.values())
-    assert picture_names([("a", "b", "c", 1, 2)]) == {("a", "b", "c", 1, 2): "a-b-c-round1-seed2"}
+    assert picture_file_names([("a", "b", "c", 1, 2)]) == {("a", "b", "c", 1, 2): "a-b-c-round1-seed2"}
 
 
 @pytest.mark.parametrize("depth", [100_000])
@@ -63,14 +64,14 @@ def test_values_too_deep_in_each_other_are_an_error(tmp_path, depth):
     folder = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0]).write(tmp_path / "out")
     (folder / "run.json").write_text('{"a": ' + "[" * depth + "]" * depth + "}")
     with pytest.raises(ValueError, match="too deep in each other"):
-        report.build(folder)
+        build_report(folder)
 
 
 def test_values_of_other_types_are_a_line(tmp_path):
     run = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0])
     run.rows[1]["psnr"] = {"a": 1}
     with pytest.raises(ValueError, match="holds something else than `hyperleak run` writes"):
-        report.write(run.write(tmp_path / "out"))
+        write_report(run.write(tmp_path / "out"))
 
 
 def test_figures_of_other_types_are_a_line_in_comparisons(tmp_path):

@@ -4,8 +4,8 @@ import pytest
 from support.runs import run, tiny
 from support.tiny import Registered
 
-from eval import report
 from eval.experiment import yaml_config
+from eval.report.writer import write_report
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_the_images_of_a_whole_group_are_attacked_and_scored(tmp_path):
             assert row["forward_error"] < 1e-6
     hyperfl = [row["private_errors"] for row in rows if row["method"] == "hyperfl"]
     assert {name.split("/")[1] for name in hyperfl[0]} == {"0", "1", "2"}
-    report.write(tmp_path / "a")
+    write_report(tmp_path / "a")
     told = (tmp_path / "a" / "report.md").read_text()
     assert "No single update" in told
     assert "groups of 2" in told
@@ -56,7 +56,7 @@ def test_a_chain_is_reported_as_aggregated(tmp_path):
     parts = [{"name": "clip", "max_norm": 0.02}, {"name": "secagg", "clients": 3}]
     chain = {"name": "chain", "parts": parts, "as": "both"}
     run(yaml_config.read({**yaml_config.plain(tiny(*FAST)), "defense": chain}), tmp_path / "a")
-    report.write(tmp_path / "a")
+    write_report(tmp_path / "a")
     told = (tmp_path / "a" / "report.md").read_text()
     assert "groups of 3 (both)" in told
     assert "the update that comes back" not in told

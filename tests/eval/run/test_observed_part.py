@@ -5,7 +5,7 @@ import torch
 from support.runs import run, tiny
 from support.tiny import Registered
 
-from eval import report
+from eval.report.assemble import build_report
 from eval.run import runner
 
 
@@ -39,7 +39,7 @@ def test_clients_may_be_watched_on_images_that_none_has_trained_on(tmp_path):
 def test_the_report_says_whether_images_were_new(part, tmp_path):
     run(tiny(f"observe.part={part}", "observe.images=2", "observe.batch_size=1", "attack=guess"), tmp_path / "a")
     new = " test images that no client trained on" if part == "test" else ""
-    assert dict(report.build(tmp_path / "a").facts)["Images"] == f"2{new}, 1 per update"
+    assert dict(build_report(tmp_path / "a").facts)["Images"] == f"2{new}, 1 per update"
 
 
 def test_the_choice_of_part_renames_no_cell_from_before_there_was_one():

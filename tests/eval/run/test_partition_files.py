@@ -9,10 +9,10 @@ from support.reports import blocks
 from support.runs import run, tiny
 from support.tiny import Registered
 
-from eval import report
 from eval.io.run_layout import PARTITIONS
+from eval.report.assemble import build_report
 from eval.report.blocks import Note
-from eval.report.results_table import markdown
+from eval.report.results_table import to_markdown
 from eval.report.sections import partition_notes
 from eval.run import results, runner
 from eval.run.run_directory import RunDir
@@ -36,7 +36,7 @@ def whole(folder: Path, *overrides: str, **changed) -> dict[str, str]:
         plan = runner.prepare(experiment, device="cpu")
         assert not runner.run(plan, place)
         table = results.publish(results.assemble(plan, place), [], plan, place)
-    assert markdown(table) == (folder / "table.md").read_text()
+    assert to_markdown(table) == (folder / "table.md").read_text()
     return {name: (folder / name).read_text() for name in ("log.txt", "table.md", "report.md", "report.html")}
 
 
@@ -100,10 +100,10 @@ def test_a_folder_from_before_needs_none_and_a_damaged_file_is_named(tmp_path):
     whole(tmp_path / "a", SHARED)
     (tmp_path / "a" / "partitions" / "1.json").write_text("{}")
     with pytest.raises(ValueError, match=r"partitions/1\.json has changed"):
-        report.build(tmp_path / "a")
+        build_report(tmp_path / "a")
     shutil.rmtree(tmp_path / "a" / "partitions")
     (tmp_path / "a" / "manifest.json").unlink()
     about = json.loads((tmp_path / "a" / "run.json").read_text())
     about.pop("sha256")  # which folders from before do not state
     (tmp_path / "a" / "run.json").write_text(json.dumps(about))
-    assert not [note for note in blocks(report.build(tmp_path / "a"), Note) if "split" in note.title]
+    assert not [note for note in blocks(build_report(tmp_path / "a"), Note) if "split" in note.title]

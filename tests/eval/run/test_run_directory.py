@@ -240,7 +240,7 @@ def test_labels_with_dashes_keep_pictures_of_their_own(tmp_path):
     rows = run(tiny(*settings, "defense=[{name: none, as: c}, {name: prune, as: b-c}]"), tmp_path / "a")
     assert len(list((tmp_path / "a" / "images").glob("*.npz"))) == 4
     for group in load(tmp_path / "a").groups:
-        original, found = load(tmp_path / "a").pictures(group, 0)
+        original, found = load(tmp_path / "a").load_pictures(group, 0)
         own = [row["mse"] for row in rows if (row["method"], row["defense"]) == group.subject]
         assert np.square(original - found).mean((1, 2, 3)).tolist() == pytest.approx(own, rel=1e-5)
 

@@ -15,11 +15,11 @@ from support.tiny import Guess, Registered
 
 from attacks import parallel as spread
 from attacks.base import NotApplicable
-from eval import report
 from eval.experiment.spec import Entry
 from eval.io.jsonl import read_rows
 from eval.report import results_table
-from eval.report.formatting import SCORES
+from eval.report.formatting import FURTHER_ACCURACIES
+from eval.report.writer import write_report
 from eval.run import attack_cell, federation_data, runner
 from eval.run import training_cell as training
 from fl.defense import Defense
@@ -106,7 +106,7 @@ def test_further_scores_reach_rows_and_report(tmp_path):
     rows = [row for row in run(tiny(*words), tmp_path / "a") if row["method"] == "fedavg"]
     rounds = [row for row in read_rows(tmp_path / "a" / "rounds.jsonl") if row["method"] == "fedavg"]
     counts = {"tuned": 2, "unseen": 1, "unseen_tuned": 1, "global": 2}
-    assert set(counts) == set(FURTHER) == set(SCORES)
+    assert set(counts) == set(FURTHER) == set(FURTHER_ACCURACIES)
     assert len(rounds[-1]["accuracies"]) == 2
     for name, count in counts.items():
         values = rounds[-1]["accuracies_further"][name]
@@ -115,12 +115,12 @@ def test_further_scores_reach_rows_and_report(tmp_path):
     for name in ("accuracy_local", *(f"accuracy_{name}" for name in FURTHER)):
         course = [(row[name], -row["round"]) for row in rounds if row[name] is not None]
         assert (rows[0][f"{name}_best"], -rows[0][f"{name}_best_round"]) == max(course)  # the first of equals
-    report.write(tmp_path / "a")
+    write_report(tmp_path / "a")
     text = (tmp_path / "a" / "report.md").read_text()
     best = f"{rows[0]['accuracy_best']:.1%} ({rows[0]['accuracy_best_round']})".replace("%", "\N{NO-BREAK SPACE}%")
     assert best in text.split("### Accuracy in the best round")[1].split("###")[0]
     for name in FURTHER:
-        assert SCORES[name] in text
+        assert FURTHER_ACCURACIES[name] in text
         assert f"{rows[0][f'accuracy_{name}_last']:.1%}".replace("%", "\N{NO-BREAK SPACE}%") in text
 
 
@@ -262,7 +262,7 @@ def test_method_without_attack_keeps_its_accuracy(tmp_path):
     rows = run(experiment, tmp_path / "a")
     (row,) = (row for row in rows if row["method"] == "fedavg")
     assert 0 <= row["accuracy"] <= 1
-    assert any("no attack" in line[-1] for line in results_table.table(rows, experiment).rows)
+    assert any("no attack" in line[-1] for line in results_table.build_table(rows, experiment).rows)
 
 
 def test_a_grid_is_run_entry_by_entry(tmp_path):
@@ -325,7 +325,7 @@ def test_what_a_code_could_show_at_best_is_said(tmp_path):
     bounded = [row for row in rows if row["attack"] == "rog"]
     assert all(row["psnr"] < row["bound_psnr"] < 60 for row in bounded)
     assert not any("bound_psnr" in row for row in rows if row["attack"] != "rog")
-    report.write(tmp_path / "a")
+    write_report(tmp_path / "a")
     assert "closest code (dB)" in (tmp_path / "a" / "report.md").read_text()
 
 

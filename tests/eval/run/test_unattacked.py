@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from eval import cli
 from eval.experiment import yaml_config
 from eval.io import yaml12
-from eval.report.sections.overview import UNATTACKED
+from eval.report.sections.overview import NO_ATTACK_ASKED
 
 QUIET = yaml12.parse(CONFIG)
 del QUIET["attack"]
@@ -40,14 +40,20 @@ def test_it_is_an_experiment() -> None:
 def test_it_runs_and_reports_accuracy_and_cost(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result.exit_code == 0, result.output
-    for part in ("fedavg", "hyperfl", "accuracy", UNATTACKED):
+    for part in ("fedavg", "hyperfl", "accuracy", NO_ATTACK_ASKED):
         assert part in " ".join(result.output.split())
     out = tmp_path / "out"
     for words in ("PSNR", "not applicable", "floor", "leakage"):
         for text in (result.output, (out / "table.md").read_text(), (out / "report.md").read_text()):
             assert words.lower() not in text.lower().split("all settings")[0]
     words = (out / "report.md").read_text()
-    for part in (UNATTACKED, "### Communication", "### Accuracy over rounds", "numbers up", "after local training"):
+    for part in (
+        NO_ATTACK_ASKED,
+        "### Communication",
+        "### Accuracy over rounds",
+        "numbers up",
+        "after local training",
+    ):
         assert part in words
     for part in ("What the attacker", "Originals and reconstructions", "Where no attack applied", "**Watched**"):
         assert part not in words

@@ -10,10 +10,11 @@ from support.fakerun import FakeRun
 from support.runs import run, tiny
 from support.tiny import Registered
 
-from eval import report
 from eval.io.jsonl import read_rows
-from eval.report.blocks import Absent, Figure, Grid
-from eval.report.formatting import NONE
+from eval.report.assemble import build_report
+from eval.report.blocks import FigureBlock, Omission, TableBlock
+from eval.report.formatting import NO_VALUE
+from eval.report.writer import write_report
 from eval.run import runner
 from eval.run.cache_keys import short_hash
 
@@ -25,11 +26,11 @@ def measured(folder: Path, *last: dict[str, Any], before: dict[str, Any] | None 
         fake.train(method, [0.1, 0.5, 0.4]).attack(method, "ig", [20.0])
         fake.rounds[-2] |= before or {}
         fake.rounds[-1] |= found
-    built = report.build(fake.write(folder / "run"))
+    built = build_report(fake.write(folder / "run"))
     blocks = [block for section in built.sections for block in section.blocks]
-    titles = {block.title: block for block in blocks if isinstance(block, Figure)}
-    grids = {block.caption: block for block in blocks if isinstance(block, Grid)}
-    return {**titles, **grids, **{block.what: block for block in blocks if isinstance(block, Absent)}}
+    titles = {block.title: block for block in blocks if isinstance(block, FigureBlock)}
+    grids = {block.caption: block for block in blocks if isinstance(block, TableBlock)}
+    return {**titles, **grids, **{block.what: block for block in blocks if isinstance(block, Omission)}}
 
 
 def test_a_run_keeps_what_is_asked_for(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_every_measure_has_a_curve(tmp_path: Path) -> None:
     last = {"loss": 0.25, "movement": [1.0, 2.0, 4.5], "divergence": {"a": 0.0, "b": 0.5}}
     last |= {"similarity": [[1.0, 0.9, 0.6], [0.9, 1.0, 0.9], [0.6, 0.9, 1.0]]}
     found = measured(tmp_path, last, before=first)
-    drawn = {title: block for title, block in found.items() if isinstance(block, Figure)}
+    drawn = {title: block for title, block in found.items() if isinstance(block, FigureBlock)}
     words = {title: figure.legend.rows[0][2:] for title, figure in drawn.items() if figure.legend is not None}
     assert words["Loss on training images"] == ["2.000 (5)", "2.000 (5)", "0.250 (10)"]
     assert words["Movement of clients' weights in a round"] == ["3.000 (5)", "3.000 (5)", "2.500 (10)"]
@@ -81,7 +82,7 @@ def test_every_measure_has_a_curve(tmp_path: Path) -> None:
 def test_equal_clients_are_drawn_alike(tmp_path: Path, least: float, shades: set[float], said: str) -> None:
     found = measured(tmp_path, {"similarity": [[1.0, least], [least, 1.0]]})
     matrix = found["Similarity of clients' weights: fedavg, none, round 10, seed 0"]
-    assert isinstance(matrix, Figure)
+    assert isinstance(matrix, FigureBlock)
     assert {shade for row in matrix.chart.shades for shade in row} == shades
     assert said in matrix.alt
 
@@ -96,9 +97,9 @@ def test_numbers_of_the_servers_step_have_a_line_for_each_client(tmp_path: Path)
     fake.rounds[-1]["server"] = {}
     fake.train("local", [0.1, 0.4])  # was not asked
     folder = fake.attack("hfedf", "ig", [20.0]).write(tmp_path / "run")
-    built = report.build(folder)
+    built = build_report(folder)
     blocks = [block for section in built.sections for block in section.blocks]
-    drawn = {block.title: block for block in blocks if isinstance(block, Figure)}
+    drawn = {block.title: block for block in blocks if isinstance(block, FigureBlock)}
     legend = drawn["Alignment: hfedf, none"].legend
     assert legend is not None
     assert legend.columns == ["whose", ">first", ">highest", ">last"]
@@ -106,14 +107,14 @@ def test_numbers_of_the_servers_step_have_a_line_for_each_client(tmp_path: Path)
         ["client 1", "0.700 (5)", "0.700 (5)", "0.500 (10)"],
         ["client 4", "0.300 (5)", "0.500 (10)", "0.500 (10)"],
     ]
-    assert [mark.series for mark in legend.marks] == [0, 1]
+    assert [mark.series for mark in legend.markers] == [0, 1]
     only = drawn["Of embeddings: hfedf, none"].legend
     assert only is not None
     assert only.rows == [["client 1", *["1.000 (5)"] * 3]]
-    (absent,) = [block for block in blocks if isinstance(block, Absent) and "server" in block.what]
+    (absent,) = [block for block in blocks if isinstance(block, Omission) and "server" in block.what]
     assert absent.what == "Numbers of the server's step: fedavg, none"
-    assert "says nothing" in absent.why
-    report.write(folder)
+    assert "says nothing" in absent.reason
+    write_report(folder)
     for name in ("report.html", "report.md"):
         written = (folder / name).read_text()
         assert "Alignment: hfedf, none" in written
@@ -125,8 +126,8 @@ def test_numbers_of_many_clients_or_none_at_all_are_not_drawn(tmp_path: Path) ->
     found = measured(tmp_path, many)
     for name, reason in (("Share", "more than 8 clients"), ("Other", "none of its values")):
         block = found[f"{name}: fedavg, none"]
-        assert isinstance(block, Absent)
-        assert reason in block.why
+        assert isinstance(block, Omission)
+        assert reason in block.reason
 
 
 def test_one_client_has_no_map(tmp_path: Path) -> None:
@@ -138,8 +139,8 @@ def test_similarities_that_are_no_numbers_or_too_many_are_not_drawn(tmp_path: Pa
     found = measured(tmp_path, {"similarity": many}, {"similarity": [[None, None], [None, 1.0]]})
     for method, reason in (("fedavg", "more than 50 clients"), ("hyperfl", "all zero or no numbers")):
         block = found[f"Similarity of clients' weights: {method}, none, round 10, seed 0"]
-        assert isinstance(block, Absent)
-        assert reason in block.why
+        assert isinstance(block, Omission)
+        assert reason in block.reason
 
 
 def test_confidences_are_shares_of_right_and_of_wrong_answers(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_confidences_are_shares_of_right_and_of_wrong_answers(tmp_path: Path) ->
     assert right[2:5] == ["own", "right", "4"]
     assert [cell.replace("\N{NO-BREAK SPACE}", "") for cell in right[5:]] == [*["0%"] * 5, "25%", *["0%"] * 3, "75%"]
     assert wrong[4] == "0"
-    assert set(wrong[5:]) == {NONE}  # no share of nothing
+    assert set(wrong[5:]) == {NO_VALUE}  # no share of nothing
 
 
 def test_without_measures_nothing_is_said_of_them(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks, grid, reasons
 
 from defenses.dp_sgd import DPSGD
-from eval import report
 from eval.metrics.lineup import BY_UPDATE
 from eval.metrics.statistics import at_least
 from eval.privacy import reconstruction_robustness
 from eval.privacy.epsilon_bounds import from_naming
 from eval.report import render_html, render_markdown
-from eval.report.blocks import Items, Report, Text
+from eval.report.assemble import build_report
+from eval.report.blocks import DefinitionList, Paragraph, Report
 from eval.report.load import load
 from eval.report.sections import privacy
-from eval.report.sections.overview import Numbered
+from eval.report.sections.overview import NumberedGroups
 from fl.client import Client
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -60,7 +60,7 @@ def built(run: FakeRun, folder: Path, *claims: dict) -> Report:
     run.write(folder)
     if claims:
         (folder / "privacy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in claims))
-    return report.build(folder)
+    return build_report(folder)
 
 
 def told(content: Report) -> dict[str, str]:
@@ -70,14 +70,14 @@ def told(content: Report) -> dict[str, str]:
 def test_claims_bounds_and_audits(tmp_path):
     content = built(attacked([True] + [False] * 7), tmp_path / "run", claim(audit={}))
     table = grid(content, "What is claimed")
-    cells = dict(zip(table.names, table.rows[0], strict=True))
+    cells = dict(zip(table.column_names, table.rows[0], strict=True))
     epsilon = DPFedAvg(noise_multiplier=2.0, clip=1.0).privacy([600], 2).epsilon
     assert cells["epsilon"] == f"{epsilon:.2f}"
     assert (cells["protects"], cells["mode"]) == ("a record, add-remove", "dp-joint")
     assert (cells["noise / clip"], cells["steps"], cells["rounds"]) == ("2", "120", "2")
     named = dict(
         zip(
-            grid(content, "Images named, and what bounds it").names,
+            grid(content, "Images named, and what bounds it").column_names,
             grid(content, "Images named, and what bounds it").rows[0],
             strict=True,
         )
@@ -101,7 +101,7 @@ def test_a_violated_bound_is_an_error_above_everything_else(tmp_path):
     (name, words), *_ = told(content).items()
     assert name == "dp-fedavg under ig"
     assert "7 of 8 images were named" in words
-    page, (text, _) = render_html.render(content), render_markdown.render(content)
+    page, (text, _) = render_html.render_html(content), render_markdown.render_markdown(content)
     for written in (page, text):
         assert 0 < written.index(privacy.ALARM) < written.index(content.lead)
         assert "noise, clipping, sampling or accounting is at fault" in written
@@ -117,8 +117,8 @@ def test_a_violated_audit_is_an_error(tmp_path):
 
 def test_several_attacks_hold_together(tmp_path):
     """Two of eight would be too many for one attack; with twenty, one such is to be expected."""
-    once = Numbered.of(load(attacked([True] * 2 + [False] * 6).write(tmp_path / "a")))
-    few = privacy.naming(once.run, once.numbers[1])
+    once = NumberedGroups.from_run(load(attacked([True] * 2 + [False] * 6).write(tmp_path / "a")))
+    few = privacy.bounded_identification(once.run, once.by_number[1])
     assert few is None  # without a claim there is nothing to violate
     run = FakeRun(config=PRIVATE)
     bound = {"identified_bound": 0.045}
@@ -149,8 +149,8 @@ def test_no_epsilon_no_bound_and_the_reason_once(tmp_path):
         row["missing"]["identified_bound"] = reason
     content = built(run, tmp_path / "run", claim(published, "centaur"))
     assert grid(content, "What is claimed").rows[0][1] == "none"
-    assert reason in dict(entry for block in blocks(content, Items) for entry in block.entries)["centaur"]
-    assert "nothing bounds how often images are named" in " ".join(block.words for block in blocks(content, Text))
+    assert reason in dict(entry for block in blocks(content, DefinitionList) for entry in block.entries)["centaur"]
+    assert "nothing bounds how often images are named" in " ".join(block.text for block in blocks(content, Paragraph))
     assert reason not in reasons(content)
     assert dict(content.facts)["Differential privacy"] == "none claimed"
     assert not content.alarms
@@ -203,7 +203,7 @@ def test_an_older_run_says_what_to_do(tmp_path):
 def test_the_table_gets_errors_first_and_then_the_claims(tmp_path):
     folder = tmp_path / "run"
     built(attacked([True] * 8, FakeRun(config=DEFENDED)), folder, claim(), claim(defense="prune"))
-    notes = privacy.notes(Numbered.of(load(folder)))
+    notes = privacy.legend_notes(NumberedGroups.from_run(load(folder)))
     assert notes[0].startswith(f"{privacy.ALARM}. dp-fedavg under ig: 8 of 8")
     assert [note.partition(":")[0] for note in notes[1:]] == [
         "Privacy of dp-fedavg",
@@ -225,10 +225,10 @@ def test_naming_by_the_update_is_held_against_the_bound_once(tmp_path: Path) -> 
     attacked([False] * 8, run, attack="joint", **{BY_UPDATE: True})
     content = built(run, tmp_path / "run", claim())
     found = grid(content, "Images named, and what bounds it")
-    by = found.names.index("by")
+    by = found.column_names.index("by")
     assert [row[by] for row in found.rows] == ["picture", "update", "picture"]
     assert [row[-1] for row in found.rows] == ["no", "yes", "no"]
-    (note,) = privacy.alarms(Numbered.of(load(tmp_path / "run")))
+    (note,) = privacy.alarms(NumberedGroups.from_run(load(tmp_path / "run")))
     assert "8 of 8 images were named among others of their class by the update itself" in note.entries[0][1]
 
 
@@ -240,7 +240,7 @@ def test_naming_by_the_update_counts_the_images_of_all_attacks(order: tuple[str,
         hits = [False] * (1 if attack == "few" else 8)
         attacked(hits, run, attack=attack, seed=1 if attack == "few" else 0, **{BY_UPDATE: attack == "all"})
     found = grid(built(run, tmp_path / "run", claim()), "Images named, and what bounds it")
-    lines = [dict(zip(found.names, row, strict=True)) for row in found.rows]
+    lines = [dict(zip(found.column_names, row, strict=True)) for row in found.rows]
     assert [(line["attack"], line["by"]) for line in lines] == [
         (order[0], "picture"),
         (order[0], "update"),
@@ -257,7 +257,7 @@ def test_updates_that_are_made_in_another_way_are_counted_apart(change: str, tmp
     attacked([False] * 8, run, attack="other", images=8 if "batch" in change else 1, **{BY_UPDATE: False})
     attacked([False] * 8, run, **{BY_UPDATE: True})
     found = grid(built(run, tmp_path / "run", claim()), "Images named, and what bounds it")
-    lines = [dict(zip(found.names, row, strict=True)) for row in found.rows]
+    lines = [dict(zip(found.column_names, row, strict=True)) for row in found.rows]
     named = {line["attack"]: line["named"].partition(" [")[0] for line in lines if line["by"] == "update"}
     assert named == {"ig": "8 of 8"} | ({} if "batch" in change else {"other": "0 of 8"})
 
@@ -265,4 +265,4 @@ def test_updates_that_are_made_in_another_way_are_counted_apart(change: str, tmp
 def test_images_of_one_update_are_no_trials_of_their_own(tmp_path: Path) -> None:
     run = attacked([False] * 8, images=8, **{BY_UPDATE: True})
     found = grid(built(run, tmp_path / "run", claim()), "Images named, and what bounds it")
-    assert [row[found.names.index("by")] for row in found.rows] == ["picture"]
+    assert [row[found.column_names.index("by")] for row in found.rows] == ["picture"]

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 from support.fakerun import CONFIG, FakeRun
 
-from eval import report
 from eval.experiment import yaml_config
 from eval.metrics import statistics
-from eval.report.blocks import Grid
-from eval.report.formatting import NONE, interval
+from eval.report.assemble import build_report
+from eval.report.blocks import TableBlock
+from eval.report.formatting import NO_VALUE, format_interval
 from eval.report.result_groups import IMAGE
+from eval.report.writer import write_report
 
 BASE = {"task": {"dataset": "faces", "model": "tiny"}, "method": ["fedavg", "hyperfl"], "attack": ["ig"]}
 FIGURES = {"method": "fedavg", "attack": "ig", "psnr": 16.16, "source": "Paper, Table 3"}
@@ -70,18 +71,18 @@ published:
 - {method: hyperfl, accuracy: 0.7303, source: "Paper, Table 1"}
 """
     )
-    built = report.build(run.write(tmp_path / "run"))
-    grids = [block for section in built.sections for block in section.blocks if isinstance(block, Grid)]
+    built = build_report(run.write(tmp_path / "run"))
+    grids = [block for section in built.sections for block in section.blocks if isinstance(block, TableBlock)]
     (grid,) = [grid for grid in grids if grid.caption == "Published figures and ours"]
-    assert grid.names[:6] == ["method", "attack", "source", "after round", "PSNR (dB) there", "here"]
-    assert "LPIPS there" not in grid.names
+    assert grid.column_names[:6] == ["method", "attack", "source", "after round", "PSNR (dB) there", "here"]
+    assert "LPIPS there" not in grid.column_names
     fedavg, joint, *accuracies = grid.rows
     ours = statistics.mean_interval([row for row in run.rows if row["method"] == "fedavg"], image=IMAGE)
-    assert fedavg[4:6] == ["16.16", interval(ours, 2)]
-    assert joint[3:6] == [NONE, "8.35", NONE]
-    assert {(row[0], row[1], row[-2]) for row in accuracies} == {("hyperfl", NONE, "73.03\N{NO-BREAK SPACE}%")}
+    assert fedavg[4:6] == ["16.16", format_interval(ours, 2)]
+    assert joint[3:6] == [NO_VALUE, "8.35", NO_VALUE]
+    assert {(row[0], row[1], row[-2]) for row in accuracies} == {("hyperfl", NO_VALUE, "73.03\N{NO-BREAK SPACE}%")}
     assert [row[-1] for row in accuracies] == ["71.0\N{NO-BREAK SPACE}%"]
-    assert "Another metric." in (report.write(tmp_path / "run")[0]).read_text()
+    assert "Another metric." in (write_report(tmp_path / "run")[0]).read_text()
 
 
 def test_accuracies_stand_once_for_every_method(tmp_path: Path) -> None:
@@ -98,11 +99,11 @@ published:
 - {method: hyperfl, accuracy_local: 0.74, source: "Table 2"}
 """
     )
-    built = report.build(run.write(tmp_path / "run"))
-    grids = [block for section in built.sections for block in section.blocks if isinstance(block, Grid)]
+    built = build_report(run.write(tmp_path / "run"))
+    grids = [block for section in built.sections for block in section.blocks if isinstance(block, TableBlock)]
     (grid,) = [grid for grid in grids if grid.caption == "Published figures and ours"]
-    assert "after round" not in grid.names
+    assert "after round" not in grid.column_names
     assert [[cell.replace("\N{NO-BREAK SPACE}", "") for cell in row] for row in grid.rows] == [
-        ["hyperfl", NONE, "Table 1", "73.03%", "62.0%", NONE, NONE],
-        ["hyperfl", NONE, "Table 2", NONE, NONE, "74.00%", "70.0%"],
+        ["hyperfl", NO_VALUE, "Table 1", "73.03%", "62.0%", NO_VALUE, NO_VALUE],
+        ["hyperfl", NO_VALUE, "Table 2", NO_VALUE, NO_VALUE, "74.00%", "70.0%"],
     ]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from support.fakerun import CONFIG, FakeRun
 
-from eval import report
 from eval.experiment import yaml_config
-from eval.report.blocks import Grid, Items
-from eval.report.formatting import NONE
+from eval.report.assemble import build_report
+from eval.report.blocks import DefinitionList, TableBlock
+from eval.report.formatting import NO_VALUE
 from eval.report.load import load
 from eval.report.sections import rounds_to_accuracy
-from eval.report.sections.rounds_to_accuracy import Reached, until, until_best
+from eval.report.sections.rounds_to_accuracy import Milestone, best_round, first_reaching
 
 UP, DOWN = 1000, 2000  # of every round of a `FakeRun`
 
@@ -28,17 +28,19 @@ def rows(*course: float | None, up: int = 10, down: int = 3) -> list[dict[str, f
 
 def test_a_level_is_reached_in_the_first_round_at_or_above_it() -> None:
     found = rows(0.1, 0.3, None, 0.5, 0.4, 0.6)
-    assert until(found, "accuracy", 0.1) == Reached(0, 0)  # before anything was sent
-    assert until(found, "accuracy", 0.2) == Reached(1, 3 + 10)  # received before round 1, sent in it
-    assert until(found, "accuracy", 0.5) == Reached(3, 3 + 4 + 5 + 30)  # round 2 counts, though it was not scored
-    assert until(found, "accuracy", 0.6) == Reached(5, 3 + 4 + 5 + 6 + 7 + 50)
-    assert until(found, "accuracy", 0.61) is None
-    assert until(found, "accuracy_tuned", 0.1) is None
+    assert first_reaching(found, "accuracy", 0.1) == Milestone(0, 0)  # before anything was sent
+    assert first_reaching(found, "accuracy", 0.2) == Milestone(1, 3 + 10)  # received before round 1, sent in it
+    assert first_reaching(found, "accuracy", 0.5) == Milestone(
+        3, 3 + 4 + 5 + 30
+    )  # round 2 counts, though it was not scored
+    assert first_reaching(found, "accuracy", 0.6) == Milestone(5, 3 + 4 + 5 + 6 + 7 + 50)
+    assert first_reaching(found, "accuracy", 0.61) is None
+    assert first_reaching(found, "accuracy_tuned", 0.1) is None
 
 
 def test_the_best_round_is_the_first_of_equals() -> None:
-    assert until_best(rows(0.1, 0.6, 0.5, 0.6), "accuracy") == Reached(1, 13)
-    assert until_best(rows(None, None), "accuracy") is None
+    assert best_round(rows(0.1, 0.6, 0.5, 0.6), "accuracy") == Milestone(1, 13)
+    assert best_round(rows(None, None), "accuracy") is None
 
 
 def built(tmp_path: Path, words: str, *trainings: tuple[str, list[float], int]) -> FakeRun:
@@ -51,9 +53,9 @@ def built(tmp_path: Path, words: str, *trainings: tuple[str, list[float], int]) 
     return run
 
 
-def grid(folder: Path, caption: str) -> Grid | None:
-    blocks = [block for section in report.build(folder).sections for block in section.blocks]
-    return next((block for block in blocks if isinstance(block, Grid) and block.caption == caption), None)
+def grid(folder: Path, caption: str) -> TableBlock | None:
+    blocks = [block for section in build_report(folder).sections for block in section.blocks]
+    return next((block for block in blocks if isinstance(block, TableBlock) and block.caption == caption), None)
 
 
 COURSE = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.6, 0.5, 0.4, 0.3]  # rounds 0 to 10
@@ -71,11 +73,16 @@ published:
     built(tmp_path, words, *ours)
     found = grid(tmp_path / "run", "Rounds until an accuracy")
     assert found is not None
-    assert [name.replace("\N{NO-BREAK SPACE}", "") for name in found.names[3:]] == ["10%", "30%", "70%", "its best"]
+    assert [name.replace("\N{NO-BREAK SPACE}", "") for name in found.column_names[3:]] == [
+        "10%",
+        "30%",
+        "70%",
+        "its best",
+    ]
     assert found.rows == [
         ["fedavg", "none", "here", "0 (0.00 M)", "3 (0.01 M)", "7 (0.02 M)", "7 (0.02 M)"],
         ["hyperfl", "none", "here", "0 (0.00 M)", "3 (0.01 M)", "1 of 2 seeds", "5 (0.01 M)"],
-        ["hyperfl", "none", "Table III", "1 (0.57 M)", "14 (7.98 M)", NONE, NONE],
+        ["hyperfl", "none", "Table III", "1 (0.57 M)", "14 (7.98 M)", NO_VALUE, NO_VALUE],
     ]
 
 
@@ -98,12 +105,14 @@ published:
 """
     built(tmp_path, words, ("fedavg", COURSE, 0), ("hyperfl", [0.1, 0.2, 0.9, *[0.3] * 8], 0))
     run = load(tmp_path / "run")
-    assert rounds_to_accuracy.share(run, ("hyperfl", "none"), "fedavg") == pytest.approx(2 / 6)
-    assert rounds_to_accuracy.share(run, ("fedavg", "none"), "hyperfl") == pytest.approx(6 / 2)
-    assert rounds_to_accuracy.share(run, ("fedavg", "none"), "fedprox") is None
+    assert rounds_to_accuracy.communication_share(run, ("hyperfl", "none"), "fedavg") == pytest.approx(2 / 6)
+    assert rounds_to_accuracy.communication_share(run, ("fedavg", "none"), "hyperfl") == pytest.approx(6 / 2)
+    assert rounds_to_accuracy.communication_share(run, ("fedavg", "none"), "fedprox") is None
     found = grid(tmp_path / "run", "Published figures and ours")
     assert found is not None
-    cells = [dict(zip(found.names[3::2], zip(row[3::2], row[4::2], strict=True), strict=True)) for row in found.rows]
+    cells = [
+        dict(zip(found.column_names[3::2], zip(row[3::2], row[4::2], strict=True), strict=True)) for row in found.rows
+    ]
     of = {name.removesuffix(" there"): [one[name] for one in cells] for name in cells[0]}
     assert of["numbers until the best round, as a share of another's"][0] == (
         "15.15\N{NO-BREAK SPACE}%",
@@ -123,10 +132,12 @@ def test_a_papers_figures_are_of_all_that_a_sweep_made(tmp_path: Path) -> None:
     assert found is not None
     assert [row[0] for row in found.rows if row[2] == "Table III"] == ["fedavg@lr=0.1", "fedavg@lr=1"]
     run = load(tmp_path / "run")
-    assert rounds_to_accuracy.share(run, ("hyperfl@lr=0.1", "none"), "fedavg") == pytest.approx(2 / 6)
-    assert rounds_to_accuracy.share(run, ("hyperfl@steps=1", "none"), "fedavg") is None  # of which one can't be told
+    assert rounds_to_accuracy.communication_share(run, ("hyperfl@lr=0.1", "none"), "fedavg") == pytest.approx(2 / 6)
+    assert (
+        rounds_to_accuracy.communication_share(run, ("hyperfl@steps=1", "none"), "fedavg") is None
+    )  # of which one can't be told
     built(tmp_path / "one", words, ("fedavg@lr=0.1", COURSE, 0), ("hyperfl", COURSE, 0))
-    assert rounds_to_accuracy.share(load(tmp_path / "one" / "run"), ("hyperfl", "none"), "fedavg") == 1
+    assert rounds_to_accuracy.communication_share(load(tmp_path / "one" / "run"), ("hyperfl", "none"), "fedavg") == 1
 
 
 def test_what_a_paper_adds_to_its_rounds_stands_once(tmp_path: Path) -> None:
@@ -136,9 +147,13 @@ published:
 - {method: fedavg, accuracy: 0.8, until: {0.2: 3}, source: Table II, note: Of the other}
 """
     built(tmp_path, words, ("fedavg", COURSE, 0))
-    sections = report.build(tmp_path / "run").sections
+    sections = build_report(tmp_path / "run").sections
     items = [
-        item for section in sections for block in section.blocks if isinstance(block, Items) for item in block.entries
+        item
+        for section in sections
+        for block in section.blocks
+        if isinstance(block, DefinitionList)
+        for item in block.entries
     ]
     assert [item for item in items if "Never said" in item[1]] == [("fedavg, Table III", "Never said of which")]
     assert len([item for item in items if "Of the other" in item[1]]) == 1
@@ -163,7 +178,7 @@ def test_levels_are_of_an_accuracy_that_is_taken(name: str, settings: dict[str, 
 
 def test_nobody_is_compared_with_one_that_was_best_before_training(tmp_path: Path) -> None:
     built(tmp_path, "score: {lpips: auto}", ("fedavg", [0.9, 0.2, 0.1], 0), ("hyperfl", COURSE, 0))
-    assert rounds_to_accuracy.share(load(tmp_path / "run"), ("hyperfl", "none"), "fedavg") is None
+    assert rounds_to_accuracy.communication_share(load(tmp_path / "run"), ("hyperfl", "none"), "fedavg") is None
 
 
 BASE = {"task": {"dataset": "faces", "model": "tiny"}, "method": ["fedavg", "hyperfl"]}
