@@ -13,7 +13,7 @@ from eval.experiment import yaml_config
 from eval.experiment.serialization import plain, with_current_names
 from eval.experiment.spec import Experiment
 from eval.io import yaml12
-from eval.report.settings import Setting
+from eval.report.settings import RunSettings
 from eval.run.cache_keys import run_id
 from fl.settings import FormerNameWarning
 
@@ -129,7 +129,7 @@ def test_what_is_close_is_told_of_todays_names_alone() -> None:
 
 
 def test_a_report_reads_the_config_of_an_old_run_without_a_word() -> None:
-    assert Setting.of(yaml12.parse(OLD)).section("federation")["client_fraction"] == 0.5
+    assert RunSettings.from_plain(yaml12.parse(OLD)).section("federation")["client_fraction"] == 0.5
 
 
 def test_the_command_notes_each_once(path: Path) -> None:
