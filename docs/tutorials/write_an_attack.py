@@ -14,6 +14,7 @@ from torch import nn
 
 import attacks
 from attacks.base import Attack, NotApplicable, Reconstruction
+from attacks.update.observed_update import ObservedUpdate
 from eval.audit import leakage
 from fl.capture import from_batch
 from fl.data import load
@@ -50,22 +51,26 @@ class FirstLayer(Attack):
 
     def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """The layer's input, as an image where it is one."""
-        if view.batch_size != 1:
-            return NotApplicable("it takes one image")
+        observed = ObservedUpdate(
+            view
+        )  # weight decay and a known defense taken off
+        if view.batch_size != 1 or observed.unknown_decay:
+            return NotApplicable("it takes one image, SGD and a known schedule")
+        change = observed.change
         linear = [
             name
             for name, module in view.task.model.named_modules()
             if isinstance(module, nn.Linear)
         ]
         name = next(
-            (n for n in linear if {f"{n}.weight", f"{n}.bias"} <= set(view.update)),
+            (n for n in linear if {f"{n}.weight", f"{n}.bias"} <= set(change)),
             None,
         )
-        if name is None or not bool(dense(view.update[f"{name}.bias"]).any()):
+        if name is None or not bool(dense(change[f"{name}.bias"]).any()):
             return NotApplicable("no linear layer with a bias moved")
         weight, bias = (
-            dense(view.update[f"{name}.weight"]),
-            dense(view.update[f"{name}.bias"]),
+            dense(change[f"{name}.weight"]),
+            dense(change[f"{name}.bias"]),
         )
         x = bias @ weight / (bias @ bias)
         verified = bool(
@@ -114,8 +119,7 @@ plt.show()
 # %% [markdown]
 # ## Where it ends
 #
-# Several local steps are no obstacle to the equation as long as one image is fed: every step's input is the same. Momentum, decay and
-# batches are. An attack says "not applicable" with a reason; it never guesses in silence.
+# Several local steps are no obstacle to the equation as long as one image is fed: every step's input is the same. A batch is one. An attack says "not applicable" with a reason; it never guesses in silence.
 
 # %%
 several = FedAvg(lr=0.1, steps=5, batch_size=None)
@@ -141,6 +145,6 @@ print(chained if isinstance(chained, NotApplicable) else leakage(chained, truth)
 #
 # - Put the class into a file and name it: `hyperleak run quickstart --import my_attack.py`
 #   ([a file of your own](../how-to/own-file.md)).
-# - [Add an attack](../how-to/add-an-attack.md) has the same one with weight decay and schedules taken into account.
+# - [Add an attack](../how-to/add-an-attack.md) has the same one as a file, with its settings and its tests.
 # - `pytest tests/contract` takes every registered attack by itself: the same seed the same numbers, settings that survive YAML, nothing
 #   changed in place.
