@@ -54,7 +54,11 @@ class FirstLayer(Attack):
         observed = ObservedUpdate(
             view
         )  # weight decay and a known defense taken off
-        if view.batch_size != 1 or observed.unknown_decay:
+        adaptive = any(
+            p.optimizer != "sgd"
+            for p in view.method.phases(view.client.task, view.round)
+        )
+        if view.batch_size != 1 or adaptive or observed.unknown_decay:
             return NotApplicable("it takes one image, SGD and a known schedule")
         change = observed.change
         linear = [
