@@ -10,9 +10,9 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 """Pages that people write; those of benchmarks are written by code."""
 MOST = 2
 NAMED = re.compile(
-    r"(?:Tables?|Figures?|Eqs?\.|[Ss]ections?|Algorithm|Proposition|Prop\.|Appendix|Objective|footnote|"
+    r"\b(?:Tables?|Figures?|Eqs?\.|[Ss]ections?|Algorithm|Proposition|Prop\.|Appendix|Objective|footnote|"
     r"[Ss]eeds?|[Cc]lients?|[Rr]ounds?|Python|Opacus|YAML|torch|CIFAR|ResNet|SHAKE|Office|Apache|numbers|float|TF|uint|SHA|AlexNet)"
-    r"[- ]?[\w.()-]*\d[\w.]*(?:(?:, | and | to )\d[\w.]*)*|8-bit|8 bits"
+    r"[- ]?[\w.()-]*\d(?:[\w.]*\w)?(?:(?:, | and | to )\d(?:[\w.]*\w)?)*|\b8-bit|\b8 bits"
 )
 """Figures that are names: Table 3, ResNet-18, Eq. 10, float32, seed 0, round 10."""
 CITED = re.compile(
