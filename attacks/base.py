@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from attacks.network.double_backward import why_not
 from attacks.result import NotApplicable, Reconstruction, Result
+from attacks.search_control import SearchControl
 from attacks.verification import checkable, checked
 from fl.aggregated_view import as_one
 from fl.registry import Registry, UnknownNameError
@@ -68,10 +70,15 @@ class Attack:
     groups: ClassVar[bool] = False
     """Whether it takes a view of a group of clients (secure aggregation); else only where that is as of one client."""
 
-    def __call__(self, view: ServerView, *, seed: int = 0) -> Result:
+    def __call__(self, view: ServerView, *, seed: int = 0, control: SearchControl | None = None) -> Result:
         """Attack one view; the same seed gives the same result.
 
         An update that lacks tensors is attacked by those that are there.
+
+        Args:
+            view: the server's.
+            seed: of whatever the attack draws.
+            control: time limit and progress of a search (`attacks.search_control`); None for neither.
 
         Raises:
             TypeError: not a view, or the attack returned no result or changed the view.
@@ -79,7 +86,7 @@ class Attack:
                 complex (says which), the number of images is below 1 although some were fed, or labels are not theirs.
         """
         _check(view)
-        return attacked(self, [view], [seed])[0]
+        return attacked(self, [view], [seed], control)[0]
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Attack several views, each with its own seed; equal to attacking one at a time."""
@@ -88,6 +95,14 @@ class Attack:
             view if isinstance(view, NotApplicable) else self.one(view, seed)
             for view, seed in zip(single, seeds, strict=True)
         ]
+
+    def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
+        """Attack several views within what `control` allows; what does not search in iterations runs to its end."""
+        return self.run(views, seeds)
+
+    def estimate_seconds(self, views: Sequence[ServerView]) -> float | None:
+        """Return about how long the attack takes on these views in one process, or None where it can't tell."""
+        return None
 
     def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """The views that are best attacked together, by their indices: what may be spread over processes."""
@@ -136,12 +151,14 @@ class ViewAttack(Attack):
         """The result on the rewritten view as one on the first view."""
         return result
 
-    def lead(self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
-        """What `then` makes of the rewritten views, attacked in one stack, checked where the first view can't be."""
+    def lead(
+        self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
+    ) -> list[Result]:
+        """What `then` makes of the rewritten views, attacked in one batch, checked where the first view can't be."""
         single = [self.single(view) for view in views]
         rewritten = [view if isinstance(view, NotApplicable) else self.rewrite(view) for view in single]
         open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
-        found = then.run([rewritten[i] for i in open_to], [seeds[i] for i in open_to])  # type: ignore[misc]
+        found = runner(then, control)([rewritten[i] for i in open_to], [seeds[i] for i in open_to])  # type: ignore[misc]
         results: list[Result] = [view if isinstance(view, NotApplicable) else NotApplicable("") for view in rewritten]
         for i, result in zip(open_to, found, strict=True):
             easier = rewritten[i]
@@ -154,7 +171,18 @@ class ViewAttack(Attack):
         return results
 
 
-def attacked(attack: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+def runner(
+    attack: Attack, control: SearchControl | None
+) -> Callable[[Sequence[ServerView], Sequence[int]], list[Result]]:
+    """Return the attack's `run`, within what `control` allows where there is one."""
+    if control is None or not isinstance(attack, Attack):
+        return attack.run
+    return partial(attack.run_controlled, control=control)
+
+
+def attacked(
+    attack: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
+) -> list[Result]:
     """What `attack` makes of several views, held to what every attack owes: a result for each, and nothing changed.
 
     Gradients are on, whatever the caller does, and attention is computed in plain steps: the fused kernels can't be
@@ -167,7 +195,7 @@ def attacked(attack: Attack, views: Sequence[ServerView], seeds: Sequence[int]) 
     before = [_versions(view) for view in views]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
-            results = attack.run(views, seeds)
+            results = runner(attack, control)(views, seeds)
         except (RuntimeError, NotImplementedError):
             found = why_not(views[0])  # one method's views have the network in common
             if found is None:
@@ -290,9 +318,21 @@ class Chain(Attack):
         return super().checked(view, result) if checkable(view) else result
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
-        """Rewrite every view, attack those that could be, in one stack."""
+        """Rewrite every view, attack those that could be, in one batch."""
         assert isinstance(self.first, ViewAttack)
         return self.first.lead(self.then, views, seeds)
+
+    def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
+        """Rewrite every view, attack those that could be within what `control` allows."""
+        assert isinstance(self.first, ViewAttack)
+        return self.first.lead(self.then, views, seeds, control)
+
+    def estimate_seconds(self, views: Sequence[ServerView]) -> float | None:
+        """Return about how long the attack on the rewritten views takes."""
+        assert isinstance(self.first, ViewAttack)
+        single = [self.first.single(view) for view in views]
+        rewritten = [self.first.rewrite(view) for view in single if isinstance(view, ServerView)]
+        return self.then.estimate_seconds([view for view in rewritten if isinstance(view, ServerView)])
 
 
 def build(spec: str | Mapping[str, Any] | Attack) -> Attack:

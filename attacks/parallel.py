@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from attacks.base import Attack, Result, attacked
+from attacks.search_control import SearchControl
 from fl.runtime.main_guard import leave_if_unguarded
 from fl.runtime.packing import Packed, pack, unpack, unportable
 from fl.runtime.workers import START, Workers, alike
@@ -55,6 +56,7 @@ class Spread:
         tick: Callable[[int], None] = lambda _count: None,
         known: Mapping[int, Result] = MappingProxyType({}),
         keep: Keep = lambda _numbers, _results: None,
+        control: SearchControl | None = None,
     ) -> list[Result]:
         """What the attack makes of each view, in their order.
 
@@ -65,6 +67,7 @@ class Spread:
             tick: told how many more views are done.
             known: results by the view's number that are there already; portions of these alone are left out.
             keep: given every portion's numbers and results once it is done, by one of several threads.
+            control: time limit of searches and progress of those in this process; None for neither.
 
         Raises:
             RuntimeError: a worker process died.
@@ -72,7 +75,7 @@ class Spread:
         portions = attack.portions(views)
         done = [portion for portion in portions if all(i in known for i in portion)]
         left = deque(portion for portion in portions if not all(i in known for i in portion))
-        job = _Job(attack, views, seeds, left, tick, keep)
+        job = _Job(attack, views, seeds, left, tick, keep, control)
         job.results.update({i: known[i] for portion in done for i in portion})
         job.tell()
         on_cpu = all(view.device.type == "cpu" for view in views)
@@ -117,16 +120,19 @@ class Spread:
                 self._ready = self._pool.submit(_nothing)
             return self._ready
 
-    def _elsewhere(self, attack: Attack, views: list[ServerView], seeds: list[int]) -> list[Result]:
+    def _elsewhere(
+        self, attack: Attack, views: list[ServerView], seeds: list[int], control: SearchControl | None
+    ) -> list[Result]:
         """What a worker makes of the views."""
         pool = self._pool
         if pool is None:
             raise RuntimeError("the workers were told to end")
-        found: list[Result] = unpack(pool.result(pool.submit(_unpacked, pack((attack, views, seeds)))))
+        left = None if control is None else control.seconds_left
+        found: list[Result] = unpack(pool.result(pool.submit(_unpacked, pack((attack, views, seeds, left)))))
         return found
 
 
-Run = Callable[[Attack, list[ServerView], list[int]], list[Result]]
+Run = Callable[[Attack, list[ServerView], list[int], SearchControl | None], list[Result]]
 Keep = Callable[[Sequence[int], Sequence[Result]], None]
 
 
@@ -140,6 +146,7 @@ class _Job:
     open: deque[Sequence[int]]
     tick: Callable[[int], None]
     keep: Keep
+    control: SearchControl | None = None
     over: threading.Event = field(default_factory=threading.Event)
     results: dict[int, Result] = field(default_factory=dict)
     counted: int = 0
@@ -152,7 +159,9 @@ class _Job:
             except IndexError:  # another thread was first
                 return
             try:
-                found = run(self.attack, [self.views[i] for i in portion], [self.seeds[i] for i in portion])
+                found = run(
+                    self.attack, [self.views[i] for i in portion], [self.seeds[i] for i in portion], self.control
+                )
                 self.keep(portion, found)
             except BaseException:
                 self.stop()
@@ -190,9 +199,9 @@ class _Job:
         self.counted = done
 
 
-def _here(attack: Attack, views: list[ServerView], seeds: list[int]) -> list[Result]:
+def _here(attack: Attack, views: list[ServerView], seeds: list[int], control: SearchControl | None) -> list[Result]:
     """What this process makes of the views."""
-    return attacked(attack, views, seeds)
+    return attacked(attack, views, seeds, control)
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
@@ -202,5 +211,6 @@ def _nothing() -> None:
 
 def _unpacked(packed: Packed) -> Packed:
     """What this process makes of an attack and what it is given."""
-    attack, views, seeds = unpack(packed)
-    return pack(attacked(attack, views, seeds))
+    attack, views, seeds, seconds_left = unpack(packed)
+    control = None if seconds_left is None else SearchControl(time_limit=seconds_left)
+    return pack(attacked(attack, views, seeds, control))

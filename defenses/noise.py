@@ -25,7 +25,7 @@ class Noise(Defense):
     from the run's seed, and who knows that takes it off; a real update takes `release`. Noise has full rank, so a
     structured update leaves this defence dense. An attacker who knows it and solves equations weighs every tensor by
     the inverse of its noise. A search doesn't by itself: whether that helps depends on the network, with and without
-    noise (`balance` of `attacks.gradient_matching.engine.base.Matching`, whose 1 makes a squared distance the
+    noise (`balance` of `attacks.gradient_matching.engine.base.GradientMatching`, whose 1 makes a squared distance the
     likelihood of relative noise).
 
     Attributes:

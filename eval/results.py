@@ -2,7 +2,6 @@
 
 from eval.run.results import (
     assemble,
-    draw,
     environment,
     incomplete,
     installed,
@@ -12,7 +11,6 @@ from eval.run.results import (
 
 __all__ = [
     "assemble",
-    "draw",
     "environment",
     "incomplete",
     "installed",

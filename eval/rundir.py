@@ -8,7 +8,6 @@ from eval.run.run_directory import (
     RunDir,
     about_cell,
     check_cell,
-    held,
 )
 
 __all__ = [
@@ -19,5 +18,4 @@ __all__ = [
     "RunDir",
     "about_cell",
     "check_cell",
-    "held",
 ]

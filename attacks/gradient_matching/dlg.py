@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from attacks.base import Preset, attacks
-from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.objectives import Objective
 from fl.ranges import Count, CountFrom0, StepSize, Weight
 
 
 @attacks.register("dlg")
 @dataclass(frozen=True, kw_only=True)
-class DLG(Matching):
+class DLG(GradientMatching):
     """DLG (Zhu et al., NeurIPS 2019, Algorithm 1): L-BFGS with step 1 and no line search, no prior, no box.
 
     The search is the authors', with two changes that the preset `published` takes back. Directions are compared and
@@ -27,7 +27,7 @@ class DLG(Matching):
 
     Attributes:
         iterations: evaluations of the objective (the authors' 300 x 20 = 6000; most searches end before).
-        labels: searched for from random ones, as published; see `Matching` for the others.
+        labels: searched for from random ones, as published; see `GradientMatching` for the others.
     """
 
     plain: ClassVar[str] = (

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from attacks.base import Preset, Reconstruction, attacks
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS, Problem, Variables
-from attacks.gradient_matching.engine.regularizers import Term
+from attacks.gradient_matching.engine.regularizers import Regularizer
 from attacks.update.training_phases import training
 from fl.client import Client
 from fl.ranges import Count, CountFrom0, Weight
@@ -30,7 +30,7 @@ Moments = dict[str, tuple[Tensor, Tensor]]
 
 @attacks.register("gradinversion")
 @dataclass(frozen=True, kw_only=True)
-class GradInversion(Matching):
+class GradInversion(GradientMatching):
     """GradInversion (Yin et al., CVPR 2021): several searches that pull each other towards their mean.
 
     With observed update u and batch-norm statistics m_l, v_l of layer l, each restart minimises over images x
@@ -67,6 +67,7 @@ class GradInversion(Matching):
     plain: ClassVar[str] = (
         "runs several searches that agree on one picture, and checks it against the averages the network keeps."
     )
+    coupled_restarts: ClassVar[bool] = True
     presets: ClassVar[dict[str, Preset]] = {
         "published": Preset(
             "Yin et al., CVPR 2021: length, warm-up and noise of the search; the weights are in other units",
@@ -98,23 +99,24 @@ class GradInversion(Matching):
         if self.enough:
             raise ValueError(f"expected enough=0, since all searches run side by side, got {self.enough}")
 
-    def _terms(self, view: ServerView) -> tuple[Term, ...]:
-        terms: list[Term] = [Energy(weight=self.energy)] if self.energy else []
-        if self.statistics and known(view):
-            terms.append(Statistics(weight=self.statistics, first=self.first))
+    def regularizers(self, view: ServerView) -> tuple[Regularizer, ...]:
+        """Return the images' energy, and the batch-norm statistics where the server knows any."""
+        terms: list[Regularizer] = [Energy(weight=self.energy)] if self.energy else []
+        if self.statistics and known_moments(view):
+            terms.append(BatchNormStatistics(weight=self.statistics, first=self.first))
         return tuple(terms)
 
-    def _chunk(self) -> int:
+    def batch_capacity(self) -> int:
         """As many whole views as fit; a view's searches are never parted."""
         return max(1, self.stack // self.restarts) * self.restarts
 
-    def _evaluate(self, stack: Stack, variables: Variables) -> tuple[Tensor, Variables]:
+    def evaluate_batch(self, batch: ProblemBatch, variables: Variables) -> tuple[Tensor, Variables]:
         """With the distance to the consensus, which is held fixed as in the paper; for the mean that is exact."""
-        values, grads = stack.evaluate(variables)
+        values, grads = batch.evaluate(variables)
         if not self.group:
             return values, grads
         rows: dict[int, list[int]] = {}
-        for row, problem in enumerate(stack.problems):
+        for row, problem in enumerate(batch.problems):
             assert isinstance(problem, Problem)
             if problem.labels is not None or variables[INPUTS].shape[1] == 1:
                 rows.setdefault(id(problem), []).append(row)
@@ -125,11 +127,14 @@ class GradInversion(Matching):
             grads[INPUTS][mine] += 2 * self.group * apart / apart[0].numel()
         return values, grads
 
-    def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
-        result = super()._result(problem, row, objective, history)
-        if not any(isinstance(term, Statistics) for term in problem.terms):
+    def build_result(
+        self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]
+    ) -> Reconstruction:
+        """Return the result of one trial; says which statistics it used."""
+        result = super().build_result(problem, row, objective, history)
+        if not any(isinstance(term, BatchNormStatistics) for term in problem.terms):
             return result
-        which = "batch" if of_batch(problem.view) else "running"
+        which = "batch" if has_batch_statistics(problem.view) else "running"
         return replace(result, knowledge=(*result.knowledge, f"batch-norm statistics ({which})"))
 
 
@@ -173,7 +178,7 @@ class Energy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class BatchNormStatistics:
     """How far means and variances before every batch norm are from those the server knows.
 
     They are taken with the weights the client starts from, over all its images at once.
@@ -184,13 +189,13 @@ class Statistics:
 
     def constants(self, view: ServerView) -> tuple[Moments, dict[str, Tensor]]:
         """What the server knows, and how much each client counts in it."""
-        target = known(view)
-        return target, {name: each for name, each in shares(view).items() if name in target}
+        target = known_moments(view)
+        return target, {name: each for name, each in client_shares(view).items() if name in target}
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
         """The weighted term: norms of the differences, summed over the layers."""
         target, weights = constants
-        found = moments(view, candidate, client, weights)
+        found = candidate_moments(view, candidate, client, weights)
         parts = []
         for i, (name, (mean, variance)) in enumerate(target.items()):
             apart = (found[name][0] - mean).norm() + (found[name][1] - variance).norm()
@@ -207,7 +212,7 @@ def batch_norms(view: ServerView) -> dict[str, _BatchNorm]:
     }
 
 
-def of_batch(view: ServerView) -> bool:
+def has_batch_statistics(view: ServerView) -> bool:
     """Whether the statistics are those of the clients' batches, not of all training so far.
 
     Those of a group are so where it is known how many batches each client fed: all start from the same old ones.
@@ -216,7 +221,7 @@ def of_batch(view: ServerView) -> bool:
     return view.method.train_mode and view.buffers_after is not None and told
 
 
-def known(view: ServerView) -> Moments:
+def known_moments(view: ServerView) -> Moments:
     """What the server knows of the statistics before every batch norm.
 
     A running statistic s moves by `s <- (1 - m) s + m b` with every batch's b, so before and after T batches give the
@@ -238,7 +243,7 @@ def known(view: ServerView) -> Moments:
     return found
 
 
-def shares(view: ServerView) -> dict[str, Tensor]:
+def client_shares(view: ServerView) -> dict[str, Tensor]:
     """How much each client (K,) counts in what is `known` of every batch norm; they add up to 1."""
     found: dict[str, Tensor] = {}
     for name, module in batch_norms(view).items():
@@ -252,7 +257,7 @@ def shares(view: ServerView) -> dict[str, Tensor]:
 
 def _new(view: ServerView, name: str, module: _BatchNorm) -> list[float]:
     """The share of a layer's running statistics that each client put there in the round; what lacks to 1 is older."""
-    if not of_batch(view):
+    if not has_batch_statistics(view):
         return [0.0]
     if not view.parts:
         return [_moved(view, name, module, _batches(view, name))]
@@ -278,7 +283,7 @@ def _batches(view: ServerView, name: str) -> int:
     return sum(len(steps) for steps in training(view)[1] or ()) or 1
 
 
-def moments(view: ServerView, candidate: Candidate, client: Client, weights: Mapping[str, Tensor]) -> Moments:
+def candidate_moments(view: ServerView, candidate: Candidate, client: Client, weights: Mapping[str, Tensor]) -> Moments:
     """Means and (as running ones are) unbiased variances of what the layers are given; differentiable.
 
     Of a group of clients, the mean of theirs, weighed by layer as in `shares`.

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from attacks.base import NotApplicable, attacks
 from attacks.gradient_matching.dlg import DLG
-from attacks.gradient_matching.engine.base import SUSPECT
+from attacks.gradient_matching.engine.base import SIGN_WARNING
 from attacks.labels.recovery import fixed_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.view import ServerView
@@ -33,5 +33,5 @@ class IDLG(DLG):
         reason = super().refuse(view)
         if reason is None and fixed_labels(view, "auto") is None:
             missing = "labels can't be read off: it takes a shared classifier and a known batch size"
-            reason = NotApplicable(SUSPECT if ObservedUpdate(view).sign_flipped else missing)
+            reason = NotApplicable(SIGN_WARNING if ObservedUpdate(view).sign_flipped else missing)
         return reason

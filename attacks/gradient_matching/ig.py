@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attacks.base import Preset, attacks
-from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.base import GradientMatching
 from fl.ranges import Count, Weight
 
 
 @attacks.register("ig")
 @dataclass(frozen=True, kw_only=True)
-class InvertingGradients(Matching):
+class InvertingGradients(GradientMatching):
     """IG (Geiping et al., NeurIPS 2020, Eq. 4): signed Adam at 0.1, step decay, pixels kept in their box.
 
     The published weights of the total variation run from 1e-6 (HyperFL's protocol, with 10,000 iterations) to 1e-1

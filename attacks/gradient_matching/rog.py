@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Preset, Reconstruction, attacks
 from attacks.gradient_matching.engine import generators
-from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.objectives import Objective
 from attacks.gradient_matching.engine.problem import Problem, Variables
 from attacks.gradient_matching.engine.search_space import Decoded, Space, Upsampled
@@ -19,7 +19,7 @@ from fl.view import ServerView
 
 @attacks.register("rog")
 @dataclass(frozen=True, kw_only=True)
-class ROG(Matching):
+class ROG(GradientMatching):
     """ROG, reconstruction from obfuscated gradients (Yue et al., USENIX Security 2023).
 
     With observed update u, the result is E(D(z)) of the code z that minimises d(update(D(z)), u) + tv TV(D(z)). The
@@ -102,15 +102,19 @@ class ROG(Matching):
                 return NotApplicable(f"the {kind} {path} does not fit: {misfit}")
         return None
 
-    def _space(self, view: ServerView) -> Space:
+    def search_space(self, view: ServerView) -> Space:
+        """Return the codes that images are made from."""
         shape = view.task.input_shape
         if self.decoder is None:
             return Upsampled(self.factor, shape[1:], self.clamped)
         decoder = generators.load(self.decoder, "decoder", view.dtype, view.device)
         return Decoded(decoder, decoder.code(shape))
 
-    def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
-        result = super()._result(problem, row, objective, history)
+    def build_result(
+        self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]
+    ) -> Reconstruction:
+        """Return the result of one trial, sharpened by the enhancer where there is one."""
+        result = super().build_result(problem, row, objective, history)
         used = tuple(kind for kind in ("decoder", "enhancer") if getattr(self, kind) is not None)
         result = replace(result, knowledge=(*result.knowledge, *(f"public images ({kind})" for kind in used)))
         if self.enhancer is None:

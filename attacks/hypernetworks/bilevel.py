@@ -10,15 +10,17 @@ from typing import ClassVar, Generic, Literal, TypeVar
 import torch
 
 from attacks.base import Attack, NotApplicable, Preset, Reconstruction, Result, attacks
-from attacks.gradient_matching.engine.base import Matching, box
-from attacks.gradient_matching.engine.batching import Stack, stacked
-from attacks.gradient_matching.engine.best_iterates import Found, Watch
-from attacks.gradient_matching.engine.memory_estimate import GIB, cached, kept, portions
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch, stack_variables
+from attacks.gradient_matching.engine.best_iterates import BestIterates, TrialResult
+from attacks.gradient_matching.engine.memory_estimate import GIB, saved_bytes, split_into_portions, trials_in_cache
+from attacks.gradient_matching.engine.minimization import describe_cut, pixel_bounds
 from attacks.gradient_matching.engine.optimizers import Adam
-from attacks.gradient_matching.engine.problem import INPUTS, Variables, alike, private_key, shapes
+from attacks.gradient_matching.engine.problem import INPUTS, Variables, batching_key, private_key, tensor_form
 from attacks.hypernetworks.bilevel_problems import Lower, Upper
 from attacks.hypernetworks.hypernet_view import Opened, open_view
 from attacks.hypernetworks.peel import Peeled
+from attacks.search_control import SearchControl, SearchMonitor
 from fl.models.hypernetworks.hypernetwork import EMBEDDING
 from fl.ranges import Count, Limit, StepSize, Weight
 from fl.seeds import stream
@@ -111,20 +113,26 @@ class Bilevel(Attack):
 
     def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Those that fill a stack."""
-        return portions(views, self.stack, self.restarts)
+        return split_into_portions(views, self.stack, self.restarts)
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Embedding, extractor and images; the objective is that of the lower level, relative to its start."""
+        return self.run_controlled(views, seeds, SearchControl())
+
+    def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
+        """As `run`, within what `control` allows; the two levels share the time equally."""
         found = [self._opened(view) for view in views]
         opened = {i: o for i, o in enumerate(found) if isinstance(o, Opened)}
         lower = [trial for i, o in opened.items() for trial in self._lower(i, o, seeds[i])]
-        embeddings = self._best(lower, self._search_embeddings)
+        embeddings = self._best(lower, self._search_embeddings, SearchMonitor(control, levels_left=2))
         peeled = {i: _peeled(opened[i], row) for i, (row, *_) in embeddings.items()}
         upper = [trial for i, one in peeled.items() for trial in self._upper(i, one, seeds[i])]
-        images = self._best(upper, self._search_images)
+        images = self._best(upper, self._search_images, SearchMonitor(control))
         results: list[Result] = [NotApplicable("no trial was run") if isinstance(o, Opened) else o for o in found]
         for i, one in peeled.items():
-            view, (_, objective, history, _) = one.view, embeddings[i]
+            if i not in images:
+                continue
+            view, (_, objective, history, _, lower_cut) = one.view, embeddings[i]
             task = view.client.task
             std, mean = (images[i][0][INPUTS].new_tensor(x).view(-1, 1, 1) for x in (task.std, task.mean))
             results[i] = Reconstruction(
@@ -134,6 +142,7 @@ class Bilevel(Attack):
                 history=(*history, objective),
                 private=one.private(),
                 knowledge=("labels",) if view.labels is not None else (),
+                note="; ".join(filter(None, (lower_cut, images[i].cut_short))),
             )
         return results
 
@@ -170,56 +179,67 @@ class Bilevel(Attack):
             yield _Trial(index, level, level.start(draw))
 
     def _best(
-        self, trials: Sequence[_Trial[Level]], search: Callable[[list[Level], Variables], list[Found]]
-    ) -> dict[int, Found]:
+        self,
+        trials: Sequence[_Trial[Level]],
+        search: Callable[[list[Level], Variables, SearchMonitor], list[TrialResult]],
+        monitor: SearchMonitor,
+    ) -> dict[int, TrialResult]:
         """What the best trial of every view found; those of equal form share stacks."""
         groups: dict[object, list[_Trial[Level]]] = {}
         for trial in trials:
-            key = (alike(trial.level.view), shapes(trial.level.constants))
+            key: object = (batching_key(trial.level.view), tensor_form(trial.level.constants))
             groups.setdefault(key, []).append(trial)
-        best: dict[int, Found] = {}
-        for members in groups.values():
-            size = self._room(members[0])
+        best: dict[int, TrialResult] = {}
+        sizes = {key: self._batch_size(members[0]) for key, members in groups.items()}
+        monitor.batches = sum(-(-len(members) // sizes[key]) for key, members in groups.items())
+        for key, members in groups.items():
+            size = sizes[key]
             for begin in range(0, len(members), size):
                 chunk = members[begin : begin + size]
-                found = search([trial.level for trial in chunk], stacked(trial.start for trial in chunk))
+                if monitor.begin_batch():
+                    break
+                start = stack_variables(trial.start for trial in chunk)
+                found = search([trial.level for trial in chunk], start, monitor)
                 for trial, one in zip(chunk, found, strict=True):
                     if trial.index not in best or _objective(one) < _objective(best[trial.index]):
                         best[trial.index] = one
         return best
 
-    def _room(self, trial: _Trial[Level]) -> int:
+    def _batch_size(self, trial: _Trial[Level]) -> int:
         """How many trials share a stack."""
-        each = kept(trial.level, trial.start) / GIB
-        return max(1, int(min(self.stack, cached(trial.level.view), self.memory / max(each, 1 / GIB))))
+        each = saved_bytes(trial.level, trial.start) / GIB
+        return max(1, int(min(self.stack, trials_in_cache(trial.level.view), self.memory / max(each, 1 / GIB))))
 
     # ---- the searches ------------------------------------------------------------------------------------------------
-    def _search_embeddings(self, levels: list[Lower], start: Variables) -> list[Found]:
+    def _search_embeddings(self, levels: list[Lower], start: Variables, monitor: SearchMonitor) -> list[TrialResult]:
         """Embedding and output move together (Adam)."""
-        settings = Matching(iterations=self.lower_iterations, private_lr=self.lower_lr, boxed=False)
-        return settings.search(Stack(levels, compiled=self.compiled), start, [])
+        settings = GradientMatching(iterations=self.lower_iterations, private_lr=self.lower_lr, boxed=False)
+        return settings.search(ProblemBatch(levels, compiled=self.compiled), start, [], monitor)
 
-    def _search_images(self, levels: list[Upper], variables: Variables) -> list[Found]:
+    def _search_images(self, levels: list[Upper], variables: Variables, monitor: SearchMonitor) -> list[TrialResult]:
         """Images (by sign) and classifier move in turn."""
-        pictures = Stack(levels, compiled=self.compiled)
-        heads = Stack([replace(level, moves="classifier") for level in levels], compiled=self.compiled)
-        settings = Matching(iterations=self.iterations, lr=self.lr, private_lr=self.head_lr)
+        pictures = ProblemBatch(levels, compiled=self.compiled)
+        heads = ProblemBatch([replace(level, moves="classifier") for level in levels], compiled=self.compiled)
+        settings = GradientMatching(iterations=self.iterations, lr=self.lr, private_lr=self.head_lr)
         image, classifier = Adam(settings, []), Adam(replace(settings, schedule="none"), [])
-        limits = box(levels[0])
-        watch = Watch(variables, image.settled)
+        limits = pixel_bounds(levels[0])
+        best = BestIterates(variables, image.final_phase_start)
         for iteration in range(self.iterations + 1):
             for stack in (pictures, heads):
-                stack.ahead(self.iterations - iteration, variables)
+                stack.expect_iterations(self.iterations - iteration, variables)
             values, grads = pictures.evaluate(variables)
-            watch.note(iteration, values, variables)
+            best.update(iteration, values, variables)
             if iteration == self.iterations:
                 break
-            moved = image.move(variables, {INPUTS: grads[INPUTS]})
+            if reason := monitor.after(iteration):
+                best.cut(describe_cut(iteration, self.iterations, reason))
+                break
+            moved = image.step(variables, {INPUTS: grads[INPUTS]})
             variables = variables | {INPUTS: moved[INPUTS].clamp(*limits)}
             if len(variables) > 1:  # else the classifier is the server's own and stands still
                 _, grads = heads.evaluate(variables)
-                variables |= classifier.move(variables, {name: g for name, g in grads.items() if name != INPUTS})
-        return watch.results()
+                variables |= classifier.step(variables, {name: g for name, g in grads.items() if name != INPUTS})
+        return best.results()
 
 
 @dataclass(frozen=True)
@@ -231,10 +251,9 @@ class _Trial(Generic[Level]):
     start: Variables
 
 
-def _objective(found: Found) -> float:
+def _objective(found: TrialResult) -> float:
     """Of the best iterate, not relative to the start."""
-    _, value, _, start = found
-    return value * start
+    return found.objective * found.start_objective
 
 
 def _peeled(opened: Opened, row: Variables) -> Peeled:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attacks.gradient_matching.engine.objectives import direction, squared
+from attacks.gradient_matching.engine.objectives import l2, normalize
 from attacks.gradient_matching.engine.problem import INPUTS, Variables, private_key
 from attacks.gradient_matching.engine.regularizers import total_variation
 from attacks.hypernetworks.hypernet_view import Opened
@@ -57,7 +57,7 @@ class Lower:
     @cached_property
     def constants(self) -> dict[str, Any]:
         """All tensors of the problem, as one tree."""
-        observed, size = direction(self.observed)
+        observed, size = normalize(self.observed)
         return {"shared": self.view.shared, "update": self.view.update, "observed": observed, "size": size}
 
     def start(self, draw: torch.Generator, *, normal: bool) -> Variables:
@@ -76,9 +76,9 @@ class Lower:
     def objective(self, embedding: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
         """Squared distance of the inner loss's gradient and the observed one, relative to the latter."""
         guess = {private_key(EMBEDDING): embedding} | {private_key(n): w for n, w in outputs.items()}
-        return self.value(guess, self.constants, self.view.client, stacked=False)
+        return self.value(guess, self.constants, self.view.client, vmapped=False)
 
-    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
         """The same of variables, with the tensors of `constants`."""
         view = replace(self.view, shared=constants["shared"], update=constants["update"])
         params, generator = _params(view, variables[private_key(EMBEDDING)]), self._generator
@@ -89,7 +89,7 @@ class Lower:
         predicted = generator.pullback(params, residuals, client.task, list(constants["observed"]))
         if view.threat.knows_defense:
             predicted = view.defense.surrogate(predicted, view.update)
-        return squared(predicted, constants["observed"], constants["size"])
+        return l2(predicted, constants["observed"], constants["size"])
 
     @property
     def _generator(self) -> Hypernetwork:
@@ -146,7 +146,7 @@ class Upper:
                 made[private_key(name)] = drawn / like.shape[1:].numel() ** 0.5 if sent is None else dense(sent)
         return {name: value.to(dtype=self.view.dtype, device=self.view.device) for name, value in made.items()}
 
-    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
         """Cross-entropy plus total variation."""
         classifier = {n: variables[private_key(n)] for n in client.task.parameters if private_key(n) in variables}
         inputs = variables[INPUTS]

@@ -48,7 +48,7 @@ def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tens
     return labels.to(view.device) if bool((far <= FITS).all()) else None
 
 
-def told_apart(view: ServerView) -> bool:
+def order_matters(view: ServerView) -> bool:
     """Whether it matters which image has which of the labels read off, which come in a row.
 
     So it is where the known order says which image is in which small batch, and in a group that is not one client with

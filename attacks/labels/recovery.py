@@ -126,7 +126,8 @@ def recovered(observed: ObservedUpdate) -> Tensor | None:
 def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
     """The labels a search takes as given: known ones, else read off the classifier's update, else None.
 
-    Those read off are in ascending order: they are not those of the images one by one where these are `told_apart`.
+    Those read off are in ascending order: they are not those of the images one by one where
+    `attacks.labels.assignment.order_matters`.
 
     Args:
         view: the server's.

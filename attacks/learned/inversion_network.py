@@ -30,7 +30,7 @@ FAR = 10.0
 
 
 @dataclass(frozen=True)
-class Imitation:
+class SimulatedClient:
     """The client of a view, as far as the server knows it, on images drawn from public ones.
 
     What the client keeps to itself is drawn anew for every update, unless the server knows where it started.
@@ -96,7 +96,7 @@ class Imitation:
 
 
 @dataclass(frozen=True)
-class Hash:
+class FeatureHash:
     """Updates as rows of `size` numbers, or fewer: every number, or sums of several with random signs.
 
     Feature hashing (Weinberger et al., ICML 2009), but the numbers are dealt out evenly. Each update is brought to
@@ -132,7 +132,7 @@ class Hash:
 
 
 @dataclass(frozen=True)
-class Inverter:
+class InversionNetwork:
     """A trained network with what makes its input of an update.
 
     Attributes:
@@ -144,7 +144,7 @@ class Inverter:
         history: the loss along the training, relative to its start.
     """
 
-    hash: Hash
+    hash: FeatureHash
     mean: Tensor
     scale: Tensor
     network: nn.Module
@@ -155,16 +155,16 @@ class Inverter:
         """The images (B, C, H, W) in [0, 1] of one update."""
         rows = self.hash({name: dense(update[name])[None] for name in self.hash.scales})
         with torch.no_grad():
-            images: Tensor = self.network(standardised(rows, self.mean, self.scale))
+            images: Tensor = self.network(standardize(rows, self.mean, self.scale))
         return images.view(self.shape).to(rows.dtype)
 
 
-def standardised(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+def standardize(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Hashed updates (n, F) as the network takes them: whatever the update's unit, the same bits."""
     return ((rows - mean) * scale).clamp(-FAR, FAR).float()
 
 
-def matched(found: Tensor, images: Tensor) -> Tensor:
+def permutation_mse(found: Tensor, images: Tensor) -> Tensor:
     """Mean squared error of `found` (n, B, P) from `images` (n, B, P), each client's in the order that fits best.
 
     The sum of squares of both sides is the same in every order, so the best one has the largest inner products.
@@ -178,8 +178,8 @@ def matched(found: Tensor, images: Tensor) -> Tensor:
 
 
 def train(
-    imitation: Imitation, *, iterations: int, batch: int, width: int, hashed: int, lr: float, seed: int
-) -> Inverter:
+    imitation: SimulatedClient, *, iterations: int, batch: int, width: int, hashed: int, lr: float, seed: int
+) -> InversionNetwork:
     """A network that inverts the updates of an imitated client; no update is ever seen twice.
 
     Args:
@@ -196,8 +196,8 @@ def train(
     draw = stream(seed, "trial")
     trial = imitation.updates(imitation.images(min(TRIAL, max(2, ROOM // imitation.numbers)), draw), draw)
     scales = {name: _inverse(rows.double().square().mean().sqrt()) for name, rows in trial.items()}
-    made = Hash(scales, imitation.numbers, hashed, seed)
-    lessons = _lessons(imitation, made, batch, seed)
+    made = FeatureHash(scales, imitation.numbers, hashed, seed)
+    lessons = _training_batches(imitation, made, batch, seed)
     rows = torch.cat([made(trial), *(lessons()[0] for _ in range(-(-TRIAL // batch)))]).double()
     mean, spread = rows.mean(0), rows.std(0)
     scale = torch.where(spread > 0, 1 / spread, 0.0)
@@ -209,17 +209,19 @@ def train(
     for step in range(iterations):
         rows, images = lessons()
         optimizer.zero_grad()
-        loss = matched(network(standardised(rows, mean, scale)).view(images.shape), images)
+        loss = permutation_mse(network(standardize(rows, mean, scale)).view(images.shape), images)
         loss.backward()
         optimizer.step()
         schedule.step()
         if step % max(1, iterations // 20) == 0:
             losses.append(float(loss.detach()))
     history = tuple(value / losses[0] for value in losses)
-    return Inverter(made, mean, scale, network.requires_grad_(False), shape, history)
+    return InversionNetwork(made, mean, scale, network.requires_grad_(False), shape, history)
 
 
-def _lessons(imitation: Imitation, made: Hash, batch: int, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
+def _training_batches(
+    imitation: SimulatedClient, made: FeatureHash, batch: int, seed: int
+) -> Callable[[], tuple[Tensor, Tensor]]:
     """A function that imitates `batch` clients anew: hashed updates (batch, F), pixels (batch, B, P) in float32."""
     draw = stream(seed, "lessons")
     room = max(1, min(batch, ROOM // imitation.numbers))
@@ -248,7 +250,7 @@ def _inverse(size: Tensor) -> float:
     return 1 / float(size) if size > 0 else 0.0
 
 
-def fingerprint(view: ServerView) -> str:
+def client_key(view: ServerView) -> str:
     """Equal for views whose clients are imitated alike, whatever they sent."""
     settings = (view.method, view.defense, view.threat, view.schedule, view.batch_size, view.round)
     shapes = ([(n, v.shape) for n, v in view.update.items()], list(view.private.items()), view.dtype, view.device)

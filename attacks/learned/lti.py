@@ -11,7 +11,7 @@ import torch
 
 from attacks.base import Attack, NotApplicable, Preset, Reconstruction, Result, attacks
 from attacks.labels.recovery import single
-from attacks.learned.inversion_network import Imitation, Inverter, fingerprint, train
+from attacks.learned.inversion_network import InversionNetwork, SimulatedClient, client_key, train
 from fl.data import Dataset, Source
 from fl.data.sources.embedded import Faces
 from fl.ranges import Count, PositiveStep, Seed, Width
@@ -24,7 +24,7 @@ from fl.view import ServerView
 
 KEPT = 4
 """Networks kept for further calls."""
-_TRAINED: dict[tuple[Attack, str, str], Inverter] = {}
+_TRAINED: dict[tuple[Attack, str, str], InversionNetwork] = {}
 
 
 @attacks.register("lti")
@@ -137,13 +137,13 @@ class LearningToInvert(Attack):
         return None
 
     def _read(self, view: ServerView, data: Dataset, public: Batch, mark: str) -> Reconstruction:
-        key = (self, mark, fingerprint(view))
+        key = (self, mark, client_key(view))
         if key not in _TRAINED:
             if data.num_classes != view.task.num_classes:
                 draw = stream(self.seed, "labels")
                 labels = torch.randint(view.task.num_classes, public.labels.shape, generator=draw)
                 public = Batch(public.inputs, labels)
-            _TRAINED[key] = self._trained(Imitation(view, public))
+            _TRAINED[key] = self._trained(SimulatedClient(view, public))
             while len(_TRAINED) > KEPT:
                 del _TRAINED[next(iter(_TRAINED))]
         inverter = _TRAINED[key]
@@ -163,7 +163,7 @@ class LearningToInvert(Attack):
             knowledge=tuple(name for name, known in used.items() if known),
         )
 
-    def _trained(self, imitation: Imitation) -> Inverter:
+    def _trained(self, imitation: SimulatedClient) -> InversionNetwork:
         return train(
             imitation,
             iterations=self.iterations,

@@ -11,10 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewAttack, attacks
-from attacks.labels.assignment import told_apart
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewAttack, attacks, runner
+from attacks.labels.assignment import order_matters
 from attacks.labels.recovery import fixed_labels
 from attacks.rewriting.surrogate import APPROXIMATE, Surrogate, mean_gradient, movement, steps
+from attacks.search_control import SearchControl
 from attacks.update.training_phases import training
 from fl.aggregated_view import in_turn
 from fl.defense import Defense
@@ -91,14 +92,16 @@ class FirstStep(ViewAttack):
             return result
         return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
 
-    def lead(self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
-        """Reconstruct and correct in turns, those still open in one stack."""
+    def lead(
+        self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
+    ) -> list[Result]:
+        """Reconstruct and correct in turns, those still open in one batch."""
         searches = [self._opened(view, seed) for view, seed in zip(views, seeds, strict=True)]
         for _ in range(1 + self.corrections):
             active = [search for search in searches if isinstance(search, _Search) and search.open]
             if not active:
                 break
-            found = then.run([search.easier for search in active], [search.seed for search in active])
+            found = runner(then, control)([search.easier for search in active], [search.seed for search in active])
             for search, result in zip(active, found, strict=True):
                 search.take(result)
         return [search.result() if isinstance(search, _Search) else search for search in searches]
@@ -182,7 +185,7 @@ class _Search:
         labels = result.labels if own else self.labels
         assert labels is not None
         count = len(labels)
-        open_to = count <= FEW and (told_apart(self.view) or not own)
+        open_to = count <= FEW and (order_matters(self.view) or not own)
         made = []
         for turn in permutations(range(count)) if open_to else [tuple(range(count))]:
             index = torch.tensor(turn, device=labels.device)
@@ -207,7 +210,7 @@ class _Search:
         assert self.best is not None
         if isinstance(self.best, NotApplicable) or steps(self.view) == 1:
             return self.best
-        used = {"labels": self.view.labels is not None, "order": told_apart(self.view)}
+        used = {"labels": self.view.labels is not None, "order": order_matters(self.view)}
         known = tuple(name for name, was in used.items() if was and self.history and name not in self.best.knowledge)
         if not self.history:
             return replace(self.best, knowledge=(*self.best.knowledge, APPROXIMATE), verified=None, fixed=None)

@@ -27,7 +27,7 @@ from attacks.hypernetworks.peel import Peel
 from benchmarks.common import publish, table
 from benchmarks.exact.cascade import FIRST, SETS, scored
 from benchmarks.hyperfl.peel import error, uploaded
-from eval.metrics.baselines import guesses
+from eval.metrics.baselines import baseline_images
 from eval.metrics.image import psnr
 from eval.metrics.matching import assign
 from fl.client import Client
@@ -132,7 +132,7 @@ def measure(case: Case, data: Dataset) -> dict[str, Any]:
     elif case.images == "50" and case.work == "round" and case.number == 0:
         row["search"] = _searched(LOCAL, view, images, case.number)
     if "search" in row:
-        row["floor"] = float(psnr(guesses(images.inputs)["mean"], images.inputs).mean())
+        row["floor"] = float(psnr(baseline_images(images.inputs)["mean"], images.inputs).mean())
     return {**row, "seconds": time.process_time() - began}
 
 

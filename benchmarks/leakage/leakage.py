@@ -25,8 +25,8 @@ import attacks
 import fl.data
 import fl.models
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack, stacked
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch, stack_variables
 from attacks.gradient_matching.engine.problem import Problem, Variables
 from attacks.gradient_matching.ig import InvertingGradients
 from benchmarks.common import RESULTS, hyperfl_conditions, publish, rewrite, table
@@ -104,7 +104,7 @@ def _restarted(
 ) -> tuple[list[Result], float]:
     """The better of the first start and further ones, which are made where the first did not get close."""
     attack = attacks.build(settings)
-    assert isinstance(attack, Matching)
+    assert isinstance(attack, GradientMatching)
     missed = [i for i, r in enumerate(one) if isinstance(r, Reconstruction) and r.objective > attack.enough]
     again, spent = timed(attack, [victims[i] for i in missed], seed) if missed else ([], 0.0)
     best = list(one)
@@ -236,9 +236,12 @@ STARTS = 4
 class Measured(InvertingGradients):
     """IG whose results have the objective itself, not its share of each start's: several can be compared."""
 
-    def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
-        value, _ = Stack([problem]).evaluate(stacked([row]))
-        return replace(super()._result(problem, row, objective, history), objective=float(value))
+    def build_result(
+        self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]
+    ) -> Reconstruction:
+        """Return the result with the objective in its own unit."""
+        value, _ = ProblemBatch([problem]).evaluate(stack_variables([row]))
+        return replace(super().build_result(problem, row, objective, history), objective=float(value))
 
 
 def run_ig() -> None:

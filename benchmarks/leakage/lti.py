@@ -21,7 +21,7 @@ import fl.data
 import fl.models
 from attacks import Attack, Reconstruction
 from attacks.base import build
-from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.rog import ROG
 from benchmarks.common import RESULTS, publish, table
 from defenses import defenses
@@ -135,7 +135,7 @@ def main() -> None:
             rows, seconds = attacked(build({"name": name, **settings[name]}), views, images)
             found += [{"defense": label, "attack": name, "seconds": seconds, **row} for row in rows]
     search, rog = build({"name": "ig", **settings["ig"]}), build("rog")
-    assert isinstance(search, Matching)
+    assert isinstance(search, GradientMatching)
     assert isinstance(rog, ROG)
     lines = [
         "# A learned inverter beside searches",

@@ -18,7 +18,7 @@ import fl.models
 from benchmarks.common import publish, table
 from benchmarks.leakage.leakage import rows, seen, timed
 from eval.metrics import image
-from eval.metrics.baselines import ceiling
+from eval.metrics.baselines import representable_bound
 from eval.metrics.score import Row
 from fl.methods.fedavg import FedAvg
 
@@ -36,7 +36,7 @@ def measured(name: str, iterations: int) -> Row:
     attack = attacks.build({"name": "rog", "preset": "published", "iterations": iterations})
     results, seconds = timed(attack, victims, 0)
     (row,) = rows(results, victims, 0, photograph=name)
-    best = ceiling(attack, images.inputs)
+    best = representable_bound(attack, images.inputs)
     assert best is not None
     return {**row, "seconds": seconds, "bound": float(image.psnr(best, images.inputs)[0])}
 

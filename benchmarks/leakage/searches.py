@@ -13,9 +13,9 @@ from torch import Tensor
 
 import attacks
 from attacks.base import NotApplicable
-from attacks.gradient_matching.engine.best_iterates import Watch
+from attacks.gradient_matching.engine.best_iterates import BestIterates
 from attacks.gradient_matching.engine.problem import Variables
-from attacks.gradient_matching.engine.traced_objective import STEADY, WORTH
+from attacks.gradient_matching.engine.traced_objective import MIN_EVALUATIONS_TO_TRACE, STEADY_EVALUATIONS
 from benchmarks.performance.noise_data import STEP, victims
 from fl.method import Method
 from fl.methods.hyperfl import HyperFL
@@ -75,26 +75,29 @@ def rate(name: str, views: Sequence[ServerView], work: int = WORK) -> float:
     further = max(work // (len(views) * getattr(one, "restarts", 1)), LEAST)
     length = getattr(getattr(one, "then", one), counted)
     with (
-        patch("attacks.gradient_matching.engine.batching.WORTH", 0 if length >= STEADY + WORTH else WORTH),
+        patch(
+            "attacks.gradient_matching.engine.batching.MIN_EVALUATIONS_TO_TRACE",
+            0 if length >= STEADY_EVALUATIONS + MIN_EVALUATIONS_TO_TRACE else MIN_EVALUATIONS_TO_TRACE,
+        ),
         timed() as laps,
     ):
-        _call({**settings, counted: STEADY + further}, views)
+        _call({**settings, counted: STEADY_EVALUATIONS + further}, views)
     return sum(trials for trials, _ in laps) / sum(spent for _, spent in laps)
 
 
 @contextmanager
 def timed() -> Iterator[list[tuple[int, float]]]:
-    """Trials and CPU seconds of every iteration of every search but the first `STEADY`."""
-    laps, last, note = list[tuple[int, float]](), [0.0], Watch.note
+    """Trials and CPU seconds of every iteration of every search but the first `STEADY_EVALUATIONS`."""
+    laps, last, note = list[tuple[int, float]](), [0.0], BestIterates.update
 
-    def noted(watch: Watch, iteration: int, values: Tensor, variables: Variables) -> Tensor:
+    def noted(watch: BestIterates, iteration: int, values: Tensor, variables: Variables) -> Tensor:
         now = time.process_time()
-        if iteration > STEADY:
+        if iteration > STEADY_EVALUATIONS:
             laps.append((len(values), now - last[0]))
         last[0] = now
         return note(watch, iteration, values, variables)
 
-    with patch.object(Watch, "note", noted):
+    with patch.object(BestIterates, "update", noted):
         yield laps
 
 

@@ -26,7 +26,7 @@ import fl.models
 from attacks.base import Reconstruction
 from attacks.parallel import Spread
 from benchmarks.common import RESULTS, publish, table
-from eval.run.resources import workers
+from eval.run.resources import default_workers
 from fl.client import Client
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--only", choices=list(WHOLE), action="append", help="one of the two; the other row stays")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    number = workers(torch.device("cpu"))
+    number = default_workers(torch.device("cpu"))
     how = "recorded" if chosen.uncompiled else "recorded and compiled"
     settings = {"processes": number, "how": how, "iterations": chosen.iterations}
     rows = kept(settings) if chosen.only else {}

@@ -15,7 +15,7 @@ from attacks.base import Reconstruction
 from benchmarks.peers.adapters import PEERS, Peer, Run, Setting
 from benchmarks.peers.sources import PeerMissingError
 from benchmarks.peers.victims import Victim, network, victims
-from eval.metrics.baselines import guesses
+from eval.metrics.baselines import baseline_images
 from eval.metrics.image import psnr
 
 ALONE, STACKED = "ours, one by one", "ours, in one stack"
@@ -123,7 +123,7 @@ def compare(case: Case, count: int) -> Outcome:
         other = replace(case, options={**case.options, **change})
         figures[f"{STACKED}, {name}"] = summed(ours(other, attacked, case.moves)[0], attacked)
     images = torch.cat([victim.image for victim in attacked])
-    return Outcome(psnr(guesses(images)["mean"], images).tolist(), figures, missing, labels)
+    return Outcome(psnr(baseline_images(images)["mean"], images).tolist(), figures, missing, labels)
 
 
 def found(names: Iterable[str], setting: Setting) -> tuple[dict[str, Peer], dict[str, str]]:

@@ -20,9 +20,9 @@ import attacks
 import fl.data
 import fl.models
 from attacks.base import Reconstruction
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
-from attacks.gradient_matching.engine.cuda_graph import Graph
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
+from attacks.gradient_matching.engine.cuda_graph import CapturedGraph
 from benchmarks.common import publish, table
 from benchmarks.leakage.whole import COUNT, ITERATIONS, SETTINGS, WHOLE, photographs, victims
 from benchmarks.performance.noise_data import BATCH, federation
@@ -53,24 +53,24 @@ def seconds(run: Callable[[], object]) -> float:
 def searching(views: list[ServerView], *, compiled: bool = False) -> tuple[Callable[[int], None], float]:
     """A function that makes so many iterations of IG on the views together, and the seconds until it was ready."""
     attack = attacks.build({"name": "ig", "iterations": ITERATIONS, "compiled": compiled, "stack": len(views)})
-    assert isinstance(attack, Matching)
-    given = [attack._problem(view) for view in views]
-    starts = [attack._start(problem, 0, i) for i, problem in enumerate(given)]
+    assert isinstance(attack, GradientMatching)
+    given = [attack.build_problem(view) for view in views]
+    starts = [attack.initial_variables(problem, 0, i) for i, problem in enumerate(given)]
     rows = {k: torch.stack([s[k] for s in starts]) for k in starts[0]}
-    stack = Stack(given, compiled=compiled)
+    stack = ProblemBatch(given, compiled=compiled)
 
     def prepare() -> None:
-        while stack._recorded is None and stack._steady < 100:
+        while stack.traced is None and stack.steady_evaluations < 100:
             stack.evaluate(rows)
-            stack.ahead(ITERATIONS, rows)
+            stack.expect_iterations(ITERATIONS, rows)
 
     ready = seconds(prepare)
-    if not isinstance(stack._recorded, Graph):
+    if not isinstance(stack.traced, CapturedGraph):
         raise RuntimeError("expected a search replayed as a CUDA graph, got none: see the log")
 
     def run(iterations: int) -> None:
         settings = attacks.build({"name": "ig", "iterations": iterations})
-        assert isinstance(settings, Matching)
+        assert isinstance(settings, GradientMatching)
         settings.search(stack, rows, [stream(0, "noise", i) for i in range(len(views))])
 
     return run, ready

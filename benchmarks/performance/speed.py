@@ -18,10 +18,10 @@ from torch import nn
 import attacks
 import fl.data
 import fl.models
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import Problem
-from attacks.gradient_matching.engine.traced_objective import LONG, STEADY, _Compiled
+from attacks.gradient_matching.engine.traced_objective import MIN_EVALUATIONS_TO_COMPILE, STEADY_EVALUATIONS, _Compiled
 from benchmarks.common import publish, table
 from fl.client import Client
 from fl.methods.fedavg import FedAvg
@@ -77,21 +77,21 @@ def ours(view: ServerView, count: int, compiled: bool) -> tuple[Callable[[int], 
     """A function that makes so many iterations on a stack of `count` trials, and the seconds it took to record them."""
     problem = Problem(view, torch.zeros(1, dtype=torch.int64), "cosine", 1e-4)
     attack = attacks.build("ig")
-    assert isinstance(attack, Matching)
-    starts = [attack._start(problem, 0, r) for r in range(count)]
-    stack = Stack([problem] * count, compiled=compiled)
+    assert isinstance(attack, GradientMatching)
+    starts = [attack.initial_variables(problem, 0, r) for r in range(count)]
+    stack = ProblemBatch([problem] * count, compiled=compiled)
     rows = {k: torch.stack([s[k] for s in starts]) for k in starts[0]}
     stack.evaluate(rows)  # whatever is made once
     begin = time.perf_counter()  # the C++ compiler is another process
-    for _ in range(STEADY):  # as a search of thousands of iterations tells it
-        stack.ahead(LONG, rows)
+    for _ in range(STEADY_EVALUATIONS):  # as a search of thousands of iterations tells it
+        stack.expect_iterations(MIN_EVALUATIONS_TO_COMPILE, rows)
     recording = time.perf_counter() - begin
-    if compiled and not isinstance(stack._recorded, _Compiled):
+    if compiled and not isinstance(stack.traced, _Compiled):
         raise RuntimeError("nothing was compiled: install a C++ compiler")
 
     def run(iterations: int) -> None:
         settings = attacks.build({"name": "ig", "iterations": iterations})
-        assert isinstance(settings, Matching)
+        assert isinstance(settings, GradientMatching)
         noise = [stream(0, "noise", r) for r in range(count)]
         settings.search(stack, rows, noise)
 

@@ -53,7 +53,7 @@ def go(path: Path, workers: int = 1) -> None:
     folder = RunDir(path)
     with folder.locked(), folder.logged():
         plan = runner.prepare(experiment, device="cpu")
-        failures = runner.run(plan, folder, runner.Options(every=0.05, workers=workers, name="tiny"))
+        failures = runner.run(plan, folder, runner.Options(checkpoint_seconds=0.05, workers=workers, name="tiny"))
         results.publish(results.assemble(plan, folder), failures, plan, folder)
 
 

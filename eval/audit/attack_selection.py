@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from eval.io import jsonl
 from eval.io.text import join
 from eval.metrics.score import Row
-from eval.metrics.self_verification import rows_settled
+from eval.metrics.self_verification import are_settled
 from eval.run.attack_cell import IMAGES
-from eval.run.plan import Plan, Training, Watch
+from eval.run.plan import AttackTask, Plan, TrainingTask
 from eval.run.run_directory import RunDir
 from fl.method import Method
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
@@ -62,7 +62,7 @@ def _settling(before: Mapping[str, Sequence[Row]]) -> list[str]:
     """The attacks that settle every update between them; nothing where one is open."""
     updates = dict.fromkeys(row["update"] for rows in before.values() for row in rows)
     first = [
-        next((name for name, rows in before.items() if rows_settled([row for row in rows if row["update"] == key])), "")
+        next((name for name, rows in before.items() if are_settled([row for row in rows if row["update"] == key])), "")
         for key in updates
     ]
     return first if all(first) else []
@@ -80,7 +80,7 @@ class Thrift:
     folder: RunDir
     spared: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, one: Training, watch: Watch) -> bool:
+    def __call__(self, one: TrainingTask, watch: AttackTask) -> bool:
         """Whether the attack may add something to those that stand before it."""
         done = [other for other in one.watches[: one.watches.index(watch)] if self.folder.finished(other.cell)]
         before = {other.attack.label: jsonl.read_rows(self.folder.file(other.cell, IMAGES)) for other in done}

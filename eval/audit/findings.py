@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
 from attacks.parallel import Spread
 from attacks.verification import CONTRADICTED
 from eval.audit import attack_selection
@@ -25,7 +25,7 @@ from eval.report.result_groups import private_tensor_recoveries
 from eval.report.sections import inconclusive as undecided
 from eval.report.sections.inconclusive import Open, Outcome
 from eval.run import auxiliary_overlap
-from eval.run.runner import FAULTS, Counter, Progress, silent
+from eval.run.runner import FAULTS, Progress, ProgressCounter, silent
 from fl.seeds import derive
 from fl.view import ThreatModel
 
@@ -237,7 +237,7 @@ def _examined(
             continue
         try:
             truths = (subject.truth.inputs for subject in open_to.values() if subject.truth is not None)
-            auxiliary_overlap.refuse(attack, label, truths)
+            auxiliary_overlap.check_no_overlap(attack, label, truths)
             results = _results(label, attack, open_to, seed, told, spread)
             finding = _finding(label, open_to, results, seed)
             if out is not None:
@@ -257,7 +257,7 @@ def _examined(
         found.append(finding)
         if thrifty:
             sizes = {i: subject.view.batch_size for i, subject in open_to.items()}
-            settled |= {i: label for i, result in results.items() if self_verification.settled(result, sizes[i])}
+            settled |= {i: label for i, result in results.items() if self_verification.is_settled(result, sizes[i])}
     return found, stopped
 
 
@@ -267,10 +267,10 @@ def _results(
     """What one attack makes of updates, by their numbers."""
     views = [subject.view for subject in subjects.values()]
     size = views[0].batch_size or 1
-    count = Counter(told, f"{label}: images", size * len(views))
-    count.to(0)
+    count = ProgressCounter(told, f"{label}: images", size * len(views))
+    count.set(0)
     seeds = [derive(seed, "attack", number) for number in subjects]
-    results = spread.run(attack, views, seeds, lambda done: count.more(size * done))
+    results = spread.run(attack, views, seeds, lambda done: count.advance(size * done))
     return dict(zip(subjects, results, strict=True))
 
 
@@ -290,7 +290,9 @@ def _finding(label: str, subjects: Mapping[int, Subject], results: Mapping[int, 
     said = _said(rows, refused, "" if rows or not answers else unscored([*answers.values()]))
     first = next(iter(subjects.values()))
     view = first.view
-    flags = validity_flags.of_audit(rows, view.threat, defended=view.defense.name != "none", tolerance=first.tolerance)
+    flags = validity_flags.audit_flags(
+        rows, view.threat, defended=view.defense.name != "none", tolerance=first.tolerance
+    )
     notes = self_verification.notes(rows) or list(
         dict.fromkeys(result.note for result in answers.values() if result.note)
     )
@@ -309,7 +311,7 @@ def _finding(label: str, subjects: Mapping[int, Subject], results: Mapping[int, 
         ],
         leaked=leaked(rows),
         few=few(rows),
-        doubtful=any(DOUBTFUL in result.note for result in answers.values()),
+        doubtful=any(LABELS_UNCONFIRMED in result.note for result in answers.values()),
     )
 
 
@@ -334,7 +336,7 @@ def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bo
         scored = [row for row in group if "not_applicable" not in row]
         verified = agreed(row["verified"] for row in scored)
         reason = refused[0] if refused else ""
-        flags = validity_flags.of_audit(scored, threat, defended=defended)
+        flags = validity_flags.audit_flags(scored, threat, defended=defended)
         said = _said(scored, refused, tests=tests)
         notes = self_verification.notes(scored)
         found.append(

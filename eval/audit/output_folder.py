@@ -15,7 +15,7 @@ from torch import Tensor
 from attacks.base import Reconstruction, Result
 from eval.audit.user_model import Subject
 from eval.io import jsonl
-from eval.run.results import draw
+from eval.run.results import write_image_grid
 from eval.run.run_directory import LOCK, RUN
 from fl.runtime.atomic_files import make, replacing
 from fl.runtime.safe_paths import inside, regular
@@ -92,7 +92,7 @@ def pictures(path: Path, subjects: Mapping[int, Subject], results: Mapping[int, 
     with replacing(path.with_name(f"{path.name}.npz")) as file:
         np.savez_compressed(file, **{name: value.numpy() for name, value in arrays.items()})  # type: ignore[arg-type]
     shown = [arrays[name] for name in ("original", "reconstruction") if name in arrays]
-    draw(torch.cat(shown), path.with_name(f"{path.name}.png"), columns=len(arrays["reconstruction"]))
+    write_image_grid(torch.cat(shown), path.with_name(f"{path.name}.png"), columns=len(arrays["reconstruction"]))
 
 
 def _stored(images: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attacks.base import NotApplicable, Result
 from eval.audit.verdict import line, verdict
 from eval.metrics.score import score
-from eval.metrics.self_verification import columns, confirmed
+from eval.metrics.self_verification import columns, verification_words
 from fl.types import Truth
 
 
@@ -29,5 +29,5 @@ def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
     rows = columns(result, score(result, truth, seed=seed))
     said = verdict(rows)
     if result.inputs is None:
-        return "; ".join(words for words in (said, confirmed(result.verified)) if words)
+        return "; ".join(words for words in (said, verification_words(result.verified)) if words)
     return "\n".join([*(line(row, row["image"]) for row in rows), said])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from defenses import Defense
 from eval.audit.input_shape import classes, said_for_the_command
-from eval.experiment.plugins import line_in
+from eval.experiment.plugins import error_line
 from eval.io import yaml12
 from eval.io.errors import DAMAGED, IMPORTING
 from eval.metrics.forward_error import prediction_error
@@ -123,7 +123,7 @@ def _called(function: Callable[[], object], name: str, target: str) -> object:
 
 def _raised(error: Exception, name: str, what: str) -> str:
     """In words, what the user's module `name` raised, and in which line of it."""
-    number = line_in(error, name)
+    number = error_line(error, name)
     where = f" (line {number})" if number else "; it is called without arguments" * isinstance(error, TypeError)
     return f"{what} raised {type(error).__name__}: {error}{where}"
 

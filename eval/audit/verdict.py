@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from attacks.base import Reconstruction
-from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
 from eval.io.text import join
 from eval.metrics.score import Row
-from eval.metrics.self_verification import confirmed
+from eval.metrics.self_verification import verification_words
 from eval.report.result_groups import (
     CLEAR_MARGIN,
     IMAGE,
@@ -44,7 +44,7 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
     if any(
         label is not None for label in labels
     ):  # an image for which none came back counts as one whose label did not
-        doubt = f" (doubtful: {DOUBTFUL})" if any(row.get("labels_doubtful") for row in rows) else ""
+        doubt = f" (doubtful: {LABELS_UNCONFIRMED})" if any(row.get("labels_doubtful") for row in rows) else ""
         said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered{doubt}")
     for what, secret in private.items():
         word = "leaked: " if secret.n_recovered else ""
@@ -116,7 +116,7 @@ def line(row: Row, number: int) -> str:
     """One image with a picture, in a line: how close it came, and what the attack says of that itself."""
     label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
     exact = ", exact to 8 bits" if row.get("exact8") else ""
-    own = confirmed(row.get("verified"), row.get("fixed"))
+    own = verification_words(row.get("verified"), row.get("fixed"))
     words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}{exact}"
     return f"{words}, {own}" if own else words
 
@@ -177,7 +177,7 @@ def unscored(answers: Sequence[Reconstruction]) -> str:
     }[agreed(result.verified for result in answers)]
     known = [float(result.fixed.double().mean()) for result in answers if result.fixed is not None]
     if known and "confirms" not in words:
-        words = confirmed(False, min(known))
+        words = verification_words(False, min(known))
     if not pictures:
         return f"{bare([{'unscored': sorted(result.private)} for result in answers])}; {words}"
     return f"{words}; give the true images (--images) to have the pictures scored"

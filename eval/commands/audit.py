@@ -121,11 +121,11 @@ def audit(
     update that you captured (--update update.npz --model my_model:build).
     """
     from eval.audit.request import Request, limits
-    from eval.experiment.plugins import bring
+    from eval.experiment.plugins import import_plugins
 
     stop_on_signals()
     with errors(USAGE):
-        imports = bring(import_ or ())
+        imports = import_plugins(import_ or ())
         allowed = limits(psnr=max_psnr, ssim=max_ssim)
     request = Request(
         target=target,
@@ -208,8 +208,8 @@ def _of_own(request: Request, out: Path | None, workers: int | None, *, limited:
     from eval.audit import findings
     from eval.audit import output_folder as kept
     from eval.audit.request import ONE, make_folder
-    from eval.run.resources import settle
-    from eval.run.run_directory import held
+    from eval.run.resources import choose_workers
+    from eval.run.run_directory import hold_lock
 
     with ExitStack() as stack:
         with errors(USAGE):
@@ -224,12 +224,12 @@ def _of_own(request: Request, out: Path | None, workers: int | None, *, limited:
             if out is not None:
                 kept.check(out, request.name, request.settings)
                 make_folder(out)
-                stack.enter_context(held(out))
+                stack.enter_context(hold_lock(out))
                 kept.check(out, request.name, request.settings)  # again: another audit may have come and gone
                 kept.mark(out, request.name, request.settings)
         screen = console(as_json=True)  # on stderr: stdout is for what was found
         # one update has all threads to itself
-        processes = settle(workers, subjects[0].view.device) if several else 1
+        processes = choose_workers(workers, subjects[0].view.device) if several else 1
         with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
             found = findings.examine(
                 request.name,
@@ -256,7 +256,7 @@ def _of_method(
     request: Request, out: Path | None, workers: int | None, imports: tuple[str, ...], screen: Console
 ) -> Audit:
     from eval.audit.request import carry_out, check_folder, make_folder
-    from eval.run.resources import settle
+    from eval.run.resources import choose_workers
     from eval.run.run_directory import RunDir
     from eval.run.runner import Options
 
@@ -268,14 +268,16 @@ def _of_method(
             check_folder(folder, plan)
             make_folder(folder.path)
         with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
-            options = Options(workers=settle(workers, plan.device), name=request.name, command=told(sys.argv[1:]))
+            options = Options(
+                workers=choose_workers(workers, plan.device), name=request.name, command=told(sys.argv[1:])
+            )
             found = carry_out(plan, folder, options, seen, kept=out is not None, thrifty=not request.attack)
     return replace(found, notes=(*_chosen(request), *found.notes))
 
 
 def _print(screen: Console, found: Audit) -> None:
     from eval.audit import verdict
-    from eval.metrics.self_verification import confirmed
+    from eval.metrics.self_verification import verification_words
     from eval.metrics.validity_flags import FLAGS
 
     def line(words: str) -> None:
@@ -291,7 +293,7 @@ def _print(screen: Console, found: Audit) -> None:
         pictured = [(number, row) for number, row in enumerate(finding.rows) if row.get("psnr") is not None]
         for number, row in pictured:
             line(f"  {verdict.line(row, number)}")
-        if finding.rows and not pictured and (own := confirmed(finding.verified)):
+        if finding.rows and not pictured and (own := verification_words(finding.verified)):
             line(f"  {own}")
         for note in finding.notes:
             line(f"  note: {note}")

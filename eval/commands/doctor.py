@@ -67,7 +67,7 @@ def _whole(folder: Path, *, json: bool) -> None:
     with errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
-        found = folder_integrity.look(folder)
+        found = folder_integrity.check_folder(folder)
     if json:
         emit(asdict(found))
     else:

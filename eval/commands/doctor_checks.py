@@ -54,7 +54,7 @@ def _versions() -> list[Check]:
 def _device() -> list[Check]:
     import torch
 
-    number, each = resources.workers(torch.device("cpu")), threads()
+    number, each = resources.default_workers(torch.device("cpu")), threads()
     found = [Check("processes", FINE, f"{number} of {each} thread(s); {resources.cores()} of {os.cpu_count()} cores")]
     if torch.cuda.is_available():
         return [*found, Check("GPU", FINE, torch.cuda.get_device_name())]

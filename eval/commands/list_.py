@@ -26,19 +26,19 @@ def list_(
     Where there is no terminal each is a line of its own, its columns set apart by tabs (without KIND, that first, and
     all but the configs).
     """
-    from eval.experiment.config_catalog import named
-    from eval.experiment.plugins import bring
+    from eval.experiment.config_catalog import in_folder_or_named
+    from eval.experiment.plugins import import_plugins
     from fl.registry import UnknownNameError
 
     with errors(USAGE):
         if kind is not None and kind not in {*KINDS, CONFIGS}:
             raise UnknownNameError("kind", kind, (*KINDS, CONFIGS))
-        bring(import_ or ())
+        import_plugins(import_ or ())
     if kind == CONFIGS:
         found = {kind: _configs()}
     else:
         found = {name: _entries(registry) for name, registry in registries().items() if kind in {None, name}}
-    found = {name: {k: v for k, v in own.items() if named(k, prefix)} for name, own in found.items()}
+    found = {name: {k: v for k, v in own.items() if in_folder_or_named(k, prefix)} for name, own in found.items()}
     if json:
         emit(found)
         return

@@ -80,7 +80,7 @@ def run(
     from eval.experiment import config_catalog
     from eval.experiment import yaml_config as configs
     from eval.run import runner
-    from eval.run.resources import settle
+    from eval.run.resources import choose_workers
     from eval.run.run_directory import RunDir
 
     stop_on_signals()  # so that a run ended politely ends its worker processes
@@ -95,7 +95,7 @@ def run(
         return True
 
     with errors(USAGE):
-        path = config_catalog.find(config)
+        path = config_catalog.resolve(config)
         overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
         chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
         experiment = configs.load(path, overrides, **chosen, note=note, asked=own_code)
@@ -103,8 +103,8 @@ def run(
         plan = runner.prepare(experiment, device=device)
     with _held(folder):  # last: what is wrong in itself is said rather than that the folder is taken
         options = runner.Options(
-            workers=settle(workers, plan.device),
-            every=checkpoint_every,
+            workers=choose_workers(workers, plan.device),
+            checkpoint_seconds=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             name=_name(path, folder, experiment.title),
             command=told(sys.argv[1:], config),

@@ -29,10 +29,10 @@ def show(
     as_json: Json = False,
 ) -> None:
     """The settings of one thing: their defaults, what they mean, and the paper it comes from; what a config runs."""
-    from eval.experiment.plugins import bring
+    from eval.experiment.plugins import import_plugins
 
     with errors(USAGE):
-        bring(import_ or ())
+        import_plugins(import_ or ())
         found = describe(name, tuple(import_ or ()))
     if as_json:
         emit(found)
@@ -108,19 +108,19 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
         FileNotFoundError: likewise, where a config is closer.
     """
     from eval.experiment import config_catalog, yaml_config
-    from eval.io.sanitize import cut
+    from eval.io.sanitize import shorten
     from eval.run import plan
     from fl.registry import UnknownNameError, close
 
     try:
-        path = config_catalog.find(name)
+        path = config_catalog.resolve(name)
     except config_catalog.UnknownConfigError as error:
         if close(name, (*others, *error.near)) in error.near:
             raise
         raise UnknownNameError("name", name, others, "; configs: `hyperleak list configs`") from error
     about = {"kind": "config", "name": config_catalog.name_of(path), "plain": "", "papers": [], "fields": {}}
     unread: list[str] = []
-    about |= {"comment": cut(config_catalog.comment(path)), "unread": unread}
+    about |= {"comment": shorten(config_catalog.comment(path)), "unread": unread}
 
     def asked(modules: Sequence[str]) -> bool:
         unread.extend(modules)

@@ -147,8 +147,8 @@ def _silence() -> None:
 
 
 def _leave(words: str, code: int = FAILURE, *, error: bool = True) -> NoReturn:
-    from eval.io.sanitize import cut, visible
+    from eval.io.sanitize import shorten, visible
 
     with suppress(OSError):
-        typer.echo(visible(cut(f"error: {words}" if error else words)), err=True)
+        typer.echo(visible(shorten(f"error: {words}" if error else words)), err=True)
     raise typer.Exit(code)

@@ -16,7 +16,7 @@ import typer
 
 from eval.commands.system_errors import explained
 from eval.io.paths import relative_to_cwd
-from eval.io.sanitize import cut, visible
+from eval.io.sanitize import shorten, visible
 from fl.runtime.main_guard import UnguardedError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def emit(value: Any) -> None:
 
 def say(words: str) -> None:
     """Print a line on stderr, without its middle where it is very long."""
-    typer.echo(visible(cut(words)), err=True)
+    typer.echo(visible(shorten(words)), err=True)
 
 
 def tell(words: str) -> None:
@@ -117,7 +117,7 @@ def warnings_on(screen: Console) -> Iterator[None]:
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            line(screen, f"warning: {cut(record.getMessage())}", wrapped=False)
+            line(screen, f"warning: {shorten(record.getMessage())}", wrapped=False)
 
     handler = Lines(logging.WARNING)
     handler.addFilter(lambda record: record.levelno == logging.WARNING)  # errors are reported by the command itself

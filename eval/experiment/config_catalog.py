@@ -34,7 +34,7 @@ def names() -> list[str]:
     return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
 
 
-def find(name: str) -> Path:
+def resolve(name: str) -> Path:
     """The config file at a path, or of that name in the checkout's `configs`, whose first folders may be left out.
 
     Raises:
@@ -50,7 +50,7 @@ def find(name: str) -> Path:
         return CONFIGS / f"{ending[0]}.yaml"
     if ending:
         raise FileNotFoundError(f"{len(ending)} configs are called {name!r}: {', '.join(ending)}")
-    if any(named(other, f"{name}/") for other in known):
+    if any(in_folder_or_named(other, f"{name}/") for other in known):
         raise FileNotFoundError(f"{name!r} is a folder of configs; `hyperleak list configs {name}` shows them")
     raise UnknownConfigError(name, _near(name, known), len(known))
 
@@ -61,7 +61,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(CONFIGS).with_suffix("").as_posix() if below else path.name
 
 
-def named(name: str, beginning: str) -> bool:
+def in_folder_or_named(name: str, beginning: str) -> bool:
     """Whether a name, or what is left of it below one of its folders, begins so."""
     return f"/{beginning}" in f"/{name}"
 

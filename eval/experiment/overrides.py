@@ -8,15 +8,15 @@ from functools import reduce
 from typing import Any
 
 from eval.experiment import sweep as grid
-from eval.experiment.selection import with_figures
-from eval.experiment.serialization import current_keys, mapping, places, plain
+from eval.experiment.selection import with_published_figures
+from eval.experiment.serialization import current_keys, mapping, resolve_paths, to_plain
 from eval.experiment.spec import Experiment, Published
 from eval.io import yaml12
 from fl.registry import UnknownNameError
 
 
 @dataclass(frozen=True)
-class State:
+class ConfigDraft:
     """What a config says, in the parts that changes go to.
 
     Attributes:
@@ -29,7 +29,7 @@ class State:
     sweep: Mapping[str, Any]
     published: tuple[Published, ...]
 
-    def after(self, text: str) -> State:
+    def with_override(self, text: str) -> ConfigDraft:
         """With one override: `key=value`; a single value for a swept key becomes all that is swept.
 
         Raises:
@@ -42,14 +42,14 @@ class State:
         if keys[0] == "sweep":
             return replace(self, sweep=self._swept(keys[1:], _value(value, text), text))
         if keys[0] == "published":
-            whole, _ = with_figures(self.experiment, self.published, swept=False)
+            whole, _ = with_published_figures(self.experiment, self.published, swept=False)
             return replace(self, published=grid.override(whole, text).published)
         keys = self._as_swept(keys)
-        key, covered = ".".join(keys), self._covered(keys)
+        key, covered = ".".join(keys), self._overlapping_sweeps(keys)
         if covered:  # it goes before what a sweep of some of these settings says
             left = {name: values for name, values in self.sweep.items() if name not in covered}
-            return replace(self, sweep=left).after(text)
-        if (several := grid.several(self.experiment, text)) is not None:
+            return replace(self, sweep=left).with_override(text)
+        if (several := grid.sweep_override(self.experiment, text)) is not None:
             return replace(self, sweep={**self.sweep, key: next(iter(several.values()))})
         changed = grid.override(self.experiment, text)
         if key in self.sweep and isinstance(single := _value(value, text), grid.Scalar):
@@ -62,19 +62,19 @@ class State:
         swept = (name.split(".") for name in self.sweep)
         return next((own for own in swept if current_keys(self.experiment, own) == meant), [*keys])
 
-    def _covered(self, keys: Sequence[str]) -> set[str]:
+    def _overlapping_sweeps(self, keys: Sequence[str]) -> set[str]:
         """The sweeps, under other keys, of settings that `keys` names as well.
 
         Raises:
             ValueError: of a sweep it names some, not all.
         """
-        data, found = plain(self.experiment), set[str]()
+        data, found = to_plain(self.experiment), set[str]()
         keys = current_keys(self.experiment, keys)
         for name in self.sweep:
             own = current_keys(self.experiment, name.split("."))
             if own == keys or own[-1] != keys[-1] or own[0] != keys[0]:
                 continue
-            mine, theirs = (places(data, part) for part in (keys, own))
+            mine, theirs = (resolve_paths(data, part) for part in (keys, own))
             shared = [place for place in theirs if any(place is other for other in mine)]
             if shared and len(shared) < len(theirs):
                 raise ValueError(f"{'.'.join(keys)}: the sweep {name!r} has values for this and for more; set {name}")
@@ -92,7 +92,7 @@ class State:
         return rest if value in (None, []) else {**rest, key: value}
 
 
-def apply(state: State, overrides: Sequence[str]) -> State:
+def apply_overrides(state: ConfigDraft, overrides: Sequence[str]) -> ConfigDraft:
     """The state after the overrides, in their order; one that does not fit yet waits for the others.
 
     When its turn comes, those given after it are applied once more: they go before it.
@@ -106,7 +106,7 @@ def apply(state: State, overrides: Sequence[str]) -> State:
         for i in waiting:
             try:
                 again = [overrides[j] for j in (i, *sorted(k for k in fit if k > i))]
-                state = reduce(State.after, again, state)
+                state = reduce(ConfigDraft.with_override, again, state)
             except ValueError as error:
                 refused[i] = error
             else:

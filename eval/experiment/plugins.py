@@ -35,7 +35,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
 _sources: dict[str, bytes] = {}
 
 
-def bring(words: Sequence[str], folder: Path = Path(), given: Sequence[str] = ()) -> tuple[str, ...]:
+def import_plugins(words: Sequence[str], folder: Path = Path(), given: Sequence[str] = ()) -> tuple[str, ...]:
     """Import modules; returns what a config is to say, without anything that a path tells of the machine.
 
     A file is imported by its stem, with its folder on `sys.path`, so that worker processes find it as well.
@@ -49,20 +49,20 @@ def bring(words: Sequence[str], folder: Path = Path(), given: Sequence[str] = ()
         FileNotFoundError: no such file or module.
         ValueError: it can't be imported; says in which line. Among the reasons is a name that is registered already.
     """
-    left = ungiven(words, given)
+    left = not_on_command_line(words, given)
     for registry in REGISTRIES if left or given else ():
         registry.names()  # ours come first: a name of theirs that is taken is their fault
     kept = [*(_bring(word, (folder, Path())) for word in left), *(_bring(word, (Path(),)) for word in given)]
     return tuple(dict.fromkeys(kept))
 
 
-def ungiven(words: Sequence[str], given: Sequence[str]) -> list[str]:
+def not_on_command_line(words: Sequence[str], given: Sequence[str]) -> list[str]:
     """What of the modules in a config is not given on the command line, too."""
     names = {Path(word).name for word in given}
     return [word for word in words if Path(word).name not in names]
 
 
-def sources() -> Mapping[str, bytes]:
+def plugin_sources() -> Mapping[str, bytes]:
     """The files of the imported modules as they were then, by the module's name."""
     return _sources
 
@@ -109,12 +109,12 @@ def _explained(name: str, word: str) -> Iterator[None]:
     except IMPORTING as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise FileNotFoundError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
-        number = line_in(error, name)
+        number = error_line(error, name)
         where = f", line {number}" if number else ""  # a SyntaxError has its own words for that
         raise ValueError(f"{word}{where}: {type(error).__name__}: {error}") from error
 
 
-def line_in(error: BaseException, name: str) -> int | None:
+def error_line(error: BaseException, name: str) -> int | None:
     """The last line of the module that took part in an error."""
     stem = f"{name.rpartition('.')[2]}.py"
     frames = traceback.extract_tb(error.__traceback__)

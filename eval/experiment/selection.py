@@ -13,7 +13,7 @@ from fl.registry import UnknownNameError
 KINDS = ("method", "defense", "attack")
 
 
-def narrow(experiment: Experiment, without: Sequence[str] = (), only: Sequence[str] = ()) -> Experiment:
+def select_entries(experiment: Experiment, without: Sequence[str] = (), only: Sequence[str] = ()) -> Experiment:
     """The experiment without some entries, and without attacks on nothing else than these.
 
     Args:
@@ -39,7 +39,7 @@ def narrow(experiment: Experiment, without: Sequence[str] = (), only: Sequence[s
     return _with_settings_left(experiment, kept)
 
 
-def with_figures(
+def with_published_figures(
     experiment: Experiment, published: Iterable[Published], *, swept: bool = True
 ) -> tuple[Experiment, list[str]]:
     """The experiment with the figures that are of its entries, and the labels of which others are.

@@ -15,7 +15,7 @@ import attacks
 from attacks.base import Attack, Chain
 from defenses import defenses
 from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe, Published, Score, TaskSpec
-from eval.io.sanitize import cut
+from eval.io.sanitize import shorten
 from fl.method import methods
 from fl.registry import Registry, UnknownNameError
 from fl.settings import (
@@ -136,7 +136,7 @@ def _built(data: Any) -> Experiment:
     experiment = Experiment(**built)
     for key in CHANGES:
         for entry in getattr(experiment, key):
-            changed(experiment, entry.changes, f"{key} {entry.label!r}, with")
+            with_changes(experiment, entry.changes, f"{key} {entry.label!r}, with")
     return experiment
 
 
@@ -150,7 +150,7 @@ def _grid_hint(error: ListError) -> str:
     return f"; for a grid write `sweep: {{{key}: {values}}}` in the file, or `--set {key}={values.replace(', ', ',')}`"
 
 
-def plain(experiment: Experiment, *, first_names: bool = False) -> dict[str, Any]:
+def to_plain(experiment: Experiment, *, first_names: bool = False) -> dict[str, Any]:
     """The experiment in plain data with every default written out; `build(plain(x)) == x`.
 
     Args:
@@ -173,7 +173,7 @@ def plain(experiment: Experiment, *, first_names: bool = False) -> dict[str, Any
     return {**result, "seeds": list(experiment.seeds), **({"published": published} if published else {})}
 
 
-def changed(experiment: Experiment, changes: Mapping[str, Any], where: str) -> Experiment:
+def with_changes(experiment: Experiment, changes: Mapping[str, Any], where: str) -> Experiment:
     """The experiment with other values in its sections, by dotted key: `{"federation.rounds": 10}`.
 
     Raises:
@@ -184,7 +184,7 @@ def changed(experiment: Experiment, changes: Mapping[str, Any], where: str) -> E
         keys = current_keys(experiment, key.split("."))
         data = {name: section_spec(getattr(experiment, name)) for name in SECTIONS}
         try:
-            for place in places(data, keys):
+            for place in resolve_paths(data, keys):
                 place[keys[-1]] = copy.deepcopy(value)
             built = _section(SECTIONS[keys[0]], data[keys[0]], keys[0])
             experiment = dataclasses.replace(experiment, **{keys[0]: built})
@@ -193,7 +193,7 @@ def changed(experiment: Experiment, changes: Mapping[str, Any], where: str) -> E
     return experiment
 
 
-def places(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
+def resolve_paths(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
     """The mappings in `data` that hold the last of `keys`, reached through the others.
 
     Raises:
@@ -259,7 +259,7 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
         ValueError: it is not.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected settings (key: value), got {cut(repr(value), 200)}")
+        raise ValueError(f"{where}: expected settings (key: value), got {shorten(repr(value), 200)}")
     return value
 
 
@@ -332,7 +332,7 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
         raise ValueError(f"{key}: {error}") from error
     label = _name(item) if given["as"] is None else str(given["as"])
     if not LABEL.fullmatch(label):
-        raise ValueError(f"{key}: expected `as` of {LABEL_WORDS}, got {cut(repr(label), 200)}")
+        raise ValueError(f"{key}: expected `as` of {LABEL_WORDS}, got {shorten(repr(label), 200)}")
     against = _checked(Entry, "against", given.get("against", []), f"{key}.against")
     changes = dict(mapping(given.get("with", {}), f"{key}.with"))
     for name in changes:

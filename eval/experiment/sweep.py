@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval.experiment.serialization import CHANGES, LISTS, build, changed, current_keys, places, plain
+from eval.experiment.serialization import CHANGES, LISTS, build, current_keys, resolve_paths, to_plain, with_changes
 from eval.experiment.spec import Entry, Experiment, check_published, check_taken
 from eval.io import yaml12
 
@@ -38,7 +38,7 @@ def override(experiment: Experiment, text: str) -> Experiment:
         raise ValueError(f"{text}: {error}") from error
 
 
-def several(experiment: Experiment, text: str) -> dict[str, Any] | None:
+def sweep_override(experiment: Experiment, text: str) -> dict[str, Any] | None:
     """Key and values of an override that gives several values to a setting that takes one; None of any other.
 
     Raises:
@@ -49,8 +49,8 @@ def several(experiment: Experiment, text: str) -> dict[str, Any] | None:
         given = yaml12.parse(value)
         if not isinstance(given, list) or len(keys) == 1 or not given:
             return None
-        data, current = plain(experiment), current_keys(experiment, keys)
-        if any(isinstance(place.get(current[-1]), list | dict) for place in places(data, current)):
+        data, current = to_plain(experiment), current_keys(experiment, keys)
+        if any(isinstance(place.get(current[-1]), list | dict) for place in resolve_paths(data, current)):
             return None
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
@@ -61,7 +61,7 @@ def several(experiment: Experiment, text: str) -> dict[str, Any] | None:
     return None
 
 
-def spread(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
+def expand_sweep(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
     """The experiment with an entry for every value of every key, in the order of the keys.
 
     Raises:
@@ -90,7 +90,7 @@ def part(experiment: Experiment, method: Entry[Any], attack: Entry[Any] | None) 
         ValueError: these do not fit each other.
     """
     changes = {**method.changes, **(attack.changes if attack else {})}
-    return changed(experiment, changes, f"{method.label} under {attack.label}" if attack else method.label)
+    return with_changes(experiment, changes, f"{method.label} under {attack.label}" if attack else method.label)
 
 
 def parsed(text: str) -> tuple[list[str], str]:
@@ -108,8 +108,8 @@ def parsed(text: str) -> tuple[list[str], str]:
 
 def _set(experiment: Experiment, keys: Sequence[str], value: Any) -> Experiment:
     keys = current_keys(experiment, keys)
-    data = {"published": [], **plain(experiment)}
-    for place in places(data, keys):
+    data = {"published": [], **to_plain(experiment)}
+    for place in resolve_paths(data, keys):
         if len(keys) == 2 and any(place.get(keys[1]) is entry for entry in _listed(data, keys[0])):
             raise ValueError(
                 f"{keys[1]!r} is an entry, not a setting: --without {keys[1]} leaves it out, "
@@ -118,7 +118,7 @@ def _set(experiment: Experiment, keys: Sequence[str], value: Any) -> Experiment:
         place[keys[-1]] = copy.deepcopy(value)
     after = build(data)
     if len(keys) > 1 and list(keys[:2]) != ["observe", "method"]:  # the experiment itself checks the latter
-        for place in places(plain(after), keys):
+        for place in resolve_paths(to_plain(after), keys):
             check_taken(value, place[keys[-1]], keys[-1])
     return after
 
@@ -131,7 +131,9 @@ def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
     keys = key.split(".")
     if not isinstance(values, list) or not values or not all(isinstance(value, Scalar) for value in values):
         raise ValueError(f"expected a list of single values, got {values!r}")
-    places(plain(experiment), current_keys(experiment, keys))  # says what is close where there is no such setting
+    resolve_paths(
+        to_plain(experiment), current_keys(experiment, keys)
+    )  # says what is close where there is no such setting
     words = [_word(value) for value in values]
     if len(set(words)) < len(words):
         raise ValueError(f"expected different values, got {values}")
@@ -159,8 +161,8 @@ def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
     entries = tuple(entry for new in made.values() for entry in new)
     if kind != "method":
         changes: dict[str, Any] = {kind: entries}
-        return build(plain(replace(experiment, **changes)))
-    return build(plain(replace(experiment, method=entries, attack=_renamed(experiment.attack, made))))
+        return build(to_plain(replace(experiment, **changes)))
+    return build(to_plain(replace(experiment, method=entries, attack=_renamed(experiment.attack, made))))
 
 
 def _renamed(attacks: Sequence[Entry[Any]], made: Mapping[str, Sequence[Entry[Any]]]) -> tuple[Entry[Any], ...]:

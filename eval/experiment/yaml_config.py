@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from eval.experiment import sweep as grid
-from eval.experiment.overrides import State, apply
-from eval.experiment.plugins import bring, ungiven
-from eval.experiment.selection import narrow, with_figures
-from eval.experiment.serialization import build, mapping, plain, with_current_names
+from eval.experiment.overrides import ConfigDraft, apply_overrides
+from eval.experiment.plugins import import_plugins, not_on_command_line
+from eval.experiment.selection import select_entries, with_published_figures
+from eval.experiment.serialization import build, mapping, to_plain, with_current_names
 from eval.experiment.spec import Experiment, check_taken
 from eval.experiment.sweep import override
 from eval.io import yaml12
-from eval.io.sanitize import cut
+from eval.io.sanitize import shorten
 
-__all__ = ["dump", "load", "override", "plain", "read"]
+__all__ = ["dump", "load", "override", "read", "to_plain"]
 log = logging.getLogger(__name__)
 
 
@@ -78,9 +78,11 @@ def load(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not (overrides or without or only):
-        return grid.spread(experiment, sweep)
-    changed = apply(State(replace(experiment, published=()), sweep, experiment.published), overrides)
-    found, lost = with_figures(narrow(grid.spread(changed.experiment, changed.sweep), without, only), changed.published)
+        return grid.expand_sweep(experiment, sweep)
+    changed = apply_overrides(ConfigDraft(replace(experiment, published=()), sweep, experiment.published), overrides)
+    found, lost = with_published_figures(
+        select_entries(grid.expand_sweep(changed.experiment, changed.sweep), without, only), changed.published
+    )
     if lost:
         note(f"published figures of what is not run are left out: {', '.join(lost)}")
     return found
@@ -92,12 +94,12 @@ def read(data: Any) -> Experiment:
     Raises:
         ValueError: as `load`.
     """
-    return grid.spread(*_split(data))
+    return grid.expand_sweep(*_split(data))
 
 
 def dump(experiment: Experiment) -> str:
     """The experiment as YAML with every default written out, always the same for equal experiments."""
-    return yaml12.dump(plain(experiment))
+    return yaml12.dump(to_plain(experiment))
 
 
 def _split(
@@ -109,13 +111,13 @@ def _split(
     """The experiment without its sweep, and the sweep."""
     values = dict(mapping(data, "the config"))
     words = _words(values.get("imports", []))
-    own = ungiven(words, given)
-    values["imports"] = list(bring(words if not own or asked(own) else [], folder, given))
+    own = not_on_command_line(words, given)
+    values["imports"] = list(import_plugins(words if not own or asked(own) else [], folder, given))
     sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
     values = with_current_names(values)
     experiment = build(values)
     given = values["method"] if isinstance(values["method"], list) else [values["method"]]
-    for settings, taken in zip(given, plain(experiment)["method"], strict=True):
+    for settings, taken in zip(given, to_plain(experiment)["method"], strict=True):
         for name in settings if isinstance(settings, dict) else ():
             check_taken(settings[name], taken.get(name, settings[name]), f"method.{taken['name']}.{name}")
     return experiment, sweep
@@ -124,5 +126,5 @@ def _split(
 def _words(value: Any) -> list[str]:
     words = value if isinstance(value, list) else [value]
     if not all(isinstance(word, str) for word in words):
-        raise ValueError(f"imports: expected files or modules such as my_attack.py, got {cut(repr(value), 200)}")
+        raise ValueError(f"imports: expected files or modules such as my_attack.py, got {shorten(repr(value), 200)}")
     return words

@@ -10,14 +10,14 @@ from typing import Any
 
 from fl.runtime.safe_paths import inside, regular
 
-SEAL = "sha256"
+DIGEST_KEY = "sha256"
 """In a JSON object: the digest of all that it says beside."""
 
 CHUNK = 2**20
 """Bytes that are read at a time."""
 
 
-def stated(path: Path) -> dict[str, Any]:
+def file_digest(path: Path) -> dict[str, Any]:
     """The SHA-256 of a file, and the number of its rows if it is a JSON-lines file."""
     digest, lines = hashlib.sha256(), 0
     with regular(path).open("rb") as file:
@@ -40,7 +40,7 @@ def changes(folder: Path, files: object) -> Iterator[tuple[str, str]]:
     for name, said in files.items():
         try:
             path = inside(folder, *str(name).split("/"))
-            found = stated(path) if path.exists() else None
+            found = file_digest(path) if path.exists() else None
         except (OSError, ValueError) as error:
             yield name, f"can't be read ({error})"
             continue
@@ -50,18 +50,20 @@ def changes(folder: Path, files: object) -> Iterator[tuple[str, str]]:
             yield name, _difference(said, found)
 
 
-def sealed(about: Mapping[str, Any]) -> dict[str, Any]:
+def with_digest(about: Mapping[str, Any]) -> dict[str, Any]:
     """`about` with the digest of all it says."""
-    return {**about, SEAL: _digest(about)}
+    return {**about, DIGEST_KEY: _digest(about)}
 
 
-def check_seal(about: Mapping[str, Any]) -> None:
+def check_digest(about: Mapping[str, Any]) -> None:
     """Whether a JSON object says what it said when it was written; one without a digest passes.
 
     Raises:
         ValueError: it says something else.
     """
-    if SEAL in about and about[SEAL] != _digest({key: value for key, value in about.items() if key != SEAL}):
+    if DIGEST_KEY in about and about[DIGEST_KEY] != _digest(
+        {key: value for key, value in about.items() if key != DIGEST_KEY}
+    ):
         raise ValueError("its content has changed since it was written")
 
 

@@ -16,13 +16,13 @@ from fl.runtime.atomic_files import remove, swap
 from fl.runtime.safe_paths import inside
 
 MANIFEST, RUN = "manifest.json", "run.json"
-SOMETIMES = ("privacy.jsonl",)
+OPTIONAL_FILES = ("privacy.jsonl",)
 """Files that only some runs have."""
-AGAIN = "the command that began the run writes it anew from its finished cells"
+HOW_TO_REWRITE = "the command that began the run writes it anew from its finished cells"
 _WHOLE = "whole"
 
 
-def put(new: Path, folder: Path, about: Mapping[str, Any]) -> None:
+def publish(new: Path, folder: Path, about: Mapping[str, Any]) -> None:
     """Put all files of `new` into a run's folder, in place of those before.
 
     Args:
@@ -30,11 +30,11 @@ def put(new: Path, folder: Path, about: Mapping[str, Any]) -> None:
         folder: of the run.
         about: what `run.json` says.
     """
-    plain = {key: value for key, value in about.items() if key != file_digests.SEAL}
+    plain = {key: value for key, value in about.items() if key != file_digests.DIGEST_KEY}
     paths = sorted(path for path in new.rglob("*") if path.is_file())
-    files = {path.relative_to(new).as_posix(): file_digests.stated(path) for path in paths}
+    files = {path.relative_to(new).as_posix(): file_digests.file_digest(path) for path in paths}
     _write(folder, {"run": plain.get("id"), _WHOLE: False})
-    for name in SOMETIMES:
+    for name in OPTIONAL_FILES:
         if name not in files:
             remove(folder / name)
     for path in sorted(new.iterdir()):
@@ -42,12 +42,14 @@ def put(new: Path, folder: Path, about: Mapping[str, Any]) -> None:
     _write(folder, {"run": plain.get("id"), _WHOLE: True, "about": plain, "files": files})
 
 
-def add(folder: Path, *names: str) -> None:
+def add_files(folder: Path, *names: str) -> None:
     """State files that came later, and belong to the others."""
     about = read(folder)
     if about.get(_WHOLE):
-        files = {**about["files"], **{name: file_digests.stated(folder / name) for name in names}}
-        _write(folder, {**{key: value for key, value in about.items() if key != file_digests.SEAL}, "files": files})
+        files = {**about["files"], **{name: file_digests.file_digest(folder / name) for name in names}}
+        _write(
+            folder, {**{key: value for key, value in about.items() if key != file_digests.DIGEST_KEY}, "files": files}
+        )
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -61,11 +63,11 @@ def read(folder: Path) -> dict[str, Any]:
         return {}
     try:
         found = jsonl.read_json(path)
-        if not isinstance(found, dict) or _WHOLE not in found or file_digests.SEAL not in found:
+        if not isinstance(found, dict) or _WHOLE not in found or file_digests.DIGEST_KEY not in found:
             raise ValueError("expected what a run writes")
-        file_digests.check_seal(found)
+        file_digests.check_digest(found)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}; {AGAIN}") from error
+        raise ValueError(f"{path} is damaged: {error}; {HOW_TO_REWRITE}") from error
     return found
 
 
@@ -77,10 +79,12 @@ def check(folder: Path) -> dict[str, Any]:
     """
     about = read(folder)
     if about and not about[_WHOLE]:
-        raise ValueError(f"the files in {folder} are of two states: a run was stopped as it wrote them; {AGAIN}")
+        raise ValueError(
+            f"the files in {folder} are of two states: a run was stopped as it wrote them; {HOW_TO_REWRITE}"
+        )
     files = {name: said for name, said in about.get("files", {}).items() if not name.startswith("images/")}
     for name, wrong in file_digests.changes(folder, files):
-        raise ValueError(f"{folder / name} {wrong}; {AGAIN}")
+        raise ValueError(f"{folder / name} {wrong}; {HOW_TO_REWRITE}")
     return about
 
 
@@ -97,4 +101,4 @@ def changes(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _write(folder: Path, about: Mapping[str, Any]) -> None:
-    jsonl.write_text(folder / MANIFEST, json.dumps(file_digests.sealed(about), indent=1) + "\n")
+    jsonl.write_text(folder / MANIFEST, json.dumps(file_digests.with_digest(about), indent=1) + "\n")

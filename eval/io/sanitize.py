@@ -11,7 +11,7 @@ import re
 import unicodedata
 from functools import cache
 
-MOST = 1500
+LONGEST_MESSAGE = 1500
 """Characters of a message that are shown."""
 _ODD = re.compile(r"[^\x20-\x7e\n\xa0-\xac\xae-\u02ff]")
 """Characters worth a look: neither printable ASCII or Latin nor a line's end."""
@@ -39,7 +39,7 @@ def visible(words: str, *, lines: bool = False) -> str:
     return _ODD.sub(lambda found: _escaped(found[0]), words if lines else words.replace("\n", " "))
 
 
-def cut(words: str, most: int = MOST) -> str:
+def shorten(words: str, most: int = LONGEST_MESSAGE) -> str:
     """The words, without their middle where they are too many: what is wrong stands first, what to do last."""
     if len(words) <= most:
         return words

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from eval.io.sanitize import cut
+from eval.io.sanitize import shorten
 
 _RESOLVED = {
     "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
             repeated = str(event.anchor)
             size = self._sizes.get(repeated, 1)
             if size is None:
-                raise ValueError(f"{where}*{cut(repeated, 40)} repeats what it is part of")
+                raise ValueError(f"{where}*{shorten(repeated, 40)} repeats what it is part of")
             self._count(size, where)
             return super().compose_node(parent, index)
         self._count(1, where)
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise ValueError(f"{where}{TEMPLATE}")
             if key.value in seen:
-                raise ValueError(f"{where}{cut(key.value, 100)!r} is given twice")
+                raise ValueError(f"{where}{shorten(key.value, 100)!r} is given twice")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

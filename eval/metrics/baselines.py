@@ -28,7 +28,7 @@ from fl.seeds import stream
 _CHUNK = 256
 
 
-def guesses(truth: Tensor, *, reference: Tensor | None = None, seed: int = 0) -> dict[str, Tensor]:
+def baseline_images(truth: Tensor, *, reference: Tensor | None = None, seed: int = 0) -> dict[str, Tensor]:
     """The uninformed guesses by name, each of the truth's shape (N, C, H, W), in [0, 1].
 
     Args:
@@ -42,11 +42,11 @@ def guesses(truth: Tensor, *, reference: Tensor | None = None, seed: int = 0) ->
         "noise": torch.rand(truth.shape, generator=stream(seed, "eval/floors/noise")).to(truth),
     }
     if reference is not None:
-        found["nearest"] = reference[nearest(truth, reference)].to(truth)
+        found["nearest"] = reference[nearest_reference(truth, reference)].to(truth)
     return found
 
 
-def nearest(truth: Tensor, reference: Tensor) -> Tensor:
+def nearest_reference(truth: Tensor, reference: Tensor) -> Tensor:
     """Index of the reference image closest to each true image by MSE of their 8 bits, exact copies aside, (N,) int64.
 
     Raises:
@@ -75,7 +75,7 @@ def nearest(truth: Tensor, reference: Tensor) -> Tensor:
     return index.to(reference.device)
 
 
-def bound(truth: Tensor, factor: int) -> Tensor:
+def best_decodable(truth: Tensor, factor: int) -> Tensor:
     """What bounds `rog` with bicubic codes: the closest image that a descent from least squares finds of any code.
 
     An oracle, never part of an attack. Codes may leave [0, 1], only images are clamped; see `Upsampled.closest` for why
@@ -92,7 +92,7 @@ def bound(truth: Tensor, factor: int) -> Tensor:
     return Upsampled(factor, (height, width)).closest(truth).clamp(0, 1).to(truth)
 
 
-def ceiling(attack: Attack, truth: Tensor) -> Tensor | None:
+def representable_bound(attack: Attack, truth: Tensor) -> Tensor | None:
     """The best images known that an attack could show, where its own codes limit it and no network sharpens after it.
 
     Args:
@@ -103,7 +103,7 @@ def ceiling(attack: Attack, truth: Tensor) -> Tensor | None:
         attack = attack.then
     if not isinstance(attack, ROG) or attack.factor == 1 or attack.decoder is not None or attack.enhancer is not None:
         return None
-    return bound(truth, attack.factor)
+    return best_decodable(truth, attack.factor)
 
 
 def _levels(images: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from fl.view import ServerView
 
 CANDIDATES = 50
 """How many there are, the true image among them, where there are so many of its class."""
-LONELY = (ValueError, RuntimeError)
+REPLAY_ERRORS = (ValueError, RuntimeError)
 """What networks raise that train on batches only, as those with batch norm over vectors, or over maps of one pixel."""
 Features = Callable[[Tensor], Tensor]
 """Of images (N, C, H, W) in [0, 1], what the classifier is given of them (N, ...)."""
@@ -154,7 +154,7 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
         candidate = Candidate(image[None].to(view.device, view.dtype), labels, private)
         try:
             sent = _sent(alone, candidate)
-        except LONELY as error:
+        except REPLAY_ERRORS as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             return f"a step on one image alone can't be computed ({reason})"
         score = score or scoring(view.update, sent)
@@ -163,7 +163,7 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
     return _first([-one for one in scores])
 
 
-def unreplayed(view: ServerView) -> str:
+def replay_obstacle(view: ServerView) -> str:
     """Why an attacker can't compute what single images would have sent, or nothing where it can."""
     known = (view.private_init or {}) if view.round == 0 else {}
     if lacking := [name for name in view.private if name not in known]:

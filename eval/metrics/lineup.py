@@ -15,7 +15,7 @@ from eval.metrics.identification import (
     in_features,
     in_pixels,
     in_update,
-    unreplayed,
+    replay_obstacle,
 )
 from eval.metrics.score import Row
 from fl.types import Batch, Truth
@@ -27,7 +27,7 @@ BY_FEATURES, BY_UPDATE = "identified_by_features", "identified_by_update"
 
 
 @dataclass(frozen=True, eq=False)
-class Lineup:
+class IdentificationLineup:
     """Every true image of one update among others of its class; what no attack changes is told once.
 
     Attributes:
@@ -41,7 +41,7 @@ class Lineup:
     others: dict[int, Tensor]
 
     @classmethod
-    def of(cls, view: ServerView, truth: Truth, reference: Batch | None, seed: int) -> Lineup:
+    def of(cls, view: ServerView, truth: Truth, reference: Batch | None, seed: int) -> IdentificationLineup:
         """With others drawn from images (R,) and their labels that no watched client holds."""
         if reference is None or truth.labels.ndim > 1:
             return cls(view, truth, {})
@@ -60,7 +60,7 @@ class Lineup:
     def by_update(self) -> dict[int, bool | str] | str:
         """Whether the update itself names each of these images, or why nobody can tell by it: of one, or of all."""
         labels = self.truth.labels
-        return unreplayed(self.view) or {
+        return replay_obstacle(self.view) or {
             i: in_update(self.view, int(labels[i]), self.truth.inputs[i].cpu(), others)
             for i, others in self.others.items()
         }

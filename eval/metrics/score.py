@@ -21,7 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from eval.metrics import image as metrics
-from eval.metrics.baselines import guesses
+from eval.metrics.baselines import baseline_images
 from eval.metrics.matching import assign
 from eval.metrics.perceptual import Perceptual
 from fl.tensors import Value, dense
@@ -233,7 +233,7 @@ def _absent(measures: Mapping[str, Measure], recovered: Tensor | None) -> tuple[
 
 def _floors(measures: Mapping[str, Measure], true: Tensor, reference: Tensor | None, seed: int) -> list[Row]:
     rows: list[Row] = [{} for _ in true]
-    for guess, images in guesses(true, reference=reference, seed=seed).items():
+    for guess, images in baseline_images(true, reference=reference, seed=seed).items():
         for row, figures in zip(rows, _take(measures, images, true), strict=True):
             row |= {f"floor_{guess}_{name}": figure for name, figure in figures.items()}
     return rows

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from attacks.base import NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.fit_check import DOUBTFUL
+from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
 from eval.io.text import join
 from eval.metrics.score import Row
 
@@ -25,7 +25,7 @@ def columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
     common: Row = {"verified": result.verified, "history": history}
     if result.note:
         common["note"] = result.note
-    if DOUBTFUL in result.note:
+    if LABELS_UNCONFIRMED in result.note:
         common["labels_doubtful"] = True
     if result.given_up:
         common["given_up"] = result.given_up
@@ -38,7 +38,7 @@ def _fixed(result: Reconstruction, row: Row) -> Row:
     return {} if result.fixed is None or match is None else {"fixed": float(result.fixed[match].double().mean())}
 
 
-def settled(result: Result, size: int | None) -> bool:
+def is_settled(result: Result, size: int | None) -> bool:
     """Whether the attack shows that no other can find more of an update's images.
 
     It has a picture of each, and either confirms them or satisfies all its equations and says which pixels these fix,
@@ -55,14 +55,14 @@ def settled(result: Result, size: int | None) -> bool:
     return float(result.fixed.flatten(1).double().mean(1).min()) >= FIXED
 
 
-def rows_settled(rows: Sequence[Row]) -> bool:
+def are_settled(rows: Sequence[Row]) -> bool:
     """The same of the rows of one update."""
     if not rows or any(not row.get("candidates") or row["candidates"] != row["images"] for row in rows):
         return False
     return all(row.get("verified") or row.get("fixed", 0.0) >= FIXED for row in rows)
 
 
-def confirmed(verified: bool | None, fixed: float | None = None) -> str:
+def verification_words(verified: bool | None, fixed: float | None = None) -> str:
     """In words, what the attack says of its own result; empty where it can't tell."""
     if verified is None:
         return ""

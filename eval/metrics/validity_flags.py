@@ -72,7 +72,7 @@ def flags(
     return [name for name in FLAGS if applies[name]]
 
 
-def of_audit(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tolerance: float = 1e-4) -> list[str]:
+def audit_flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tolerance: float = 1e-4) -> list[str]:
     """The validity flags of one attack in an audit, by its rows and what the attacker knows."""
     if not rows:
         return []

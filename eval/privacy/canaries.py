@@ -50,7 +50,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Canaries:
+class CanaryAudit:
     """What an audit found.
 
     Attributes:
@@ -94,7 +94,7 @@ def audit(
     canaries: int = CANARIES,
     seed: int = 0,
     significance: float = SIGNIFICANCE,
-) -> Canaries:
+) -> CanaryAudit:
     """Audit the noisy steps of a method, as many and at the rate that `method.privacy(sizes, rounds)` charges.
 
     Takes 5 to 10 ms a step for every thousand canaries on one core, at client level 0.1 to 0.4 s a round.
@@ -118,9 +118,11 @@ def audit(
         if statement.unit == "client":
             shape = (statement.steps, len(coins))
             signs = 1 - 2 * torch.randint(2, shape, generator=stream(seed, "canaries", "signs")).double().numpy()
-            every = client_canaries.releases(method, signs, coins, seed)
+            every = client_canaries.noisy_client_releases(method, signs, coins, seed)
             return np.concatenate([scores(read, coins.numpy(), signs) for _, read in every])
-        return scores(releases(stepwise(method, statement.rate), statement.steps, coins, seed), coins.numpy())
+        return scores(
+            noisy_releases(single_step_method(method, statement.rate), statement.steps, coins, seed), coins.numpy()
+        )
 
     return _audited(told, statement, canaries, seed, significance)
 
@@ -133,7 +135,7 @@ def audit_defense(
     canaries: int = CANARIES,
     seed: int = 0,
     significance: float = SIGNIFICANCE,
-) -> Canaries:
+) -> CanaryAudit:
     """`audit` of the noisy steps of a client's defence (`dp-sgd`), at the rate that its claim charges.
 
     What other defences do to the update comes after the noise, and is left out.
@@ -153,17 +155,17 @@ def audit_defense(
     found = [part for part in client.defense.members() if isinstance(part, DPSGD)]
     if statement is None or not found:
         raise ValueError(f"{client.defense.name} claims no differential privacy: there is nothing to audit")
-    steps = defended(found[0], statement.rate)
+    steps = single_step_defense(found[0], statement.rate)
 
     def told(coins: Tensor) -> Floats:
-        return scores(releases(steps, statement.steps, coins, seed), coins.numpy())
+        return scores(noisy_releases(steps, statement.steps, coins, seed), coins.numpy())
 
     return _audited(told, statement, canaries, seed, significance)
 
 
 def _audited(
     told: Callable[[Tensor], Floats], statement: PrivacyStatement, canaries: int, seed: int, significance: float
-) -> Canaries:
+) -> CanaryAudit:
     if statement.epsilon is None:
         raise ValueError(f"no epsilon is claimed: {statement.reason}")
     if not statement.steps:
@@ -172,7 +174,7 @@ def _audited(
     if canaries < 8 or coins.all() or not coins.any():
         raise ValueError(f"expected canaries in and out, 8 or more, got {canaries}")
     found, delta = told(coins), statement.delta
-    return Canaries(
+    return CanaryAudit(
         lower=epsilon_bounds.gaussian(found, coins.numpy(), delta=delta, significance=significance),
         claimed=statement.epsilon,
         ceiling=epsilon_bounds.ceiling_gaussian(canaries, delta=delta, significance=significance),
@@ -224,7 +226,7 @@ class _Drawn(FedAvg):
         return (PoissonPhase(**{**settings, "sampler": "poisson", "batch_size": 1}, rate=self.rate),)
 
 
-def stepwise(method: Private, rate: float) -> Steps:
+def single_step_method(method: Private, rate: float) -> Steps:
     """A method's own noisy steps, each record drawn at `rate`."""
     tiny = 1e-9 / method.clip**2
     settings: dict[str, Any] = {
@@ -238,7 +240,7 @@ def stepwise(method: Private, rate: float) -> Steps:
     return Steps(method=one, defense=Defense(), clip=one.clip, lr=tiny, divisor=one.denominator(), blank=blank)
 
 
-def defended(defense: DPSGD, rate: float) -> Steps:
+def single_step_defense(defense: DPSGD, rate: float) -> Steps:
     """The noisy steps of a defence, each record drawn at `rate`."""
     tiny = 1e-9 / defense.clip**2
     one = replace(defense, denominator=1.0)
@@ -247,7 +249,7 @@ def defended(defense: DPSGD, rate: float) -> Steps:
     )
 
 
-def releases(steps: Steps, count: int, coins: Tensor, seed: int) -> Floats:
+def noisy_releases(steps: Steps, count: int, coins: Tensor, seed: int) -> Floats:
     """What every step gives away of every canary (steps, m): the noisy sum along its direction, over the clip.
 
     Args:
@@ -269,7 +271,7 @@ def releases(steps: Steps, count: int, coins: Tensor, seed: int) -> Floats:
     read = np.empty((count, len(coins)), dtype=np.float32 if count * len(coins) > 2**24 else np.float64)
     sign = torch.where(labels == 0, 1.0, -1.0).double()
     for step in range(count):
-        seen = [along(done.upload.update) * sign for done in run.run_round()]
+        seen = [canary_coordinates(done.upload.update) * sign for done in run.run_round()]
         # from the mean that is sent to the sum that gets the noise
         sums = [one[: len(part)] * (steps.divisor or len(part)) for one, part in zip(seen, parts, strict=True)]
         read[step] = torch.cat(sums).numpy() / (steps.lr * steps.clip)
@@ -306,7 +308,7 @@ class Probe(nn.Module):
         return logits
 
 
-def along(update: Tensors) -> Tensor:
+def canary_coordinates(update: Tensors) -> Tensor:
     """An update along the canaries' directions (size,), as if all had the label 0: of the layer, or of what makes it.
 
     Raises:

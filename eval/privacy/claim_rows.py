@@ -12,6 +12,6 @@ BOUND, OF_UPDATE, EPSILON = "identified_bound", "identified_bound_update", "iden
 and the epsilon of all that is seen."""
 
 
-def of_row(row: Mapping[str, object]) -> PrivacyStatement:
+def statement_of_row(row: Mapping[str, object]) -> PrivacyStatement:
     """The statement that a claim was made of."""
     return PrivacyStatement(**{field.name: row[field.name] for field in fields(PrivacyStatement)})  # type: ignore[arg-type]

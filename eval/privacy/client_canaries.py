@@ -28,7 +28,7 @@ FAR = 20.0
 Floats = NDArray[np.float64]
 
 
-class Sized(nn.Module):
+class ParameterVector(nn.Module):
     """A network whose tensors have a number for every canary each; nobody runs it.
 
     Args:
@@ -44,7 +44,7 @@ class Sized(nn.Module):
                 value.zero_()
 
 
-def releases(method: Private, signs: Floats, coins: Tensor, seed: int) -> Iterator[tuple[str, Floats]]:
+def noisy_client_releases(method: Private, signs: Floats, coins: Tensor, seed: int) -> Iterator[tuple[str, Floats]]:
     """What the server's weights give away of every canary, round by round (rounds, m), in units of the clip.
 
     Yields:
@@ -59,7 +59,7 @@ def releases(method: Private, signs: Floats, coins: Tensor, seed: int) -> Iterat
     one, size = replace(method, noise_multiplier=method.sigma, epsilon=None), len(coins)
     if isinstance(made := getattr(one, "parametrisation", None), Hypernetwork):  # the server's rule is of no size
         one = replace(one, parametrisation=replace(made, hidden=2, embedding=-(-size // 2)))
-    task = Task(Sized(size), (1, 1, 1), 2, "head.")
+    task = Task(ParameterVector(size), (1, 1, 1), 2, "head.")
     nobody = Batch(torch.zeros(1, 1, 1, 1).double(), torch.zeros(1, dtype=torch.int64))
     server = Federation(Client(task, one), [ClientData(nobody, nobody)], seed=derive(seed, "audit")).server
     for name, value in server.shared.items():

@@ -26,7 +26,7 @@ CAUTION = 0.01
 
 
 @dataclass(frozen=True)
-class Audit:
+class EpsilonEstimate:
     """Lower bounds on epsilon from one set of scores.
 
     Attributes:
@@ -51,14 +51,14 @@ class Audit:
     significance: float
 
 
-def audit(
+def estimate(
     scores: Sequence[float] | NDArray[np.float64],
     included: Sequence[bool] | NDArray[np.bool_],
     *,
     delta: float,
     significance: float = 0.05,
     shares: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
-) -> Audit:
+) -> EpsilonEstimate:
     """All lower bounds from the canaries' scores.
 
     Args:
@@ -83,7 +83,7 @@ def audit(
         one = max(one, one_run(count, 2 * side, right, delta=delta, significance=level))
         sharper = max(sharper, f_dp(count, 2 * side, right, delta=delta, significance=level))
     whole = count // 2 * 2
-    return Audit(
+    return EpsilonEstimate(
         one_run=one,
         f_dp=sharper,
         gdp=gaussian(values, truth, delta=delta, significance=significance),
@@ -193,7 +193,7 @@ def _at_most(successes: NDArray[np.int64], trials: int, significance: float) -> 
     return np.where(successes >= trials, 1.0, bound)
 
 
-def from_naming(hits: int, trials: int, chance: float, *, delta: float, significance: float = 0.05) -> float:
+def from_identification(hits: int, trials: int, chance: float, *, delta: float, significance: float = 0.05) -> float:
     """Largest epsilon refuted by naming `hits` of `trials` records among others, of any mechanism.
 
     Who names a record with probability `chance` without looking names it with exp(epsilon) chance + delta at most, and

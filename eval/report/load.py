@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from eval.experiment.serialization import LABEL, LABEL_WORDS
 from eval.io import file_digests, jsonl, manifest, yaml12
 from eval.io.run_layout import PARTITIONS
-from eval.io.sanitize import cut
+from eval.io.sanitize import shorten
 from eval.metrics.score import Row
 from eval.report.result_groups import NOT_ATTACKED, ResultGroup, group_rows
 from eval.report.settings import RunSettings
@@ -204,13 +204,13 @@ def _load(folder: Path) -> Run:
     rounds, privacy = (_rows(folder, name) for name in (ROUNDS, PRIVACY))
     about, environment = (_json(inside(folder, name)) for name in (RUN, ENVIRONMENT))
     try:
-        file_digests.check_seal(about)
+        file_digests.check_digest(about)
     except ValueError as error:
-        raise ValueError(f"{folder / RUN} is damaged: {error}; {manifest.AGAIN}") from error
-    if file_digests.SEAL in about and not stated:  # older versions had neither
-        raise ValueError(f"{folder / manifest.MANIFEST} is missing; {manifest.AGAIN}")
+        raise ValueError(f"{folder / RUN} is damaged: {error}; {manifest.HOW_TO_REWRITE}") from error
+    if file_digests.DIGEST_KEY in about and not stated:  # older versions had neither
+        raise ValueError(f"{folder / manifest.MANIFEST} is missing; {manifest.HOW_TO_REWRITE}")
     # what the run is at now need not be what it was when it wrote these
-    about = stated.get("about") or {key: value for key, value in about.items() if key != file_digests.SEAL}
+    about = stated.get("about") or {key: value for key, value in about.items() if key != file_digests.DIGEST_KEY}
     parts, digests = _partitions(folder / PARTITIONS), stated.get("files", {})
     return Run(folder, config, setting, rows, rounds, about, environment, privacy, parts, digests)
 
@@ -229,9 +229,9 @@ def _check(row: Row, keys: Iterable[str], where: str) -> None:
         value = row[key]
         if key in INTEGER_COLUMNS:
             if type(value) is not int or not 0 <= value < 2**63:
-                raise ValueError(f"{where}: expected {key} as a whole number, got {cut(repr(value), 100)}")
+                raise ValueError(f"{where}: expected {key} as a whole number, got {shorten(repr(value), 100)}")
         elif not isinstance(value, str) or not (value == NOT_ATTACKED or LABEL.fullmatch(value)):
-            raise ValueError(f"{where}: expected {key} of {LABEL_WORDS}, got {cut(repr(value), 100)}")
+            raise ValueError(f"{where}: expected {key} of {LABEL_WORDS}, got {shorten(repr(value), 100)}")
 
 
 def _partitions(folder: Path) -> list[dict[str, Any]]:

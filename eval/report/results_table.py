@@ -86,7 +86,7 @@ def build_table(rows: Sequence[Row], experiment: Experiment) -> Table:
     """
     if not rows:
         raise ValueError("expected rows of at least one attack, got none; see `against` of the attacks")
-    found, setting = group_rows(rows), RunSettings.from_plain(yaml_config.plain(experiment))
+    found, setting = group_rows(rows), RunSettings.from_plain(yaml_config.to_plain(experiment))
     several = len({group.round for group in found}) > 1
     raised: dict[str, None] = {}
     lines = [_line(group, setting, several, raised) for group in found]

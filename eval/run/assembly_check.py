@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from eval.experiment.spec import FederationSpec
-from eval.run.cache_keys import sources
+from eval.run.cache_keys import dataset_sources
 from fl.client import Client
 from fl.seeds import stream
 
-MISFITS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+ASSEMBLY_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 """What is raised where settings that are legal by themselves do not fit each other; a missing file is none of these."""
 LARGEST = 300_000
 """Parameters of a network up to which a server is made for it twice, once to see that it can be made."""
@@ -15,7 +15,7 @@ ROUNDS = 1000
 """Rounds whose local training is looked at."""
 
 
-def put_together(client: Client, federation: FederationSpec, clients: int) -> None:
+def check_assembly(client: Client, federation: FederationSpec, clients: int) -> None:
     """Make what clients and server start with, and what the first client is sent.
 
     A hypernetwork on the server has a hundred numbers or more for each of the network's, so that large networks are
@@ -37,7 +37,7 @@ def put_together(client: Client, federation: FederationSpec, clients: int) -> No
     method.adapting()
     if (beside := method.beside()) is not None:
         beside.phases(task, 0)
-    if sum(value.numel() for value in task.parameters.values()) > LARGEST and not sources([method]):
+    if sum(value.numel() for value in task.parameters.values()) > LARGEST and not dataset_sources([method]):
         return
     params = method.initial(task, stream(0, "init"))
     method.init_memory(params, task)

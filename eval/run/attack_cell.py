@@ -16,16 +16,16 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.parallel import Spread
 from eval.io import jsonl
 from eval.metrics import self_verification
-from eval.metrics.baselines import ceiling, nearest
+from eval.metrics.baselines import nearest_reference, representable_bound
 from eval.metrics.forward_error import forward_error, prediction_error
 from eval.metrics.image import psnr
-from eval.metrics.lineup import Lineup
+from eval.metrics.lineup import IdentificationLineup
 from eval.metrics.perceptual import Perceptual
 from eval.metrics.score import Row, score
-from eval.run.attack_checkpoint import Found
-from eval.run.federation_data import Victim
-from eval.run.plan import Scene, Training, Watch
-from eval.run.run_directory import FOUND
+from eval.run.attack_checkpoint import AttackCheckpoint
+from eval.run.federation_data import Target
+from eval.run.plan import AttackTask, ObservationSpec, TrainingTask
+from eval.run.run_directory import CHECKPOINT
 from fl.aggregated_view import combine
 from fl.client import Client
 from fl.runtime.atomic_files import replacing
@@ -39,7 +39,7 @@ IMAGES, PICTURES = "images.jsonl", "pictures.npz"
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Observation:
     """What the server sees of every victim after a round, and what is true.
 
     Attributes:
@@ -56,16 +56,16 @@ class Seen:
     truths: tuple[Truth | None, ...]
     errors: tuple[float, ...]
     pictures: tuple[tuple[str, ...], ...]
-    lineups: dict[int, Lineup] = field(default_factory=dict)
+    lineups: dict[int, IdentificationLineup] = field(default_factory=dict)
     closest: dict[int, Tensor] = field(default_factory=dict)
 
 
-def look(
+def observe_targets(
     federation: Federation,
-    training: Training,
-    scene: Scene,
+    training: TrainingTask,
+    scene: ObservationSpec,
     earlier: Sequence[Sequence[ServerView | NotApplicable]] = (),
-) -> Seen:
+) -> Observation:
     """Observe every victim at the federation's present round; each draws its own noise.
 
     Args:
@@ -96,13 +96,13 @@ def look(
         errors.append(max(off))
         named = zip(each, victim.group, strict=True)
         pictures.append(tuple(name for (_, own), member in named for name in _pictures(member, own)))
-    return Seen(tuple(views), tuple(truths), tuple(errors), tuple(pictures))
+    return Observation(tuple(views), tuple(truths), tuple(errors), tuple(pictures))
 
 
-def attack(
-    watch: Watch,
-    training: Training,
-    seen: Seen,
+def run_attack_cell(
+    watch: AttackTask,
+    training: TrainingTask,
+    seen: Observation,
     perceptual: Perceptual | None,
     folder: Path,
     spread: Spread,
@@ -121,7 +121,7 @@ def attack(
     """
     victims = watch.scene.victims
     seeds = [derive(training.seed, "attack", victim.key) for victim in victims]
-    results = _attacked(watch.attack.item, seen.views, seeds, spread, folder / FOUND, tick)
+    results = _attacked(watch.attack.item, seen.views, seeds, spread, folder / CHECKPOINT, tick)
     reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
     told = zip(victims, seen.views, seen.truths, results, seen.errors, seen.pictures, strict=True)
     for i, (victim, view, truth, result, error, pictures) in enumerate(told):
@@ -138,7 +138,9 @@ def attack(
         if result.inputs is not None:
             scored = _bounded(scored, watch.attack.item, truth)
         if i not in seen.lineups:
-            seen.lineups[i] = Lineup.of(view, truth, reference, derive(training.seed, "identify", victim.key))
+            seen.lineups[i] = IdentificationLineup.of(
+                view, truth, reference, derive(training.seed, "identify", victim.key)
+            )
         scored = seen.lineups[i].rows(scored, result)
         names = [pictures[row["image"]] if "image" in row else None for row in scored]
         rows.extend({**head, "picture": name, **row} for name, row in zip(names, scored, strict=True))
@@ -154,9 +156,9 @@ def attack(
 def _observed(
     federation: Federation,
     client: Client,
-    training: Training,
-    scene: Scene,
-    victim: Victim,
+    training: TrainingTask,
+    scene: ObservationSpec,
+    victim: Target,
     history: tuple[ServerView, ...],
 ) -> tuple[ServerView, Truth]:
     view, truth, _ = observe(
@@ -175,7 +177,7 @@ def _observed(
     return view, truth
 
 
-def _silent(federation: Federation, victim: Victim) -> str:
+def _silent(federation: Federation, victim: Target) -> str:
     """Why nothing is sent of a victim any more, or nothing: of a group, that one of it keeps out."""
     silent = federation.client.method.silent
     reasons = (silent(federation.server, member.client) for member in victim.group)
@@ -195,19 +197,21 @@ def _attacked(
     pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
     tick(len(views) - len(pairs))
     open_to, own = [view for view, _ in pairs], [seed for _, seed in pairs]
-    kept = Found(folder, open_to)
-    found = iter(spread.run(attack, open_to, own, tick, kept.known(), kept.keep))
+    kept = AttackCheckpoint(folder, open_to)
+    found = iter(spread.run(attack, open_to, own, tick, kept.load(), kept.save))
     return [next(found) if isinstance(view, ServerView) else view for view in views]
 
 
-def _closest(seen: Seen, reference: Batch | None) -> dict[int, Tensor]:
+def _closest(seen: Observation, reference: Batch | None) -> dict[int, Tensor]:
     """By number of a victim the reference images that are closest to its own: the floor `nearest` needs no others.
 
     A pass through the reference set costs the same for one image as for fifty, so it is made for all victims at once.
     """
     if reference is not None and not seen.closest:
         true = {i: truth.inputs for i, truth in enumerate(seen.truths) if truth is not None}
-        found = nearest(torch.cat([*true.values()]), reference.inputs).split([len(own) for own in true.values()])
+        found = nearest_reference(torch.cat([*true.values()]), reference.inputs).split(
+            [len(own) for own in true.values()]
+        )
         # in the reference's order, as the first of several that are equally close is taken
         seen.closest.update((i, reference.inputs[own.unique()]) for i, own in zip(true, found, strict=True))
     return seen.closest
@@ -223,14 +227,14 @@ def _scored(
 
 def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:
     """The rows with what the attack could show at best, where its parametrisation limits it."""
-    best = ceiling(attack, truth.inputs)
+    best = representable_bound(attack, truth.inputs)
     if best is None:
         return rows
     limits = psnr(best, truth.inputs).tolist()
     return [{**row, "bound_psnr": limits[row["image"]]} for row in rows]
 
 
-def _pictures(victim: Victim, truth: Truth) -> list[str]:
+def _pictures(victim: Target, truth: Truth) -> list[str]:
     """Which image of the data set every true image is."""
     met: Counter[int] = Counter()
     names = []
@@ -241,7 +245,7 @@ def _pictures(victim: Victim, truth: Truth) -> list[str]:
     return names
 
 
-def _error(federation: Federation, client: Client, seen: tuple[ServerView, Truth], victim: Victim) -> float:
+def _error(federation: Federation, client: Client, seen: tuple[ServerView, Truth], victim: Target) -> float:
     """How far the attacker's own model of training is from what one client would have sent."""
     return forward_error(*seen, client, federation.clients[victim.client], federation.download(victim.client))
 

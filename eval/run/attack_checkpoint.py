@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, Result
-from eval.run.cache_keys import code
+from eval.run.cache_keys import source_digest
 from fl.runtime.atomic_files import make, replacing
 from fl.simulation.checkpoint import DAMAGED
 from fl.tensors import Tensors, dense, each
 from fl.view import ServerView
 
 TENSORS = ("inputs", "labels", "fixed")
-EVERY = 1.0
+MIN_SECONDS_BETWEEN_WRITES = 1.0
 """Seconds of work that may be lost: what takes less is not worth a file."""
 _TOLD, _PRIVATE = "told", "private"
 log = logging.getLogger(__name__)
 
 
-class Found:
+class AttackCheckpoint:
     """Results by the number of the attacked view, in a folder of their own.
 
     They count as known where the code that runs now has found them, and in the same updates.
@@ -46,14 +46,14 @@ class Found:
         self._one_by_one = threading.Lock()
         self._last = time.monotonic()
 
-    def keep(self, numbers: Sequence[int], results: Sequence[Result]) -> None:
+    def save(self, numbers: Sequence[int], results: Sequence[Result]) -> None:
         """Write down what came of views that were attacked together, with what else has come since the last time.
 
         Where that fails (a full disk), the attack goes on, and a run that is stopped has more to do again.
         """
         with self._one_by_one:
             self._open.update(zip(numbers, results, strict=True))
-            if time.monotonic() - self._last < EVERY:
+            if time.monotonic() - self._last < MIN_SECONDS_BETWEEN_WRITES:
                 return
             try:
                 self._write(self._open)
@@ -67,11 +67,11 @@ class Found:
         make(self.folder)
         told = {i: {"mark": self._mark(i), **_plain(result)} for i, result in results.items()}
         arrays = {f"{i}/{name}": a for i, result in results.items() for name, a in _arrays(result).items()}
-        text = json.dumps({"code": code(), "results": told})
+        text = json.dumps({"code": source_digest(), "results": told})
         with replacing(self.folder / f"{min(results):05d}.npz") as file:
             np.savez(file, **{_TOLD: np.array(text)}, **arrays)  # type: ignore[arg-type]
 
-    def known(self) -> dict[int, Result]:
+    def load(self) -> dict[int, Result]:
         """What was kept; other code's results are not mixed with those to come."""
         known: dict[int, Result] = {}
         for path in sorted(self.folder.glob("*.npz")):
@@ -81,7 +81,7 @@ class Found:
                 told = json.loads(str(arrays.pop(_TOLD)))
             except DAMAGED:
                 continue
-            if told["code"] == code():
+            if told["code"] == source_digest():
                 mine = {i: plain for i, plain in told["results"].items() if self._marked(int(i), plain["mark"])}
                 known |= {int(i): _result(plain, _of(i, arrays)) for i, plain in mine.items()}
         return known

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from attacks.base import Attack
 
-AT_ONCE = 1024
+CHUNK = 1024
 """Images of the attacker's that are compared together."""
 
 
-def refuse(attack: Attack, label: str, watched: Iterable[Tensor]) -> None:
+def check_no_overlap(attack: Attack, label: str, watched: Iterable[Tensor]) -> None:
     """Say so where the attacker would train on what it is scored on, to 8 bits.
 
     Args:
@@ -26,10 +26,10 @@ def refuse(attack: Attack, label: str, watched: Iterable[Tensor]) -> None:
     images = attack.beforehand()
     if images is None:
         return
-    sought = [mark for batch in watched for mark in _marks(batch)]
+    sought = [mark for batch in watched for mark in _image_hashes(batch)]
     wanted, held = set(sought), set[bytes]()
-    for some in images.inputs.split(AT_ONCE):
-        held |= wanted.intersection(_marks(some))
+    for some in images.inputs.split(CHUNK):
+        held |= wanted.intersection(_image_hashes(some))
     if found := sum(mark in held for mark in sought):
         raise ValueError(
             f"attack {label!r}: expected images that are not attacked, got {found} of the {len(sought)} watched ones "
@@ -38,7 +38,7 @@ def refuse(attack: Attack, label: str, watched: Iterable[Tensor]) -> None:
         )
 
 
-def _marks(images: Tensor) -> list[bytes]:
+def _image_hashes(images: Tensor) -> list[bytes]:
     """Every image (N, C, H, W) in steps of 8 bits."""
     levels = (images.detach() * 255).round().int().cpu().numpy()
     return [bytes(str(image.shape), "ascii") + image.tobytes() for image in levels]

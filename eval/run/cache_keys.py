@@ -24,7 +24,7 @@ from eval.experiment import plugins, yaml_config
 from eval.experiment.serialization import attack_spec, section_spec
 from eval.experiment.spec import Experiment, FederationSpec, Observe, Score
 from eval.metrics.perceptual import Lpips, Perceptual
-from eval.run.federation_data import World
+from eval.run.federation_data import FederationData
 from fl.data import Source
 from fl.method import Method, methods
 from fl.view import ThreatModel
@@ -50,7 +50,7 @@ class Cell:
 
 
 def training_cell(
-    world: World,
+    world: FederationData,
     federation: FederationSpec,
     method: Method,
     defense: Defense,
@@ -112,19 +112,19 @@ def _public(digests: Sequence[str]) -> dict[str, list[str]]:
     return {"public": [*digests]} if digests else {}
 
 
-def sources(settings: object) -> Iterator[Source]:
+def dataset_sources(settings: object) -> Iterator[Source]:
     """The data sets that a method, defence or attack names among its settings, in their order."""
     if isinstance(settings, Source):
         yield settings
     elif isinstance(settings, tuple | list):
         for item in settings:
-            yield from sources(item)
+            yield from dataset_sources(item)
     elif is_dataclass(settings):
         for field in fields(settings):
-            yield from sources(getattr(settings, field.name))
+            yield from dataset_sources(getattr(settings, field.name))
 
 
-LATER = frozenset({"compiled", "clamped", "balance"})
+OMITTED_WHEN_OFF = frozenset({"compiled", "clamped", "balance"})
 """Settings of attacks that came after the first cells, and change nothing where they are off (0)."""
 
 
@@ -133,7 +133,7 @@ def _as_before(attack: dict[str, Any], defense: object) -> dict[str, Any]:
 
     Noise once weighed tensors itself, so under noise no balance is another attack than what had none to set.
     """
-    return _without_off(attack, LATER - {"balance"} if "noise" in _names(defense) else LATER)
+    return _without_off(attack, OMITTED_WHEN_OFF - {"balance"} if "noise" in _names(defense) else OMITTED_WHEN_OFF)
 
 
 def _known(threat: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
 
 def run_id(experiment: Experiment) -> str:
     """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
-    spec = yaml_config.plain(experiment, first_names=True)
+    spec = yaml_config.to_plain(experiment, first_names=True)
     plain = {key: value for key, value in spec.items() if key != "imports"}
     plain |= {"method": [*map(_without_optimizer, plain["method"])], "threat": _known(plain["threat"])}
     return short_hash({"config": plain, "version": version()})
@@ -192,10 +192,10 @@ def version() -> str:
     return metadata.version("hyperleak")
 
 
-def code() -> str:
+def source_digest() -> str:
     """A hash of the source, imported modules included: says whether the code that runs now computed a cell."""
     digest = _package().copy()
-    for name, source in sorted(plugins.sources().items()):
+    for name, source in sorted(plugins.plugin_sources().items()):
         digest.update(f"{name}\0".encode() + source)
     return digest.hexdigest()[:DIGITS]
 

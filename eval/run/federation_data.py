@@ -23,7 +23,7 @@ from fl.types import Batch, Task
 
 
 @dataclass(frozen=True)
-class Victim:
+class Target:
     """One watched update.
 
     Attributes:
@@ -38,7 +38,7 @@ class Victim:
     samples: Tensor
     data: Batch
     part: str = "train"
-    others: tuple[Victim, ...] = ()
+    others: tuple[Target, ...] = ()
 
     @property
     def key(self) -> str:
@@ -51,13 +51,13 @@ class Victim:
         return f"{self.client}:{images}" if self.part == "train" else f"{self.client}:{self.part}/{images}"
 
     @property
-    def group(self) -> tuple[Victim, ...]:
+    def group(self) -> tuple[Target, ...]:
         """The update and those aggregated with it."""
         return (self, *self.others)
 
 
 @dataclass(frozen=True, eq=False)
-class World:
+class FederationData:
     """Images, clients and the network they train.
 
     Attributes:
@@ -87,7 +87,7 @@ class World:
         pairs = zip(self.partition.train, self.partition.test, strict=True)
         return [ClientData(self.dataset.train.take(a), self.dataset.test.take(b), self.augment) for a, b in pairs]
 
-    def reference(self, victims: Sequence[Victim]) -> Batch | None:
+    def reference(self, victims: Sequence[Target]) -> Batch | None:
         """Training images that no watched client holds: what an attacker may have had before, or None."""
         free = torch.ones(len(self.dataset.train), dtype=torch.bool)
         for victim in victims:
@@ -97,7 +97,7 @@ class World:
             return None
         return Batch(self.dataset.train.inputs[free].cpu(), self.dataset.train.labels[free].cpu())
 
-    def victims(self, observe: Observe, division: Division | None = None) -> tuple[Victim, ...]:
+    def victims(self, observe: Observe, division: Division | None = None) -> tuple[Target, ...]:
         """Whom the attacker watches: of each group one update after the other, however many of it are named.
 
         Args:
@@ -107,7 +107,7 @@ class World:
         Raises:
             ValueError: there is no such client, class, number of images or group.
         """
-        found: list[Victim] = []
+        found: list[Target] = []
         for group in self._groups(observe, division):
             each = [self._watched(observe, client) for client in group]
             if len({len(own) for own in each}) > 1:
@@ -130,7 +130,7 @@ class World:
         except ValueError as error:
             raise ValueError(f"defense: {error}") from error
 
-    def _watched(self, observe: Observe, client: int) -> list[Victim]:
+    def _watched(self, observe: Observe, client: int) -> list[Target]:
         """The updates of one client."""
         classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
         whole: Batch = getattr(self.dataset, observe.part)
@@ -143,7 +143,7 @@ class World:
             held = f"{len(own)} {'training' if observe.part == 'train' else 'test'} images of client {client}"
             raise ValueError(f"observe.images: expected at most the {held}, got {count}")
         samples = own[:count].split(observe.batch_size or count)
-        return [Victim(client, chosen, whole.take(chosen), observe.part) for chosen in samples]
+        return [Target(client, chosen, whole.take(chosen), observe.part) for chosen in samples]
 
 
 def device_of(name: str) -> torch.device:
@@ -167,7 +167,9 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load(task: TaskSpec, federation: FederationSpec, device: torch.device, loaded: Dataset | None = None) -> World:
+def load(
+    task: TaskSpec, federation: FederationSpec, device: torch.device, loaded: Dataset | None = None
+) -> FederationData:
     """Read the data (unless given as `loaded`) and split it.
 
     Raises:
@@ -185,10 +187,10 @@ def load(task: TaskSpec, federation: FederationSpec, device: torch.device, loade
     train, test = (Batch(part.inputs.to(device), part.labels.to(device)) for part in (dataset.train, dataset.test))
     moved = replace(dataset, train=train, test=test)
     augment = None if type(federation.augment) is Augmentation else federation.augment
-    return World(task, augment, moved, partition, digest_of(dataset, partition.digest), device)
+    return FederationData(task, augment, moved, partition, dataset_digest(dataset, partition.digest), device)
 
 
-def digest_of(dataset: Dataset, *more: str) -> str:
+def dataset_digest(dataset: Dataset, *more: str) -> str:
     """SHA-256 of all that is fed, with shapes and types: the same bytes may stand for other images.
 
     Args:

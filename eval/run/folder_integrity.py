@@ -17,7 +17,7 @@ ROWS = ("images.jsonl", "rounds.jsonl", "privacy.jsonl")
 
 
 @dataclass
-class Checked:
+class FolderReport:
     """What a look at a folder found.
 
     Attributes:
@@ -31,7 +31,7 @@ class Checked:
     whole: int = 0
 
 
-def look(folder: Path) -> Checked:
+def check_folder(folder: Path) -> FolderReport:
     """Check all that a run's folder holds: cells, checkpoints, what readers get, and what the run says of itself.
 
     Raises:
@@ -39,38 +39,42 @@ def look(folder: Path) -> Checked:
     """
     if not any((folder / name).exists() for name in (RUN, "cells", manifest.MANIFEST, ROWS[0])):
         raise FileNotFoundError(f"{folder} is no folder that `hyperleak run` has written: it has no {RUN} and no cells")
-    found = Checked()
+    found = FolderReport()
     for place, wrong in _problems(folder, found):
         found.damaged.append(f"{place} {wrong}")
     return found
 
 
-def _problems(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
+def _problems(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
     yield from _cells(folder, found)
     yield from _checkpoints(folder, found)
     yield from _readers(folder, found)
     if not (folder / RUN).exists():
-        yield RUN, f"is missing; {manifest.AGAIN}"
+        yield RUN, f"is missing; {manifest.HOW_TO_REWRITE}"
     else:
         try:
             about = jsonl.read_json(inside(folder, RUN))
             if not isinstance(about, dict):
                 raise ValueError("expected a JSON object")
-            file_digests.check_seal(about)
+            file_digests.check_digest(about)
         except (OSError, ValueError) as error:
-            yield RUN, f"is damaged ({error}); {manifest.AGAIN}"
+            yield RUN, f"is damaged ({error}); {manifest.HOW_TO_REWRITE}"
         else:
-            found.whole += file_digests.SEAL in about
-            found.unchecked += [] if file_digests.SEAL in about else [RUN]
-            if file_digests.SEAL in about and (folder / ROWS[0]).exists() and not (folder / manifest.MANIFEST).exists():
-                yield manifest.MANIFEST, f"is missing; {manifest.AGAIN}"
+            found.whole += file_digests.DIGEST_KEY in about
+            found.unchecked += [] if file_digests.DIGEST_KEY in about else [RUN]
+            if (
+                file_digests.DIGEST_KEY in about
+                and (folder / ROWS[0]).exists()
+                and not (folder / manifest.MANIFEST).exists()
+            ):
+                yield manifest.MANIFEST, f"is missing; {manifest.HOW_TO_REWRITE}"
 
 
 def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
-def _cells(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
+def _cells(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
     for path in _folders(folder / "cells"):
         if path.suffix == ".part" or path.name.startswith("."):
             continue
@@ -90,7 +94,7 @@ def _cells(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
             found.unchecked.append(place)
 
 
-def _checkpoints(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
+def _checkpoints(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
     for own in _folders(folder / "checkpoints"):
         for path in sorted(own.glob("round-*.npz")):
             try:
@@ -102,7 +106,7 @@ def _checkpoints(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
                 found.whole += 1
 
 
-def _readers(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
+def _readers(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
     try:
         changed = dict(manifest.changes(folder))
         stated = manifest.read(folder).get("files", {})
@@ -110,7 +114,7 @@ def _readers(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
         yield "readers' files", f"can't be checked: {error}"
         return
     for name, wrong in changed.items():
-        yield name, f"{wrong}; {manifest.AGAIN}"
+        yield name, f"{wrong}; {manifest.HOW_TO_REWRITE}"
     found.whole += len(stated.keys() - changed.keys())
     found.unchecked += [name for name in REPORTS if (folder / name).exists()]
     if stated:
@@ -122,6 +126,6 @@ def _readers(folder: Path, found: Checked) -> Iterator[tuple[str, str]]:
             if name in ROWS:
                 jsonl.read_rows(inside(folder, name))
         except (OSError, ValueError) as error:
-            yield name, f"is damaged ({error}); {manifest.AGAIN}"
+            yield name, f"is damaged ({error}); {manifest.HOW_TO_REWRITE}"
         else:
             found.unchecked.append(name)

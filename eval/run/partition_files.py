@@ -13,15 +13,15 @@ from typing import Any
 
 from eval.io import jsonl
 from eval.io.run_layout import PARTITIONS
-from eval.run.federation_data import World
+from eval.run.federation_data import FederationData
 from eval.run.plan import Plan
 from fl.data.partitions import overlap
 from fl.runtime.atomic_files import replacing_folder
 
 
-def worlds(plan: Plan) -> list[tuple[World, dict[str, Any]]]:
+def distinct_partitions(plan: Plan) -> list[tuple[FederationData, dict[str, Any]]]:
     """The different partitions of a run, each with what its file says beside the lists (see `notes`)."""
-    found: dict[str, tuple[World, dict[str, None]]] = {}
+    found: dict[str, tuple[FederationData, dict[str, None]]] = {}
     for training in plan.trainings:
         found.setdefault(training.world.digest, (training.world, {}))[1][training.method.label] = None
     return [(world, _about(world, methods)) for world, methods in found.values()]
@@ -30,13 +30,13 @@ def worlds(plan: Plan) -> list[tuple[World, dict[str, Any]]]:
 def write(plan: Plan, folder: Path) -> None:
     """Put the partitions of a run in place of those that were in its folder."""
     with replacing_folder(folder / PARTITIONS) as new:
-        for number, (world, about) in enumerate(worlds(plan), 1):
+        for number, (world, about) in enumerate(distinct_partitions(plan), 1):
             world.partition.save(new / f"{number}.json", world.dataset, about)
             words = [f"methods: {', '.join(about['methods'])}"]
             words += overlap.lines(overlap.report(world.partition, world.dataset))
             jsonl.write_text(new / f"{number}.txt", "\n".join(words) + "\n")
 
 
-def _about(world: World, methods: Iterable[str]) -> dict[str, Any]:
+def _about(world: FederationData, methods: Iterable[str]) -> dict[str, Any]:
     images = {"train": len(world.dataset.train), "test": len(world.dataset.test)}
     return {"methods": list(methods), "images": images, "shared": world.partition.overlap}

@@ -15,9 +15,9 @@ from eval.experiment.serialization import section_spec
 from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe
 from eval.metrics.perceptual import Perceptual, load_lpips
 from eval.run import auxiliary_overlap
-from eval.run.assembly_check import MISFITS, put_together
-from eval.run.cache_keys import Cell, attack_cell, sources, training_cell
-from eval.run.federation_data import Victim, World, device_of, digest_of, load
+from eval.run.assembly_check import ASSEMBLY_ERRORS, check_assembly
+from eval.run.cache_keys import Cell, attack_cell, dataset_sources, training_cell
+from eval.run.federation_data import FederationData, Target, dataset_digest, device_of, load
 from fl.aggregated_view import Division
 from fl.client import Client
 from fl.data import Dataset, datasets
@@ -28,7 +28,7 @@ from fl.view import ThreatModel
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class ObservationSpec:
     """Whom the attacker watches, and what they run while it does.
 
     Attributes:
@@ -39,13 +39,13 @@ class Scene:
     """
 
     observe: Observe
-    victims: tuple[Victim, ...]
+    victims: tuple[Target, ...]
     method: Method
     threat: ThreatModel
 
 
 @dataclass(frozen=True, eq=False)
-class Watch:
+class AttackTask:
     """One attack after a round.
 
     Attributes:
@@ -57,17 +57,17 @@ class Watch:
 
     attack: Entry[Attack]
     round: int
-    scene: Scene
+    scene: ObservationSpec
     cell: Cell
 
     @property
-    def past(self) -> range:
+    def history_rounds(self) -> range:
         """Rounds before it in which the attacker saw the same clients, oldest first."""
         return range(max(0, self.round - self.scene.threat.history_rounds), self.round)
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class TrainingTask:
     """One method under one defence from one seed, and the attacks on it.
 
     Attributes:
@@ -84,16 +84,16 @@ class Training:
     method: Entry[Method]
     defense: Entry[Defense]
     seed: int
-    world: World
+    world: FederationData
     federation: FederationSpec
     cell: Cell
-    watches: tuple[Watch, ...]
+    watches: tuple[AttackTask, ...]
     name: str
 
     @staticmethod
-    def looked_at(watches: Iterable[Watch]) -> set[int]:
+    def observed_rounds(watches: Iterable[AttackTask]) -> set[int]:
         """After which rounds these watches see clients."""
-        return {number for watch in watches for number in (*watch.past, watch.round)}
+        return {number for watch in watches for number in (*watch.history_rounds, watch.round)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class Plan:
     """
 
     experiment: Experiment
-    trainings: tuple[Training, ...]
+    trainings: tuple[TrainingTask, ...]
     perceptual: Perceptual | None
     device: torch.device
 
@@ -131,7 +131,7 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
     if settings.lpips != "off":
         net = None if settings.lpips == "auto" else settings.lpips
         perceptual = load_lpips(net, allow_download=settings.download)
-    maker = _Maker(experiment, device_of(device), perceptual)
+    maker = _PlanBuilder(experiment, device_of(device), perceptual)
     trainings = [
         maker.training(seed, method, defense)
         for seed in experiment.seeds
@@ -176,7 +176,7 @@ def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _PlanBuilder:
     """Makes the parts of a plan; what several of them share is made once."""
 
     experiment: Experiment
@@ -184,11 +184,11 @@ class _Maker:
     perceptual: Perceptual | None
     loaded: dict[str, Dataset] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
-    worlds: dict[str, World] = field(default_factory=dict)
-    scenes: dict[str, Scene] = field(default_factory=dict)
+    worlds: dict[str, FederationData] = field(default_factory=dict)
+    scenes: dict[str, ObservationSpec] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
 
-    def training(self, seed: int, method: Entry[Method], defense: Entry[Defense]) -> Training:
+    def training(self, seed: int, method: Entry[Method], defense: Entry[Defense]) -> TrainingTask:
         """One training with its attacks."""
         own = sweep.part(self.experiment, method, None)
         world = self._world(own)
@@ -210,17 +210,17 @@ class _Maker:
             for number in _watched(part, method):
                 settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
                 made = attack_cell(cell, number, *settings, public=self._public(attack.item))
-                watches.append(Watch(attack, number, scene, made))
+                watches.append(AttackTask(attack, number, scene, made))
         watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
         name = self._name(seed, method.label, defense.label)
-        return Training(method, defense, seed, world, own.federation, cell, tuple(watches), name)
+        return TrainingTask(method, defense, seed, world, own.federation, cell, tuple(watches), name)
 
-    def _refuse(self, attack: Entry[Attack], scene: Scene, world: World) -> None:
+    def _refuse(self, attack: Entry[Attack], scene: ObservationSpec, world: FederationData) -> None:
         """Once for all seeds, methods and defences that are watched on the same images: others are read for it."""
         key = f"{attack.item!r} {id(world)} {[victim.key for victim in scene.victims]}"
         if key not in self.checked:
             watched = (member.data.inputs for victim in scene.victims for member in victim.group)
-            auxiliary_overlap.refuse(attack.item, attack.label, watched)
+            auxiliary_overlap.check_no_overlap(attack.item, attack.label, watched)
             self.checked.add(key)
 
     def _name(self, seed: int, method: str, defense: str) -> str:
@@ -230,14 +230,14 @@ class _Maker:
     def _public(self, *named: object) -> list[str]:
         """Digests of the data that methods, defences or attacks name, as they are now."""
         found = []
-        for source in sources(named):
+        for source in dataset_sources(named):
             key = json.dumps(datasets.spec(source))
             if key not in self.digests:
-                self.digests[key] = digest_of(self.loaded.get(key) or source.load())
+                self.digests[key] = dataset_digest(self.loaded.get(key) or source.load())
             found.append(self.digests[key])
         return found
 
-    def _world(self, own: Experiment) -> World:
+    def _world(self, own: Experiment) -> FederationData:
         source = json.dumps(datasets.spec(own.task.dataset))
         federation = section_spec(own.federation)
         key = json.dumps([section_spec(own.task), federation["partition"], federation["augment"]])
@@ -247,7 +247,7 @@ class _Maker:
             self.worlds[key] = load(own.task, own.federation, self.device, self.loaded[source])
         return self.worlds[key]
 
-    def _scene(self, part: Experiment, world: World, method: str, size: int) -> Scene:
+    def _scene(self, part: Experiment, world: FederationData, method: str, size: int) -> ObservationSpec:
         participants = len(world.partition) - part.federation.held_out_clients
         division = Division(
             size=size, participants=participants, asked=asked(part.federation.client_fraction, participants)
@@ -256,7 +256,7 @@ class _Maker:
         if key not in self.scenes:
             found = part.observed_methods()[method]
             victims = world.victims(part.observe, division)
-            self.scenes[key] = Scene(part.observe, victims, found, part.threat)
+            self.scenes[key] = ObservationSpec(part.observe, victims, found, part.threat)
         return self.scenes[key]
 
     def _check(
@@ -281,7 +281,7 @@ class _Maker:
                 raise ValueError(f"expected epochs >= 1, got {idle[0].epochs}")
             client = Client(task, method, defense.item)
             if federation is not None:  # else it is observed alone, and nothing is trained by it
-                put_together(client, federation, clients)
-        except MISFITS as error:
+                check_assembly(client, federation, clients)
+        except ASSEMBLY_ERRORS as error:
             raise ValueError(f"{where}: {error or type(error).__name__}") from error
         self.checked.add(key)

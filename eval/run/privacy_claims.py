@@ -20,8 +20,8 @@ from eval.metrics.score import Row
 from eval.privacy import canaries
 from eval.privacy.claim_rows import BOUND, EPSILON, OF_UPDATE
 from eval.privacy.reconstruction_robustness import from_charges
-from eval.run.federation_data import Victim
-from eval.run.plan import Training, Watch
+from eval.run.federation_data import Target
+from eval.run.plan import AttackTask, TrainingTask
 from fl.client import Client
 from fl.defense import overrides, record_reader
 from fl.method import Method
@@ -31,25 +31,27 @@ from fl.privacy_statement import PrivacyStatement
 
 CLAIM = "privacy.json"
 """In a training's cell; `null` where the method claims nothing."""
-UNALIKE = {"domains": "clients hold images of different domains, so that candidates can be told apart by their style"}
+DISTINGUISHABLE_PARTITIONS = {
+    "domains": "clients hold images of different domains, so that candidates can be told apart by their style"
+}
 """Partitions under which images of a class are not alike across clients, and why."""
 
 
-def write(training: Training, rounds: Sequence[Row], folder: Path) -> None:
+def write(training: TrainingTask, rounds: Sequence[Row], folder: Path) -> None:
     """Keep a training's claim in its cell."""
-    jsonl.write_text(folder / CLAIM, json.dumps(claim(training, rounds), indent=2, allow_nan=False) + "\n")
+    jsonl.write_text(folder / CLAIM, json.dumps(privacy_claim(training, rounds), indent=2, allow_nan=False) + "\n")
 
 
-def read(folder: Path, training: Training, rounds: Sequence[Row]) -> Row | None:
+def read(folder: Path, training: TrainingTask, rounds: Sequence[Row]) -> Row | None:
     """A training's claim from its cell; of one that was trained before claims were kept, without an audit."""
     path = folder / CLAIM
     if not path.is_file():
-        return claim(training, rounds, audit=False)
+        return privacy_claim(training, rounds, audit=False)
     found: Row | None = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def claim(training: Training, rounds: Sequence[Row], *, audit: bool = True) -> Row | None:
+def privacy_claim(training: TrainingTask, rounds: Sequence[Row], *, audit: bool = True) -> Row | None:
     """The columns of `PrivacyStatement`, with the rounds charged and what an audit by canaries found.
 
     Args:
@@ -64,7 +66,7 @@ def claim(training: Training, rounds: Sequence[Row], *, audit: bool = True) -> R
     clients = range(len(world.clients) - training.federation.held_out_clients)
     taken = participations(rounds)
     most, sizes = max((taken[c] for c in clients), default=0), [len(world.clients[c].train) for c in clients]
-    statement = said(training, training.method.item, sizes, most)
+    statement = privacy_statement(training, training.method.item, sizes, most)
     if statement is None:
         return None
     row: Row = {**_plain(statement), "rounds": most, "audit": None, "missing": {}}
@@ -85,7 +87,9 @@ def participations(rounds: Sequence[Row], until: int | None = None) -> Counter[i
     return Counter(c for row in rounds if until is None or row["round"] <= until for c in row["clients"])
 
 
-def said(training: Training, method: Method, sizes: Sequence[int], rounds: int) -> PrivacyStatement | None:
+def privacy_statement(
+    training: TrainingTask, method: Method, sizes: Sequence[int], rounds: int
+) -> PrivacyStatement | None:
     """What a method of the training claims under its defence, or the defence where the method claims nothing.
 
     Args:
@@ -102,7 +106,7 @@ def said(training: Training, method: Method, sizes: Sequence[int], rounds: int) 
     return defense.privacy(method, client.task, sizes, rounds)
 
 
-def _audited(training: Training, sizes: Sequence[int], rounds: int) -> canaries.Canaries:
+def _audited(training: TrainingTask, sizes: Sequence[int], rounds: int) -> canaries.CanaryAudit:
     """By canaries, of the noisy steps of the method or of the defence, whichever claims something."""
     method, defense = training.method.item, training.defense.item
     if isinstance(method, Private):
@@ -121,7 +125,7 @@ def _plain(statement: PrivacyStatement) -> Row:
     return asdict(statement)
 
 
-class Ceilings:
+class IdentificationBounds:
     """How often an image can be named at most, of all updates of a training that are watched.
 
     Args:
@@ -129,15 +133,15 @@ class Ceilings:
         rounds: its rows of `rounds.jsonl`.
     """
 
-    def __init__(self, training: Training, rounds: Sequence[Row]) -> None:
+    def __init__(self, training: TrainingTask, rounds: Sequence[Row]) -> None:
         self.training, self.rounds = training, rounds
 
     @cached_property
     def claims(self) -> PrivacyStatement | None:
         """What method or defence claim for one round of one image; None where there is nothing to be said."""
-        return said(self.training, self.training.method.item, [1], 1)
+        return privacy_statement(self.training, self.training.method.item, [1], 1)
 
-    def of(self, watch: Watch, rows: Sequence[Row]) -> list[Row]:
+    def of(self, watch: AttackTask, rows: Sequence[Row]) -> list[Row]:
         """An attack's rows with `BOUND`, `OF_UPDATE` and `EPSILON` wherever an image could be named."""
         if self.claims is None:
             return [*rows]
@@ -167,15 +171,15 @@ class Ceilings:
     def obstacle(self) -> str:
         """Why nothing bounds how often an image is named, whatever the method; empty where something does."""
         name = getattr(self.training.federation.partition, "name", "")
-        if name in UNALIKE:
-            return f"{UNALIKE[name]}; use a partition by classes"
+        if name in DISTINGUISHABLE_PARTITIONS:
+            return f"{DISTINGUISHABLE_PARTITIONS[name]}; use a partition by classes"
         if shared := self.training.world.partition.overlap["train"]:
             return f"{shared} images are held by several clients, and each tells of them; use disjoint ones"
         return ""
 
-    def _objection(self, watch: Watch) -> str:
+    def _objection(self, watch: AttackTask) -> str:
         """Why no guarantee holds against this attacker."""
-        for statement in (self.claims, said(self.training, watch.scene.method, [1], 1)):
+        for statement in (self.claims, privacy_statement(self.training, watch.scene.method, [1], 1)):
             if statement is None or statement.reason:
                 return statement.reason if statement is not None else "the observed round claims nothing"
             if statement.unit == "client":
@@ -188,17 +192,17 @@ class Ceilings:
             )
         return ""
 
-    def _charges(self, watch: Watch, member: Victim, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:
+    def _charges(self, watch: AttackTask, member: Target, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:
         """What one client's record is in: the rounds before, and the update or updates that the attacker sees.
 
         Sampling hides nothing from who knows which images are in a step, or how many.
         """
         method, scene = self.training.method.item, watch.scene
         size = len(self.training.world.clients[member.client].train)
-        before = said(self.training, method, [size], rounds[member.client])
-        update = said(self.training, scene.method, [len(member.data)], 1)
+        before = privacy_statement(self.training, method, [size], rounds[member.client])
+        update = privacy_statement(self.training, scene.method, [len(member.data)], 1)
         assert before is not None
         assert update is not None
         rate = 1.0 if scene.threat.knows_schedule or scene.threat.knows_order else update.rate
-        seen = Charge(update.noise_multiplier, rate, update.steps * (1 + len(watch.past)))
+        seen = Charge(update.noise_multiplier, rate, update.steps * (1 + len(watch.history_rounds)))
         return (Charge(before.noise_multiplier, before.rate, before.steps),), seen

@@ -9,27 +9,27 @@ import torch
 
 from fl.runtime.workers import threads
 
-EACH = 2 * 2**30
+BYTES_PER_WORKER = 2 * 2**30
 """Bytes of memory that a worker process is taken to need: PyTorch, the images, a model's updates."""
 GROUP, KERNEL = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
 
 
-def settle(asked: int | None, device: torch.device) -> int:
+def choose_workers(asked: int | None, device: torch.device) -> int:
     """Processes to use, as asked or as many as do good; on a CPU this one gets a worker's number of threads.
 
     So the number of processes changes no bit of a result.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads())
-    return workers(device) if asked is None else asked
+    return default_workers(device) if asked is None else asked
 
 
-def workers(device: torch.device) -> int:
+def default_workers(device: torch.device) -> int:
     """As many processes as there are cores and memory for; one on a GPU."""
     if device.type != "cpu":
         return 1
     free = memory()
-    room = cores() if free is None else free // EACH
+    room = cores() if free is None else free // BYTES_PER_WORKER
     return max(1, min(cores() // threads(), room))
 
 

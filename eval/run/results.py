@@ -35,7 +35,7 @@ from eval.report.sections.overview import NumberedGroups, mixed_code_warning
 from eval.report.writer import write_report
 from eval.run import partition_files, privacy_claims
 from eval.run.attack_cell import IMAGES, PICTURES
-from eval.run.plan import Plan, Training
+from eval.run.plan import Plan, TrainingTask
 from eval.run.run_directory import RunDir
 from eval.run.runner import Failure
 from eval.run.training_cell import ROUNDS
@@ -43,7 +43,7 @@ from fl.runtime.atomic_files import replacing, scratch
 
 CONFIG, ENVIRONMENT, TABLE, PICTURED = "config.yaml", "env.json", "table.md", "images"
 log = logging.getLogger(__name__)
-NOTHING = "no attack was asked for"
+NO_ATTACK = "no attack was asked for"
 _PACKAGES = ("hyperleak", "torch", "torchvision", "numpy", "scipy", "scikit-image", "lpips", "opacus")
 
 
@@ -51,7 +51,7 @@ def assemble(plan: Plan, folder: RunDir) -> list[Row]:
     """Write the files for readers, but for the table; returns the rows of `images.jsonl`."""
     with jsonl.locked(folder.path), scratch(folder.path / "readers") as new:
         rows = _assemble(plan, folder, new)
-        manifest.put(new, folder.path, folder.about_run())
+        manifest.publish(new, folder.path, folder.about_run())
     return rows
 
 
@@ -83,7 +83,7 @@ def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder
     found = results_table.build_table(rows, plan.experiment)
     found = replace(found, legend=[*notes(failures, plan, folder), *found.legend])
     jsonl.write_text(folder.path / TABLE, results_table.to_markdown(found))
-    manifest.add(folder.path, TABLE)
+    manifest.add_files(folder.path, TABLE)
     write_report(folder.path)
     return found
 
@@ -91,7 +91,7 @@ def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder
 def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
     """What to know of the table as a whole: what failed or other code computed, images shared, privacy claimed."""
     found = [note for note in (incomplete(failures, plan), mixed_code_warning(folder.about_run())) if note]
-    found += partition_notes.shared_images([about for _, about in partition_files.worlds(plan)])
+    found += partition_notes.shared_images([about for _, about in partition_files.distinct_partitions(plan)])
     return [
         *found,
         *(
@@ -131,7 +131,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-def _write_claims(trainings: Sequence[tuple[Training, list[Row]]], folder: RunDir, path: Path) -> None:
+def _write_claims(trainings: Sequence[tuple[TrainingTask, list[Row]]], folder: RunDir, path: Path) -> None:
     """What every training may claim; no file where none claims anything."""
     found = []
     for training, rounds in trainings:
@@ -142,15 +142,15 @@ def _write_claims(trainings: Sequence[tuple[Training, list[Row]]], folder: RunDi
         jsonl.replace_rows(path / PRIVACY, found)
 
 
-def _head(training: Training) -> Row:
+def _head(training: TrainingTask) -> Row:
     return {"method": training.method.label, "defense": training.defense.label, "seed": training.seed}
 
 
-def _rounds(training: Training, folder: RunDir) -> list[Row]:
+def _rounds(training: TrainingTask, folder: RunDir) -> list[Row]:
     return [{**_head(training), **row} for row in jsonl.read_rows(folder.file(training.cell, ROUNDS))]
 
 
-def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[Row]:
+def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> list[Row]:
     """The rows of all attacks on a training, each with the accuracies of its own round and of the whole training."""
     whole, by_round = _accuracies(rounds), {row["round"]: row for row in rounds}
 
@@ -158,7 +158,7 @@ def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[R
         own = by_round[number]
         return {"accuracy": own["accuracy"], "accuracy_local": own["accuracy_local"], **whole}
 
-    ceilings = privacy_claims.Ceilings(training, rounds)
+    ceilings = privacy_claims.IdentificationBounds(training, rounds)
     head = {"seed": training.seed, "method": training.method.label, "defense": training.defense.label}
     rows = [
         {**head, "attack": watch.attack.label, **row, **accuracies(watch.round)}
@@ -170,7 +170,7 @@ def _images(training: Training, folder: RunDir, rounds: Sequence[Row]) -> list[R
         return rows
     # an accuracy to compare with, without an attack
     last = training.federation.rounds
-    return [{**head, "attack": NOT_ATTACKED, "round": last, "not_applicable": NOTHING, **accuracies(last)}]
+    return [{**head, "attack": NOT_ATTACKED, "round": last, "not_applicable": NO_ATTACK, **accuracies(last)}]
 
 
 def _accuracies(rounds: Sequence[Row]) -> Row:
@@ -185,7 +185,7 @@ def _accuracies(rounds: Sequence[Row]) -> Row:
     return found
 
 
-def _write_pictures(trainings: Sequence[Training], folder: RunDir, new: Path) -> None:
+def _write_pictures(trainings: Sequence[TrainingTask], folder: RunDir, new: Path) -> None:
     finished = {
         (training.method.label, training.defense.label, watch.attack.label, watch.round, training.seed): watch.cell
         for training in trainings
@@ -195,7 +195,7 @@ def _write_pictures(trainings: Sequence[Training], folder: RunDir, new: Path) ->
     for key, name in picture_file_names(finished).items():
         source = folder.file(finished[key], PICTURES)
         if not source.is_file():
-            if folder.lost(finished[key]):
+            if folder.damaged_files(finished[key]):
                 log.warning(
                     "the pictures of %s are gone from cells/%s, so none are shown; remove it to make them again",
                     *(name, finished[key].id),
@@ -208,10 +208,10 @@ def _write_pictures(trainings: Sequence[Training], folder: RunDir, new: Path) ->
             continue
         with replacing(new / f"{name}.npz") as file:
             file.write(source.read_bytes())
-        draw(torch.cat(both), new / f"{name}.png", columns=len(both[0]))
+        write_image_grid(torch.cat(both), new / f"{name}.png", columns=len(both[0]))
 
 
-def draw(images: Tensor, path: Path, columns: int) -> None:
+def write_image_grid(images: Tensor, path: Path, columns: int) -> None:
     """A grid of images (N, C, H, W) in [0, 1], enlarged by whole pixels so that nothing is smoothed away.
 
     Nothing is drawn of images that have neither 1 nor 3 channels.

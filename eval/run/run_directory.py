@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.io import file_digests, jsonl
-from eval.run.cache_keys import Cell, code, short_hash
+from eval.run.cache_keys import Cell, short_hash, source_digest
 from fl.runtime.atomic_files import PART, force, make, refuse_link, remove, swap, sweep, sync
 from fl.runtime.main_guard import leave_if_unguarded
 from fl.runtime.safe_paths import inside
@@ -34,9 +34,9 @@ FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report"), ("
 """Folders of a run, and those of them that hold a folder for every cell."""
 ROUNDS, FILES, SPARED = "rounds.jsonl", "files", ("pictures.npz",)
 """The rows of a training; in `cell.json`, the digests of a cell's files; what an archive of cells may leave out."""
-FOUND = "found"
+CHECKPOINT = "found"
 """In the folder of an attack that is not finished: what it has found so far."""
-OLDER = {"config.yaml", "images.jsonl"}
+FORMER_FILES = {"config.yaml", "images.jsonl"}
 """What a result folder held before there were run directories."""
 log = logging.getLogger(__name__)
 PACKAGES = ("fl", "defenses", "attacks", "eval")
@@ -81,7 +81,7 @@ class Lock:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[Lock]:
+def hold_lock(path: Path) -> Iterator[Lock]:
     """Keep other processes from writing to a folder that is there; given up when the process ends, however.
 
     The lock is the process's: who holds a folder twice gives it up with the first end.
@@ -152,7 +152,7 @@ def about_cell(folder: Path) -> dict[str, Any]:
     found = jsonl.read_json(folder / CELL)
     if not isinstance(found, dict) or not {"code", "seconds"} <= set(found):
         raise ValueError("expected settings, code and seconds")
-    file_digests.check_seal(found)
+    file_digests.check_digest(found)
     return found
 
 
@@ -237,7 +237,7 @@ class RunDir:
                 raise ValueError(f"expected {path} as a file, got a link or a pipe; remove it, or choose another --out")
         self._refuse_links()
         entries = {entry.name for entry in self.path.iterdir() if not PART.fullmatch(entry.name)} - {LOCK, LOG}
-        if entries and RUN not in entries and not entries >= OLDER:
+        if entries and RUN not in entries and not entries >= FORMER_FILES:
             raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
 
     def _refuse_links(self) -> None:
@@ -263,7 +263,7 @@ class RunDir:
         leave_if_unguarded()
         self.check()
         make(self.path)
-        with held(self.path) as self._lock:
+        with hold_lock(self.path) as self._lock:
             self._sweep()
             try:
                 yield
@@ -274,7 +274,7 @@ class RunDir:
         """Take away what a process that was killed was about to write."""
         within = [self.path, *(self.path / name for name in FOLDERS)]
         within += [entry for name in NESTED if (self.path / name).is_dir() for entry in (self.path / name).iterdir()]
-        for folder in [*within, *(entry / FOUND for entry in within)]:
+        for folder in [*within, *(entry / CHECKPOINT for entry in within)]:
             if folder.is_dir():
                 sweep(folder)
 
@@ -319,7 +319,7 @@ class RunDir:
         """
         return about_cell(self.cells / cell.id)
 
-    def lost(self, cell: Cell) -> list[str]:
+    def damaged_files(self, cell: Cell) -> list[str]:
         """The files of a finished cell that are not there, though it is whole without them."""
         files = self.about(cell).get(FILES, {})
         return [name for name in SPARED if name in files and not self.file(cell, name).is_file()]
@@ -359,12 +359,12 @@ class RunDir:
         """Make the cell's folder the finished one, at once."""
         folder = self.part(cell)
         remove(folder / TRACEBACK)
-        remove(folder / FOUND)
+        remove(folder / CHECKPOINT)
         remove(folder / CELL)
         sweep(folder)
-        files = {path.name: file_digests.stated(path) for path in sorted(folder.iterdir())}
-        about = {"settings": cell.settings, "code": code(), "seconds": round(seconds, 3), FILES: files}
-        jsonl.write_text(folder / CELL, json.dumps(file_digests.sealed(about), indent=2) + "\n")
+        files = {path.name: file_digests.file_digest(path) for path in sorted(folder.iterdir())}
+        about = {"settings": cell.settings, "code": source_digest(), "seconds": round(seconds, 3), FILES: files}
+        jsonl.write_text(folder / CELL, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
         for path in folder.iterdir():
             force(path)
         if self._lock is not None:

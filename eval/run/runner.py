@@ -16,8 +16,8 @@ from eval.io import file_digests, jsonl
 from eval.io.errors import FAULTS
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
-from eval.run.cache_keys import Cell, code, run_id, version
-from eval.run.plan import Plan, Scene, Training, Watch, prepare
+from eval.run.cache_keys import Cell, run_id, source_digest, version
+from eval.run.plan import AttackTask, ObservationSpec, Plan, TrainingTask, prepare
 from eval.run.run_directory import FILES, RUN, LostLockError, RunDir
 from fl.runtime.main_guard import UnguardedError
 from fl.simulation.federation import Federation
@@ -37,14 +37,14 @@ def silent(stage: str, done: int, total: int) -> None:
     """A `Progress` that tells no one."""
 
 
-class Needed(Protocol):
+class AttackFilter(Protocol):
     """Asked before an attack is run."""
 
-    def __call__(self, one: Training, watch: Watch) -> bool:
+    def __call__(self, one: TrainingTask, watch: AttackTask) -> bool:
         """Whether it is still of use, after those before it."""
 
 
-def always(one: Training, watch: Watch) -> bool:
+def keep_all(one: TrainingTask, watch: AttackTask) -> bool:
     """A `Needed` that leaves nothing out."""
     return True
 
@@ -55,7 +55,7 @@ class Options:
 
     Attributes:
         workers: processes to spread clients and attacked updates over.
-        every: seconds between checkpoints of a training.
+        checkpoint_seconds: between checkpoints of a training.
         keep_checkpoints: whether they stay when no unfinished cell needs them.
         name: what the run is called.
         command: what it was started by.
@@ -63,11 +63,11 @@ class Options:
     """
 
     workers: int = 1
-    every: float = 60.0
+    checkpoint_seconds: float = 60.0
     keep_checkpoints: bool = False
     name: str = ""
     command: str = ""
-    needed: Needed = always
+    needed: AttackFilter = keep_all
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
     """
     options = options or Options()
     with closing(Spread(options.workers)) as spread:
-        return _Job(plan, folder, options, progress, spread).whole()
+        return _Run(plan, folder, options, progress, spread).run()
 
 
 @dataclass
-class _Job:
+class _Run:
     """A run in progress."""
 
     plan: Plan
@@ -110,13 +110,15 @@ class _Job:
     failures: dict[str, Failure] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
 
-    def whole(self) -> list[Failure]:
+    def run(self) -> list[Failure]:
         """All cells."""
-        self.say("running")
-        for note in partition_notes.shared_images([about for _, about in partition_files.worlds(self.plan)]):
+        self.write_status("running")
+        for note in partition_notes.shared_images(
+            [about for _, about in partition_files.distinct_partitions(self.plan)]
+        ):
             log.warning(note)
         done = {cell.id: cell for _, cell in self.plan.cells() if self.folder.finished(cell)}
-        if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != code()]:
+        if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != source_digest()]:
             log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
         if older := [cell for cell in done.values() if FILES not in self.folder.about(cell)]:
             log.warning(
@@ -124,35 +126,37 @@ class _Job:
                 len(older),
             )
         for one in self.plan.trainings:
-            self.go(one)
-        self.say("failed" if self.failures else "finished")
+            self.run_training(one)
+        self.write_status("failed" if self.failures else "finished")
         return list(self.failures.values())
 
-    def go(self, one: Training) -> None:
+    def run_training(self, one: TrainingTask) -> None:
         """One training with its attacks."""
-        open_to = [watch for watch in one.watches if self.wanted(one, watch)]
+        open_to = [watch for watch in one.watches if self.is_pending(one, watch)]
         checkpoints = self.folder.checkpoints(one.cell)
         if not self.folder.finished(one.cell):
             stage = f"{one.name}: training"
             with self._cell(one.cell, stage):
-                count = Counter(self.progress if one.federation.rounds else silent, stage, one.federation.rounds)
+                count = ProgressCounter(
+                    self.progress if one.federation.rounds else silent, stage, one.federation.rounds
+                )
                 training_cell.train(
                     one,
                     self.folder.part(one.cell),
                     checkpoints,
-                    watched=one.looked_at(open_to),
-                    every=self.options.every,
+                    watched=one.observed_rounds(open_to),
+                    checkpoint_seconds=self.options.checkpoint_seconds,
                     workers=self.options.workers,
-                    tick=count.to,
+                    tick=count.set,
                 )
         if not self.folder.finished(one.cell):
             return
         if open_to:
             self._attacks(one, open_to)
         if not self.options.keep_checkpoints:
-            checkpoints.keep(one.looked_at(watch for watch in one.watches if self.wanted(one, watch)))
+            checkpoints.keep(one.observed_rounds(watch for watch in one.watches if self.is_pending(one, watch)))
 
-    def wanted(self, one: Training, watch: Watch) -> bool:
+    def is_pending(self, one: TrainingTask, watch: AttackTask) -> bool:
         """Whether the attack is still to be run: not finished, nor of no more use."""
         if self.folder.finished(watch.cell):
             return False
@@ -160,42 +164,48 @@ class _Job:
             self.left_out.add(watch.cell.id)
         return watch.cell.id not in self.left_out
 
-    def _attacks(self, one: Training, open_to: list[Watch]) -> None:
+    def _attacks(self, one: TrainingTask, open_to: list[AttackTask]) -> None:
         several = len({watch.round for watch in one.watches}) > 1
         with training_cell.federation_of(one) as federation:
             for number in sorted({watch.round for watch in open_to}):
-                sights: dict[Scene, attack_cell.Seen] = {}
+                sights: dict[ObservationSpec, attack_cell.Observation] = {}
                 for watch in (watch for watch in open_to if watch.round == number):
-                    if not self.wanted(one, watch):  # by now: another label may stand for the same cell
+                    if not self.is_pending(one, watch):  # by now: another label may stand for the same cell
                         continue
                     stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
                     with self._cell(watch.cell, stage):
                         seen = self._seen(federation, one, watch, sights)
-                        count = Counter(self.progress, stage, len(watch.scene.victims))
-                        count.to(0)
+                        count = ProgressCounter(self.progress, stage, len(watch.scene.victims))
+                        count.set(0)
                         where = self.folder.part(watch.cell)
-                        attack_cell.attack(watch, one, seen, self.plan.perceptual, where, self.spread, count.more)
+                        attack_cell.run_attack_cell(
+                            watch, one, seen, self.plan.perceptual, where, self.spread, count.advance
+                        )
 
     def _seen(
-        self, federation: Federation, one: Training, watch: Watch, sights: dict[Scene, attack_cell.Seen]
-    ) -> attack_cell.Seen:
+        self,
+        federation: Federation,
+        one: TrainingTask,
+        watch: AttackTask,
+        sights: dict[ObservationSpec, attack_cell.Observation],
+    ) -> attack_cell.Observation:
         """What the server sees in the watch's round; what several attacks look at is made once."""
         if watch.scene not in sights:
             earlier = []
-            for number in watch.past:
+            for number in watch.history_rounds:
                 self._bring(federation, one, number)
-                earlier.append(attack_cell.look(federation, one, watch.scene).views)
+                earlier.append(attack_cell.observe_targets(federation, one, watch.scene).views)
             self._bring(federation, one, watch.round)
-            sights[watch.scene] = attack_cell.look(federation, one, watch.scene, earlier)
+            sights[watch.scene] = attack_cell.observe_targets(federation, one, watch.scene, earlier)
         return sights[watch.scene]
 
-    def _bring(self, federation: Federation, one: Training, number: int) -> None:
+    def _bring(self, federation: Federation, one: TrainingTask, number: int) -> None:
         """The federation to its state after `number` rounds."""
         if federation.server.round != number:
-            count = Counter(self.progress, f"{one.name}: training again to round {number}", number)
+            count = ProgressCounter(self.progress, f"{one.name}: training again to round {number}", number)
             checkpoints = self.folder.checkpoints(one.cell)
             rows = jsonl.read_rows(self.folder.file(one.cell, training_cell.ROUNDS))
-            training_cell.load(federation, one, checkpoints, number, rows, workers=self.options.workers, tick=count.to)
+            training_cell.load(federation, one, checkpoints, number, rows, workers=self.options.workers, tick=count.set)
 
     @contextmanager
     def _cell(self, cell: Cell, name: str) -> Iterator[None]:
@@ -212,9 +222,9 @@ class _Job:
             log.exception("%s failed", name)
         else:
             log.info("%s: %.1f s", name, time.perf_counter() - began)
-        self.say("running")
+        self.write_status("running")
 
-    def say(self, status: str) -> None:
+    def write_status(self, status: str) -> None:
         """Write down what the run is and how far it is."""
         about = {
             "id": run_id(self.plan.experiment),
@@ -222,11 +232,11 @@ class _Job:
             "name": self.options.name,
             "command": self.options.command,
             "version": version(),
-            "code": code(),
+            "code": source_digest(),
             "status": status,
             "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
         }
-        jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.sealed(about), indent=2) + "\n")
+        jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
 
     def _about(self, name: str, cell: Cell) -> dict[str, object]:
         about: dict[str, object] = {"id": cell.id, "kind": cell.settings["kind"], "name": name}
@@ -240,7 +250,7 @@ class _Job:
         return {**about, "status": "waiting"}
 
 
-class Counter:
+class ProgressCounter:
     """Reports how far a stage of the work is.
 
     Args:
@@ -252,11 +262,11 @@ class Counter:
     def __init__(self, progress: Progress, stage: str, total: int) -> None:
         self.progress, self.stage, self.total, self.done = progress, stage, total, 0
 
-    def to(self, done: int) -> None:
+    def set(self, done: int) -> None:
         """So many parts are done."""
         self.done = done
         self.progress(self.stage, done, self.total)
 
-    def more(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         """So many more parts are done."""
-        self.to(self.done + count)
+        self.set(self.done + count)

@@ -13,7 +13,7 @@ from statistics import fmean
 from eval.io import jsonl
 from eval.metrics.score import Row
 from eval.run import privacy_claims
-from eval.run.plan import Training
+from eval.run.plan import TrainingTask
 from eval.run.run_directory import Checkpoints
 from fl.client import Client
 from fl.runtime.atomic_files import remove
@@ -27,7 +27,7 @@ ROUNDS = "rounds.jsonl"
 
 
 @contextmanager
-def federation_of(training: Training, workers: int = 1) -> Iterator[Federation]:
+def federation_of(training: TrainingTask, workers: int = 1) -> Iterator[Federation]:
     """The federation before its first round; its worker processes end with the context."""
     client = Client(training.world.task(training.seed), training.method.item, training.defense.item)
     spec = training.federation
@@ -50,12 +50,12 @@ def federation_of(training: Training, workers: int = 1) -> Iterator[Federation]:
 
 
 def train(
-    training: Training,
+    training: TrainingTask,
     folder: Path,
     checkpoints: Checkpoints,
     *,
     watched: Collection[int],
-    every: float = 60.0,
+    checkpoint_seconds: float = 60.0,
     workers: int = 1,
     tick: Callable[[int], None] = lambda _done: None,
 ) -> None:
@@ -67,7 +67,7 @@ def train(
             what the method may claim of them.
         checkpoints: get the states after the rounds `watched` and after the last round.
         watched: rounds after which states are kept.
-        every: seconds between two other checkpoints; each replaces the one before.
+        checkpoint_seconds: between two other checkpoints; each replaces the one before.
         workers: processes to spread clients over.
         tick: told how many rounds are done.
     """
@@ -75,13 +75,13 @@ def train(
     with federation_of(training, workers) as federation:
         rows = _resume(federation, checkpoints, jsonl.read_rows(path) if path.exists() else [])
         if not rows:
-            rows = [row_of(federation.record())]
+            rows = [round_row(federation.record())]
         jsonl.replace_rows(path, rows)
         tick(federation.server.round)
         saved = time.monotonic()
         while True:
             number = federation.server.round
-            if number in watched or number == spec.rounds or time.monotonic() - saved > every:
+            if number in watched or number == spec.rounds or time.monotonic() - saved > checkpoint_seconds:
                 if number not in checkpoints.rounds():
                     checkpoint.save(checkpoints.path(number), federation)
                 checkpoints.keep({*watched, number})
@@ -90,13 +90,13 @@ def train(
                 privacy_claims.write(training, jsonl.read_rows(path), folder)
                 return
             scored = (number + 1) % spec.evaluate_every == 0 or number + 1 == spec.rounds
-            jsonl.write_rows(path, [row_of(_step(training, federation, evaluate=scored))])
+            jsonl.write_rows(path, [round_row(_step(training, federation, evaluate=scored))])
             tick(number + 1)
 
 
 def load(
     federation: Federation,
-    training: Training,
+    training: TrainingTask,
     checkpoints: Checkpoints,
     number: int,
     rows: Sequence[Row],
@@ -132,7 +132,7 @@ def load(
     checkpoint.load(checkpoints.path(number), federation)
 
 
-def row_of(record: Record) -> Row:
+def round_row(record: Record) -> Row:
     """A round as `rounds.jsonl` has it, without the labels of its training."""
     return {
         "round": record.round,
@@ -150,7 +150,7 @@ def row_of(record: Record) -> Row:
     }
 
 
-def _step(training: Training, federation: Federation, *, evaluate: bool) -> Record:
+def _step(training: TrainingTask, federation: Federation, *, evaluate: bool) -> Record:
     spec = training.federation
     last = federation.server.round + 1 == spec.rounds
     return federation.step(everyone=last and spec.full_last_round, evaluate=evaluate)

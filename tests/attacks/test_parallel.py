@@ -17,7 +17,7 @@ from support.spreading import Telling, leaving
 
 import attacks
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.memory_estimate import cached
+from attacks.gradient_matching.engine.memory_estimate import trials_in_cache
 from attacks.parallel import Spread
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
@@ -75,7 +75,7 @@ def test_the_number_of_processes_changes_no_bit(
     alone = Spread().run(built, given, range(7))
     assert all(isinstance(one, Reconstruction) for one in alone)
 
-    def slowly(attack: Attack, views: list[ServerView], seeds: list[int]) -> list[Result]:
+    def slowly(attack: Attack, views: list[ServerView], seeds: list[int], control: object) -> list[Result]:
         here.extend(seeds)
         time.sleep(1.0)
         return attack.run(views, seeds)
@@ -197,7 +197,7 @@ def test_portions_fill_stacks_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         return [len(portion) for portion in attack.portions([given] * count)]
 
     given = views(1)[0]
-    assert cached(given) > 32
+    assert trials_in_cache(given) > 32
     assert sizes(50, stack=16) == [12, 13, 12, 13]
     assert sizes(50, stack=32) == [12, 13, 12, 13]  # more than sixteen leave cores idle
     assert sizes(50, stack=10) == [10] * 5

@@ -13,7 +13,7 @@ from support.probes import TINY, Probe
 
 from attacks import NotApplicable
 from attacks.base import Attack, Chain, Result
-from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.learned.lti import LearningToInvert
 from fl.client import Client
 from fl.simulation.client_round import observe
@@ -42,7 +42,11 @@ def _shortest(attack: Attack) -> Attack:
 
 ROWS = METHODS | _generated()
 SHORT = {name: _shortest(attack) for name, attack in ATTACKS.items()}
-LONG = {name for name, attack in SHORT.items() if isinstance(attack, Matching | LearningToInvert) or "cascade" in name}
+LONG = {
+    name
+    for name, attack in SHORT.items()
+    if isinstance(attack, GradientMatching | LearningToInvert) or "cascade" in name
+}
 """Attacks that take seconds for each method: on most they differ in what `predict` does, which has tests of its own."""
 
 

@@ -15,13 +15,15 @@ from support.elsewhere import ELSEWHERE, elsewhere
 
 from attacks import Reconstruction
 from attacks.base import Attack, Chain, Result
-from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.learned.lti import LearningToInvert
 
 
 def searches(attack: Attack) -> bool:
     """Whether it, or what it hands its view to, transforms functions."""
-    return searches(attack.then) if isinstance(attack, Chain) else isinstance(attack, Matching | LearningToInvert)
+    return (
+        searches(attack.then) if isinstance(attack, Chain) else isinstance(attack, GradientMatching | LearningToInvert)
+    )
 
 
 SOLVE = [name for name, attack in ATTACKS.items() if not searches(attack)]

@@ -117,7 +117,7 @@ def test_the_search_knows_the_clipping() -> None:
         seen = replace(view, threat=replace(view.threat, knows_defense=known))
         problem = Problem(seen, truth.labels, "l2")
         with torch.no_grad():
-            off = problem.value({"inputs": truth.inputs}, problem.constants, seen.client, stacked=False)
+            off = problem.value({"inputs": truth.inputs}, problem.constants, seen.client, vmapped=False)
         assert (float(off) < at_truth) == known
 
 

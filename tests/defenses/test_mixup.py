@@ -125,7 +125,7 @@ def test_whole_labels_do_not_explain_an_update_of_blends() -> None:
     for labels in (truth.labels, truth.labels.argmax(1)):
         problem = Problem(view, labels[index], "l2")
         with torch.no_grad():
-            value = problem.value({INPUTS: truth.inputs[index]}, problem.constants, view.client, stacked=False)
+            value = problem.value({INPUTS: truth.inputs[index]}, problem.constants, view.client, vmapped=False)
         left.append(float(value))
     assert left[0] < 1e-20
     assert left[1] > 1e-2

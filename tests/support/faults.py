@@ -53,7 +53,7 @@ def go(path: Path) -> None:
             plan = runner.prepare(
                 tiny("attack=guess", "observe.method={steps: 1}", "method=[{name: fedavg, lr: 0.1}]"), device="cpu"
             )
-            failures = runner.run(plan, folder, runner.Options(every=0.0))
+            failures = runner.run(plan, folder, runner.Options(checkpoint_seconds=0.0))
             rows = results.assemble(plan, folder)
             if rows:
                 results.publish(rows, failures, plan, folder)

@@ -37,7 +37,7 @@ def go(path: Path) -> None:
     folder = RunDir(path)
     with folder.locked(), folder.logged():
         plan = runner.prepare(experiment, device="cpu")
-        assert not runner.run(plan, folder, runner.Options(every=0.05))
+        assert not runner.run(plan, folder, runner.Options(checkpoint_seconds=0.05))
         rows = results.assemble(plan, folder)
         jsonl.write_text(
             path / results.TABLE, results_table.to_markdown(results_table.build_table(rows, plan.experiment))

@@ -21,7 +21,7 @@ def tiny(*overrides: str, sweep: dict[str, Any] | None = None) -> Experiment:
     found = yaml_config.read(data)
     for text in overrides:
         found = yaml_config.override(found, text)
-    return yaml_config.read({**yaml_config.plain(found), "sweep": sweep or {}})
+    return yaml_config.read({**yaml_config.to_plain(found), "sweep": sweep or {}})
 
 
 def run(experiment: Experiment, path: Path, **settings: Any) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from support import worlds
 from torch import Tensor
 
 import attacks
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from defenses.clip import Clip
 from fl.defense import Defense
 from fl.method import Method
@@ -36,15 +36,15 @@ def views(method: Method, defense: Defense, count: int, device: str = "cpu") -> 
     return [run.observe(0, data=own)[0] for own in images]
 
 
-def problems(name: str, count: int, device: str = "cpu") -> tuple[Stack, Callable[[int], dict[str, Tensor]]]:
+def problems(name: str, count: int, device: str = "cpu") -> tuple[ProblemBatch, Callable[[int], dict[str, Tensor]]]:
     """A stack of so many trials, and a function from a seed to where they may be."""
     attack, method, defense = SETTINGS[name]
     settings = attacks.build({"name": attack, "tv": 1e-3})
-    assert isinstance(settings, Matching)
-    given = [settings._problem(view) for view in views(method, defense, count, device)]
+    assert isinstance(settings, GradientMatching)
+    given = [settings.build_problem(view) for view in views(method, defense, count, device)]
 
     def point(seed: int) -> dict[str, Tensor]:
-        rows = [settings._start(problem, seed, i) for i, problem in enumerate(given)]
+        rows = [settings.initial_variables(problem, seed, i) for i, problem in enumerate(given)]
         return {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
 
-    return Stack(given), point
+    return ProblemBatch(given), point

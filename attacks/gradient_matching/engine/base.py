@@ -1,28 +1,43 @@
-"""The search all gradient-matching attacks share: guess, predict the update, compare, improve."""
+"""The search that all gradient-matching attacks share: guess, predict the update, compare, improve.
+
+The loop itself is `minimization.minimize`. Here views become problems, problems become batches of trials (views x
+restarts), and the best trial of each view becomes its result.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.batch_order import dealt, ranked
-from attacks.gradient_matching.engine.batching import Posed, Stack, stacked
-from attacks.gradient_matching.engine.best_iterates import Found, Watch
-from attacks.gradient_matching.engine.fit_check import doubted
-from attacks.gradient_matching.engine.memory_estimate import GIB, cached, per_trial, portions
+from attacks.gradient_matching.engine.batch_order import assign_labels, rank_orders
+from attacks.gradient_matching.engine.batching import ProblemBatch, stack_variables
+from attacks.gradient_matching.engine.best_iterates import TrialResult
+from attacks.gradient_matching.engine.fit_check import SearchLength, note_misfit
+from attacks.gradient_matching.engine.memory_estimate import GIB, bytes_per_trial, split_into_portions, trials_in_cache
+from attacks.gradient_matching.engine.minimization import StoppingRule, minimize, pixel_bounds
 from attacks.gradient_matching.engine.objectives import Objective
-from attacks.gradient_matching.engine.optimizers import Adam, Quasi
-from attacks.gradient_matching.engine.problem import INPUTS, LABELS, Problem, Variables, guess, opaque, private_key
-from attacks.gradient_matching.engine.regularizers import Term
+from attacks.gradient_matching.engine.optimizers import make_optimizer
+from attacks.gradient_matching.engine.problem import (
+    INPUTS,
+    LABELS,
+    Problem,
+    Variables,
+    initial_private,
+    private_key,
+    unsearchable_reason,
+)
+from attacks.gradient_matching.engine.regularizers import Regularizer
 from attacks.gradient_matching.engine.search_space import IMAGES, Space
-from attacks.labels.assignment import told_apart
+from attacks.labels.assignment import order_matters
 from attacks.labels.recovery import fixed_labels
+from attacks.search_control import SearchControl, SearchMonitor
 from attacks.update.earlier_rounds import USED, repeated
 from attacks.update.hints import surrogate_hint
 from fl.ranges import Count, CountFrom0, Limit, Share, StepSize, Weight
@@ -33,19 +48,30 @@ from fl.view import ServerView
 
 PRIVATE_LR = 0.01
 """Step size of private tensors that no other is set for."""
-SURE = 5.0
+CONFIDENT_LOGIT = 5.0
 """Logit of a class that was read off, where the search for labels begins there; the others' are 0."""
 
-SUSPECT = (
+SIGN_WARNING = (
     "the sign of the update seems turned (after - before), or it is of more images or of another loss than is supposed "
     "(smoothed labels): where it is turned, give weights before - after"
 )
-"""What a result notes then: a search along a turned update looks for something else."""
+"""What a result notes then: a search along an update of the wrong sign looks for something else."""
+ESTIMATE_EVALUATIONS = 3
+"""Evaluations timed for an estimate of how long a search takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matching(Attack):
-    """Gradient matching over images, labels and whatever is private, on stacks of trials (images x restarts).
+class GradientMatching(Attack):
+    """Gradient matching over images, labels and whatever is private, on batches of trials (views x restarts).
+
+    Of an observed update u, each trial seeks the variables z = (x, y, p), images x, label logits y (where labels are
+    unknown) and private tensors p (where there are any), that minimize
+
+        E(z) = d(F(z), u) + tv TV(x) + landmarks d_L(F(z), u) + sum_k R_k(x),
+
+    where F(z) is the update that a client would send who had z (`fl.predict`: the local training, as far as the server
+    knows it), d the `objective`, TV the total variation, d_L the squared distance at the method's landmarks, and R_k
+    what a subclass adds (`regularizers`). The loop is in `attacks.gradient_matching.engine.minimization`.
 
     The objective is divided by its value at the start of each trial and no tolerance is absolute, so results do not
     depend on the unit of the update. The iterate and the restart with the smallest finite objective are kept; where the
@@ -100,6 +126,8 @@ class Matching(Attack):
     """
 
     groups: ClassVar[bool] = True
+    coupled_restarts: ClassVar[bool] = False
+    """Whether the restarts of a view look at each other, and so have to feed their images in the same order."""
 
     iterations: Count = 1000
     restarts: Count = 1
@@ -140,7 +168,7 @@ class Matching(Attack):
         sizes = ("lr", "label_lr", "last_lr", "langevin", "tv", "landmarks")
         names = (*sizes, "warmup", "tolerance", "patience", "enough", "orders")
         given = {name: getattr(self, name) for name in names}
-        given |= {f"private_lr{begins and f' of {begins!r}'}": size for begins, size in self._steps.items()}
+        given |= {f"private_lr{begins and f' of {begins!r}'}": size for begins, size in self._private_steps.items()}
         for name, value in given.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"expected {name} >= 0 and finite, got {value}")
@@ -149,87 +177,163 @@ class Matching(Attack):
                 raise ValueError(f"expected {name}{what} in [0, 1], got {getattr(self, name)}")
 
     @property
-    def _steps(self) -> dict[str, float]:
+    def _private_steps(self) -> dict[str, float]:
         """Step sizes for private tensors by how their names begin."""
         return dict(self.private_lr) if isinstance(self.private_lr, Mapping) else {"": self.private_lr}
 
-    def _idle(self, private: Iterable[str]) -> list[str]:
+    def _unused_steps(self, private: Iterable[str]) -> list[str]:
         """Which step sizes, if not those by default, are of no private tensor: slips of the pen."""
         own = next(field for field in fields(self) if field.name == "private_lr")
         default = own.default if own.default_factory is MISSING else own.default_factory()
         if self.private_lr == default:
             return []
-        return [begins for begins in self._steps if not any(name.startswith(begins) for name in private)]
+        return [begins for begins in self._private_steps if not any(name.startswith(begins) for name in private)]
 
     def private_step(self, name: str) -> float:
         """The step size for the private tensor `name`."""
-        fits = [begins for begins in self._steps if name.startswith(begins)]
-        return self._steps[max(fits, key=len)] if fits else PRIVATE_LR
+        fits = [begins for begins in self._private_steps if name.startswith(begins)]
+        return self._private_steps[max(fits, key=len)] if fits else PRIVATE_LR
 
     @classmethod
-    def example(cls) -> Matching:
+    def example(cls) -> GradientMatching:
         """A few iterations of two restarts."""
         return cls(iterations=5, restarts=2)
 
     def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Those that fill a stack."""
-        return portions(views, self.stack, self.restarts)
+        return split_into_portions(views, self.stack, self.restarts)
 
+    # ---- the search: views -> problems -> batches of trials -> the best trial of each view ---------------------------
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
-        """Attack several views; those of equal shape share their stacks."""
-        results: list[Result | None] = [self.refuse(view) for view in views]
-        groups: dict[object, list[tuple[int, Problem]]] = {}
-        for i, view in enumerate(views):
-            if results[i] is None:
-                problem = self._problem(view)
-                groups.setdefault(problem.key, []).append((i, problem))
-        for members in groups.values():
-            size = self._fitting(*members[0], seeds)
+        """Attack several views; those of equal shape share their batches."""
+        return self.run_controlled(views, seeds, SearchControl())
+
+    def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
+        """Attack several views within what `control` allows; a view that no trial was run for is not applicable."""
+        results, groups = self._group(views, seeds)
+        sized = {key: self._batch_size(members[0]) for key, members in groups.items()}
+        for key, size in sized.items():
             if isinstance(size, NotApplicable):
-                results = [size if i in dict(members) else result for i, result in enumerate(results)]
+                results |= {target.index: size for target in groups[key]}
+        fitting = [(groups[key], size) for key, size in sized.items() if isinstance(size, int)]
+        batches = sum(self._count_batches(len(members), size) for members, size in fitting)
+        monitor = SearchMonitor(control, batches, self.iterations)
+        for members, size in fitting:
+            results |= self._search_group(members, size, monitor)
+        return [results[i] for i in range(len(views))]
+
+    def estimate_seconds(self, views: Sequence[ServerView]) -> float | None:
+        """Return about how long `run` on these views takes here in one process, by timing a few iterations.
+
+        An upper bound, as a rule: long searches become faster once they are traced, and trials may end early.
+        """
+        results, groups = self._group(views, [0] * len(views))
+        total = 0.0
+        for members in groups.values():
+            size = self._batch_size(members[0])
+            if isinstance(size, NotApplicable):
                 continue
-            # trials that look at each other have to feed their images alike
-            apart = self.restarts if type(self)._evaluate is Matching._evaluate else 1
-            guesses = {i: ranked(problem, self.orders, apart) for i, problem in members}
-            starts: dict[int, float] = {}
-            done: set[int] = set()
-            ends: dict[int, tuple[Problem, Variables]] = {}  # of the best trials
-            for trials in self._waves(members, done):
-                for begin in range(0, len(trials), size):
-                    chunk = trials[begin : begin + size]
-                    rows = [self._start(problem, seeds[i], r) for i, problem, r in chunk]
-                    noise = [stream(seeds[i], "langevin", r) for i, _, r in chunk]
-                    fed = Stack([guesses[i][r % len(guesses[i])] for i, _, r in chunk], compiled=self.compiled)
-                    found = self.search(fed, stacked(rows), noise)
-                    for (i, problem, r), (row, value, history, start) in zip(chunk, found, strict=True):
-                        unit = start / starts.setdefault(i, start)
-                        result = self._result(problem, row, value * unit, tuple(past * unit for past in history))
-                        before, results[i] = results[i], _better(results[i], result)
-                        if results[i] is not before:
-                            ends[i] = guesses[i][r % len(guesses[i])], row
-                        if value <= self.enough:
-                            done.add(i)
-            fixed = 3 / 8 if self.schedule == "step" and self.optimizer == "adam" else 1.0
-            for i, end in ends.items():
-                results[i] = doubted(results[i], *end, self.iterations, fixed=fixed)
-        return [self._told(result) for result in results]
+            chunk = [Trial(target, restart) for target in members for restart in range(self.restarts)][:size]
+            batch = ProblemBatch([trial.target.problem for trial in chunk])
+            variables = stack_variables(self._initial_variables(trial) for trial in chunk)
+            self.evaluate_batch(batch, variables)  # whatever is set up once
+            began = time.perf_counter()
+            for _ in range(ESTIMATE_EVALUATIONS):
+                self.evaluate_batch(batch, variables)
+            each = (time.perf_counter() - began) / ESTIMATE_EVALUATIONS
+            total += each * (self.iterations + 1) * self._count_batches(len(members), size)
+        return total if len(results) < len(views) else 0.0
 
-    def _told(self, result: Result | None) -> Result:
-        """The result, unless nothing was compared: an iterate whose objective is no number is as good as any."""
-        if isinstance(result, Reconstruction) and not math.isfinite(result.objective):
-            return NotApplicable(
-                f"the objective ({self.objective}) of no iterate is a finite number: the network overflows, or the "
-                "update is far smaller than what the method's step size makes; give the method that it was made with",
-                limit=True,
-            )
-        return NotApplicable("no trial was run") if result is None else result
+    def _group(
+        self, views: Sequence[ServerView], seeds: Sequence[int]
+    ) -> tuple[dict[int, Result], dict[object, list[Target]]]:
+        """Return refusals by the view's index, and the other views as problems, by what they can share a batch by."""
+        refused: dict[int, Result] = {}
+        groups: dict[object, list[Target]] = {}
+        for i, (view, seed) in enumerate(zip(views, seeds, strict=True)):
+            reason = self.refuse(view)
+            if reason is not None:
+                refused[i] = reason
+                continue
+            problem = self.build_problem(view)
+            groups.setdefault(problem.key, []).append(Target(i, problem, seed))
+        return refused, groups
 
-    def _fitting(self, index: int, problem: Problem, seeds: Sequence[int]) -> int | NotApplicable:
-        """How many trials share a stack: as many as go fastest, within the memory allowed."""
+    def _search_group(self, members: Sequence[Target], size: int, monitor: SearchMonitor) -> dict[int, Result]:
+        """Run the trials of views that can share batches of `size`; returns the results by the views' indices."""
+        # trials that look at each other have to feed their images alike
+        count = 1 if self.coupled_restarts else self.restarts
+        orders = {target.index: rank_orders(target.problem, self.orders, count) for target in members}
+        best = {target.index: BestTrial() for target in members}
+        stopped = ""
+        for trials in self._waves(members, best):
+            for begin in range(0, len(trials), size):
+                stopped = stopped or monitor.begin_batch()
+                if stopped:
+                    break
+                chunk = trials[begin : begin + size]
+                problems = [self._ordered(trial, orders) for trial in chunk]
+                for trial, problem, found in zip(
+                    chunk, problems, self._search_batch(chunk, problems, monitor), strict=True
+                ):
+                    best[trial.target.index].offer(self, trial.target.problem, problem, found)
+        return {target.index: self._finalize(best[target.index], stopped) for target in members}
+
+    def _ordered(self, trial: Trial, orders: Mapping[int, Sequence[Problem]]) -> Problem:
+        """Return the trial's problem with the order of images that its restart begins with."""
+        candidates = orders[trial.target.index]
+        return candidates[trial.restart % len(candidates)]
+
+    def _search_batch(
+        self, trials: Sequence[Trial], problems: Sequence[Problem], monitor: SearchMonitor
+    ) -> list[TrialResult]:
+        """Minimize the objectives of one batch of trials."""
+        variables = stack_variables(self._initial_variables(trial) for trial in trials)
+        noise = [stream(trial.target.seed, "langevin", trial.restart) for trial in trials]
+        return self.search(ProblemBatch(problems, compiled=self.compiled), variables, noise, monitor)
+
+    def _initial_variables(self, trial: Trial) -> Variables:
+        return self.initial_variables(trial.target.problem, trial.target.seed, trial.restart)
+
+    def search(
+        self,
+        batch: ProblemBatch,
+        variables: Variables,
+        noise: Sequence[torch.Generator],
+        monitor: SearchMonitor | None = None,
+    ) -> list[TrialResult]:
+        """Minimize the objectives of a batch from `variables` on, each trial with its own generator of noise."""
+        return minimize(
+            batch,
+            variables,
+            make_optimizer(self, noise),
+            StoppingRule(self.iterations, self.tolerance, self.patience),
+            evaluate=self.evaluate_batch,
+            bounds=pixel_bounds(batch.problems[0]) if self.boxed else None,
+            monitor=monitor,
+        )
+
+    def _waves(self, members: Sequence[Target], best: Mapping[int, BestTrial]) -> Iterator[list[Trial]]:
+        """Yield trials to run together: all, or restart by restart of views without success where it can be told."""
+        if self.enough == 0:
+            yield [Trial(target, restart) for target in members for restart in range(self.restarts)]
+            return
+        for restart in range(self.restarts):
+            yield [Trial(target, restart) for target in members if not best[target.index].least <= self.enough]
+
+    def _count_batches(self, views: int, size: int) -> int:
+        """Return how many batches of `size` the trials of so many views fill, at most."""
+        if self.enough == 0:
+            return -(-views * self.restarts // size)
+        return self.restarts * -(-views // size)
+
+    def _batch_size(self, target: Target) -> int | NotApplicable:
+        """Return how many trials share a batch: as many as go fastest, within the memory allowed."""
         # any restart is as large; the first may look for the likeliest labels beside
-        each = per_trial(problem, self._start(problem, seeds[index], 1)) / GIB
-        room = int(min(self.memory / max(each, 1 / GIB), self.stack, cached(problem.view)))
-        size = replace(self, stack=max(room, 1))._chunk()
+        problem = target.problem
+        each = bytes_per_trial(problem, self._initial_variables(Trial(target, 1))) / GIB
+        room = int(min(self.memory / max(each, 1 / GIB), self.stack, trials_in_cache(problem.view)))
+        size = replace(self, stack=max(room, 1)).batch_capacity()
         if room and (size <= room or size * each <= self.memory):
             return size
         steps = sum(map(len, problem.view.schedule or ()))
@@ -239,18 +343,29 @@ class Matching(Attack):
             limit=True,
         )
 
-    def _waves(
-        self, members: Sequence[tuple[int, Problem]], done: Container[int]
-    ) -> Iterator[list[tuple[int, Problem, int]]]:
-        """Trials to run together: all at once, or restart by restart of views not `done` where success can be told."""
-        if self.enough == 0:
-            yield [(i, problem, r) for i, problem in members for r in range(self.restarts)]
-            return
-        for r in range(self.restarts):
-            yield [(i, problem, r) for i, problem in members if i not in done]
+    def _finalize(self, best: BestTrial, stopped: str) -> Result:
+        """Return the result of a view's best trial with what is open about it, or why there is none."""
+        result = best.result
+        if result is None:
+            reason = f"no trial was run before {stopped}" if stopped else "no trial was run"
+            return NotApplicable(reason, limit=bool(stopped))
+        if best.cut_short:
+            result = replace(result, note="; ".join(filter(None, (result.note, best.cut_short))))
+        assert best.problem is not None
+        constant_lr = 3 / 8 if self.schedule == "step" and self.optimizer == "adam" else 1.0
+        search = SearchLength(self.iterations, constant_lr, best.cut_short)
+        result = note_misfit(result, best.problem, best.variables, search)
+        if math.isfinite(result.objective):
+            return result
+        # nothing was compared: an iterate whose objective is no number is as good as any
+        return NotApplicable(
+            f"the objective ({self.objective}) of no iterate is a finite number: the network overflows, or the "
+            "update is far smaller than what the method's step size makes; give the method that it was made with",
+            limit=True,
+        )
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
-        """Why this attack says nothing about `view`, or None."""
+        """Return why this attack says nothing about `view`, or None."""
         if not view.update:
             return NotApplicable(f"{view.method.name} shares nothing: there is no update to match")
         if view.batch_size is None:
@@ -259,7 +374,7 @@ class Matching(Attack):
             return NotApplicable(
                 f"the local schedule is unknown, so no update can be predicted{surrogate_hint(view, ': ')}"
             )
-        if (reason := opaque(view)) is not None:
+        if (reason := unsearchable_reason(view)) is not None:
             return NotApplicable(reason, limit=True)
         if not finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
@@ -271,38 +386,38 @@ class Matching(Attack):
         return None
 
     # ---- what a subclass may change ----------------------------------------------------------------------------------
-    def _problem(self, view: ServerView) -> Problem:
-        """What is searched for, and compared with what."""
-        labels = fixed_labels(view, self._rule(view))
-        space, terms = self._space(view), self._terms(view)
+    def build_problem(self, view: ServerView) -> Problem:
+        """Return what is searched for, and compared with what."""
+        labels = fixed_labels(view, self.label_rule(view))
+        space, terms = self.search_space(view), self.regularizers(view)
         compared = (self.objective, self.tv, self.landmarks, self.tv_units, space, terms, self.balance)
         now = Problem(view, labels, *compared)
-        told = [earlier for earlier in repeated(view) if self.refuse(earlier) is None]
-        past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in told]
-        return replace(now, earlier=tuple(ranked(problem, self.orders, 1)[0] for problem in past))
+        searchable = [earlier for earlier in repeated(view) if self.refuse(earlier) is None]
+        past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in searchable]
+        return replace(now, earlier=tuple(rank_orders(problem, self.orders, 1)[0] for problem in past))
 
-    def _rule(self, view: ServerView) -> str:
-        """`labels`, but that those read off are dealt out where it matters which image has which."""
-        return "joint" if self.labels == "auto" and told_apart(view) else self.labels
+    def label_rule(self, view: ServerView) -> str:
+        """Return `labels`, but that those read off are dealt out where it matters which image has which."""
+        return "joint" if self.labels == "auto" and order_matters(view) else self.labels
 
-    def _space(self, view: ServerView) -> Space:
-        """What images are made from."""
+    def search_space(self, view: ServerView) -> Space:
+        """Return what images are made from."""
         return IMAGES
 
-    def _terms(self, view: ServerView) -> tuple[Term, ...]:
-        """Further terms of the objective."""
+    def regularizers(self, view: ServerView) -> tuple[Regularizer, ...]:
+        """Return further terms of the objective."""
         return ()
 
-    def _chunk(self) -> int:
-        """How many trials share a stack; the restarts of a view lie side by side."""
+    def batch_capacity(self) -> int:
+        """Return how many trials share a batch at most; the restarts of a view lie side by side."""
         return self.stack
 
-    def _evaluate(self, stack: Stack, variables: Variables) -> tuple[Tensor, Variables]:
-        """Objectives (T,) and their gradients by variable."""
-        return stack.evaluate(variables)
+    def evaluate_batch(self, batch: ProblemBatch, variables: Variables) -> tuple[Tensor, Variables]:
+        """Return the objectives (T,) and their gradients by variable."""
+        return batch.evaluate(variables)
 
-    # ---- one trial ---------------------------------------------------------------------------------------------------
-    def _start(self, problem: Problem, seed: int, restart: int) -> Variables:
+    def initial_variables(self, problem: Problem, seed: int, restart: int) -> Variables:
+        """Return where a trial starts: images, label logits where labels are searched for, and private tensors."""
         view = problem.view
         draw = stream(seed, "attack", restart)
         count = view.batch_size or 1
@@ -317,33 +432,43 @@ class Matching(Attack):
             inputs = ((torch.full(shape, 0.5) - offset) / scale).float()
         made = {INPUTS: inputs}
         if problem.labels is None:
-            made[LABELS] = self._logits(problem, draw, restart)
+            made[LABELS] = self._initial_logits(problem, draw, restart)
         for name, size in view.private.items():
             known = (view.private_init or {}).get(name)
-            made[private_key(name)] = known if isinstance(known, Tensor) else guess(name, size, draw)
+            made[private_key(name)] = known if isinstance(known, Tensor) else initial_private(name, size, draw)
         return {k: v.to(dtype=view.dtype, device=view.device) for k, v in made.items()}
 
-    def _logits(self, problem: Problem, draw: torch.Generator, restart: int) -> Tensor:
-        """Where the search for labels begins (N, K): those read off, dealt out as is likeliest, then at random."""
+    def _initial_logits(self, problem: Problem, draw: torch.Generator, restart: int) -> Tensor:
+        """Return where the search for labels begins (N, K): those read off, dealt as is likeliest, then at random."""
         count, classes = problem.view.batch_size or 1, problem.view.task.num_classes
-        counted = problem.counted if self._rule(problem.view) == "joint" else None
-        if counted is None:
+        recovered = problem.recovered_labels if self.label_rule(problem.view) == "joint" else None
+        if recovered is None:
             return torch.randn(count, classes, generator=draw)
-        likeliest = dealt(problem, self.orders) if restart == 0 and told_apart(problem.view) else None
-        mine = counted[torch.randperm(count, generator=draw)] if likeliest is None else likeliest
-        return SURE * torch.nn.functional.one_hot(mine.cpu(), classes)
+        likeliest = assign_labels(problem, self.orders) if restart == 0 and order_matters(problem.view) else None
+        own = recovered[torch.randperm(count, generator=draw)] if likeliest is None else likeliest
+        return CONFIDENT_LOGIT * torch.nn.functional.one_hot(own.cpu(), classes)
 
-    def _result(self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]) -> Reconstruction:
+    def build_result(
+        self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]
+    ) -> Reconstruction:
+        """Return the result of one trial.
+
+        Args:
+            problem: that was searched.
+            row: the best iterate.
+            objective: there, relative to where the view's first trial began.
+            history: the objective along the search, in the same unit.
+        """
         view = problem.view
         labels = problem.labels
         if LABELS in row:
             labels = row[LABELS].argmax(-1)
-        odd = problem.update.sign_flipped
-        notes = [SUSPECT] if odd else []
-        if view.private and (idle := self._idle(view.private)):
-            notes.append(f"private_lr: no private tensor begins with {' or '.join(idle)}: {', '.join(view.private)}")
+        flipped = problem.update.sign_flipped
+        notes = [SIGN_WARNING] if flipped else []
+        if view.private and (unused := self._unused_steps(view.private)):
+            notes.append(f"private_lr: no private tensor begins with {' or '.join(unused)}: {', '.join(view.private)}")
         private: Tensors = {name: row[private_key(name)] for name in view.private}
-        known = {
+        knowledge = {
             "labels": view.labels is not None,
             "order": view.order is not None,
             "draws": view.draws is not None,
@@ -352,49 +477,60 @@ class Matching(Attack):
         }
         return Reconstruction(
             inputs=problem.pixels(row[INPUTS]).clamp(0, 1),
-            labels=labels if view.method.uses_labels and (view.labels is not None or not odd) else None,
+            labels=labels if view.method.uses_labels and (view.labels is not None or not flipped) else None,
             objective=objective,
             history=history,
             private=private,
-            knowledge=tuple(name for name, used in known.items() if used),
+            knowledge=tuple(name for name, used in knowledge.items() if used),
             note="; ".join(notes),
         )
 
-    # ---- the search --------------------------------------------------------------------------------------------------
-    def search(self, stack: Stack, variables: Variables, noise: Sequence[torch.Generator]) -> list[Found]:
-        """The stack's trials from `variables` on, each with its own generator of noise."""
-        limits = box(stack.problems[0]) if self.boxed else None
-        mover = Adam(self, noise) if self.optimizer == "adam" else Quasi(self)
-        watch = Watch(variables, mover.settled)
-        for iteration in range(self.iterations + 1):
-            stack.ahead(self.iterations - iteration, variables)
-            values, grads = self._evaluate(stack, variables)
-            relative = watch.note(iteration, values, variables)
-            if iteration == self.iterations:
-                break
-            rows = watch.going(relative, self.tolerance, self.patience)
-            if rows is not None:
-                if not len(rows):
-                    break
-                stack.keep(rows)
-                mover.keep(rows)
-                watch.keep(rows)
-                variables = {k: v[rows] for k, v in variables.items()}
-                grads = {k: v[rows] for k, v in grads.items()}
-            scale = watch.scale
-            grads = {k: g / scale.view(-1, *[1] * (g.ndim - 1)) for k, g in grads.items()}
-            variables = mover.move(variables, grads)
-            if limits is not None:
-                variables[INPUTS] = variables[INPUTS].clamp(*limits)
-        return watch.results()
+
+@dataclass(frozen=True)
+class Target:
+    """A view to be attacked: its index among those of the call, its problem and its seed."""
+
+    index: int
+    problem: Problem
+    seed: int
 
 
-def box(problem: Posed) -> tuple[Tensor, Tensor]:
-    """The least and the largest value of pixels in the units searched, (C, 1, 1) each."""
-    offset, scale = problem.constants["offset"], problem.constants["scale"]
-    return (0 - offset) / scale, (1 - offset) / scale
+@dataclass(frozen=True)
+class Trial:
+    """One search for a target; each restart starts elsewhere."""
+
+    target: Target
+    restart: int
 
 
-def _better(old: Result | None, new: Reconstruction) -> Reconstruction:
-    """The restart with the smaller objective; not-a-number loses."""
-    return old if isinstance(old, Reconstruction) and not new.objective < old.objective else new
+@dataclass
+class BestTrial:
+    """The trial of one view with the smallest objective so far; not-a-number loses.
+
+    Attributes:
+        result: of the trial.
+        problem: with the order of images that it fed.
+        variables: its best iterate.
+        cut_short: what cut it short, in words; empty where nothing did.
+        least: the smallest objective of any trial, relative to its own start.
+        reference: the objective where the view's first trial began, to which those of all trials are relative.
+    """
+
+    result: Reconstruction | None = None
+    problem: Problem | None = None
+    variables: Variables = field(default_factory=dict)
+    cut_short: str = ""
+    least: float = math.inf
+    reference: float | None = None
+
+    def offer(self, attack: GradientMatching, target: Problem, problem: Problem, found: TrialResult) -> None:
+        """Take another trial's result where it is better; `problem` is `target` with the order of its restart."""
+        if self.reference is None:
+            self.reference = found.start_objective
+        unit = found.start_objective / self.reference
+        history = tuple(value * unit for value in found.history)
+        result = attack.build_result(target, found.variables, found.objective * unit, history)
+        self.least = min(self.least, found.objective)
+        if self.result is None or result.objective < self.result.objective:
+            self.result, self.problem = result, problem
+            self.variables, self.cut_short = found.variables, found.cut_short

@@ -17,7 +17,7 @@ STALE = 20
 """Exchanges in a row without a new best, after which a search for orders begins elsewhere."""
 
 
-def ranked(problem: Problem, tries: int, count: int) -> list[Problem]:
+def rank_orders(problem: Problem, tries: int, count: int) -> list[Problem]:
     """The problem with the likeliest orders of its batches, best first: at most `count`, at least one.
 
     Which classes a batch holds shows in a round's update even if every image is taken to be mid grey. So orders are
@@ -31,21 +31,27 @@ def ranked(problem: Problem, tries: int, count: int) -> list[Problem]:
         tries: orders to look at; 0 takes the images in turn, and so do labels or classifiers that are searched for.
         count: how many to return.
     """
-    if problem.turn is None or not tries or problem.labels is None or problem.view.private or problem.view.parts:
+    if (
+        problem.default_order is None
+        or not tries
+        or problem.labels is None
+        or problem.view.private
+        or problem.view.parts
+    ):
         return [problem]
     view = problem.view
     passes = _passes(view)
 
     def value(order: Tensor) -> float:
         # where a pass ends within a batch (Poisson sampling) an image may be there twice
-        twice = any(len(set(batch)) < len(batch) for batch in problem.batches(order))
-        return math.inf if twice else _at_grey(problem.fed(order))
+        twice = any(len(set(batch)) < len(batch) for batch in problem.batch_contents(order))
+        return math.inf if twice else _at_grey(problem.with_order(order))
 
-    met = _searched(problem.turn, passes, tries, value, problem.batches, stream(0, "orders"))
-    return [problem.fed(order) for order in met[:count]] or [problem]
+    met = _searched(problem.default_order, passes, tries, value, problem.batch_contents, stream(0, "orders"))
+    return [problem.with_order(order) for order in met[:count]] or [problem]
 
 
-def dealt(problem: Problem, tries: int) -> Tensor | None:
+def assign_labels(problem: Problem, tries: int) -> Tensor | None:
     """The labels read off (N,), each given to the image whose batches it explains best; None where nothing tells.
 
     As orders are by `ranked`: by the objective at mid grey, labels being exchanged wherever that lowers it.
@@ -54,7 +60,7 @@ def dealt(problem: Problem, tries: int) -> Tensor | None:
         problem: of a view whose order is known.
         tries: deals to look at; 0 looks at none.
     """
-    counted, view = problem.counted, problem.view
+    counted, view = problem.recovered_labels, problem.view
     if not tries or counted is None or view.private or view.parts or view.order is None:
         return None
 
@@ -72,7 +78,7 @@ def _at_grey(problem: Problem) -> float:
     shape = (view.batch_size or 1, *problem.space.shape(view.task))
     grey = {INPUTS: (torch.full(shape, 0.5).to(offset) - offset) / scale}
     with torch.no_grad():
-        found = float(problem.value(grey, constants, view.client, stacked=False))
+        found = float(problem.value(grey, constants, view.client, vmapped=False))
     return found if math.isfinite(found) else math.inf
 
 

@@ -16,7 +16,7 @@ WARM = 3
 """Calls before a capture, in which libraries choose and set up what they use."""
 
 
-class Graph:
+class CapturedGraph:
     """`evaluate` at variables of the shapes of `variables`, as one CUDA graph.
 
     Args:

@@ -38,7 +38,7 @@ def _conv(inside: int, outside: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inside, outside, 3, stride=stride, padding=1)
 
 
-class Picture(nn.Module):
+class ImageNetwork(nn.Module):
     """The base of both networks.
 
     Attributes:
@@ -57,7 +57,7 @@ class Picture(nn.Module):
         return "" if shape[0] == self.channels else f"it is for {self.channels} channels, the images have {shape[0]}"
 
 
-class Decoder(Picture):
+class Decoder(ImageNetwork):
     """Codes (B, code, H / factor, W / factor), about N(0, 1), to pixels (B, C, H, W) in (0, 1)."""
 
     def __init__(self, channels: int, factor: int, code: int = 8, width: int = 32) -> None:
@@ -83,7 +83,7 @@ class Decoder(Picture):
         return self.layers(codes)
 
 
-class Enhancer(Picture):
+class Enhancer(ImageNetwork):
     """Blurred pixels (B, C, H, W) to sharper ones of the same shape: what is missing is added."""
 
     def __init__(self, channels: int, factor: int, width: int = 32) -> None:
@@ -114,10 +114,10 @@ class _AutoEncoder(nn.Module):
         return self.decoder(codes + CODE_NOISE * torch.randn(codes.shape, generator=draw))
 
 
-KINDS: dict[str, type[Picture]] = {"decoder": Decoder, "enhancer": Enhancer}
+KINDS: dict[str, type[ImageNetwork]] = {"decoder": Decoder, "enhancer": Enhancer}
 
 
-def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: int = 0) -> Picture:
+def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: int = 0) -> ImageNetwork:
     """A decoder or an enhancer trained on `images`.
 
     Args:
@@ -171,7 +171,7 @@ def _sharpening(network: nn.Module, factor: int, images: Tensor) -> Loss:
     return loss
 
 
-def save(network: Picture, path: Path, source: str) -> None:
+def save(network: ImageNetwork, path: Path, source: str) -> None:
     """Write a network to one file of plain arrays, with a word on the images it was trained on."""
     kind = next(name for name, entry in KINDS.items() if isinstance(network, entry))
     head = {"kind": kind, "channels": network.channels, "factor": network.factor, "source": source}
@@ -197,7 +197,7 @@ def load(path: str, kind: str, dtype: torch.dtype = torch.float32, device: torch
 
 
 @cache
-def _read(path: Path, changed: int, kind: str, dtype: torch.dtype, device: torch.device) -> Picture:
+def _read(path: Path, changed: int, kind: str, dtype: torch.dtype, device: torch.device) -> ImageNetwork:
     with np.load(path, allow_pickle=False) as arrays:
         head = json.loads(str(arrays["head"]))
         state = {name: torch.from_numpy(arrays[name]) for name in arrays.files if name != "head"}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class StackedLBFGS:
+class BatchedLBFGS:
     """One L-BFGS per row of a (T, D) matrix, without line search, as `torch.optim.LBFGS(lr=1)` runs it.
 
     Unlike torch's it has no absolute tolerance: its path does not depend on the unit of the objective, so that an
@@ -75,7 +75,7 @@ class StackedLBFGS:
         moved = (w @ self.s[:, :used] - u @ self.y[:, :used])[:, 0]
         return gradient * self.gamma[:, None].to(gradient.dtype) + moved
 
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         """Go on with the problems `rows` (an index tensor) only."""
         if self.last is not None:
             self.last = (self.last[0][rows], self.last[1][rows])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attacks.gradient_matching.engine.batching import Posed
+from attacks.gradient_matching.engine.batching import BatchableProblem
 from attacks.gradient_matching.engine.problem import Problem, Variables
 from fl.aggregated_view import joint_schedule
 from fl.types import Schedule
@@ -27,7 +27,7 @@ CACHE = 16 * 2**20
 (0.1 million weights, 64 trials) to a half (2.2 million, 4 trials); measured on two processors, in float32."""
 
 
-def cached(view: ServerView) -> int:
+def trials_in_cache(view: ServerView) -> int:
     """How many trials' gradients stay in a CPU's caches, at least one; no bound on any other device."""
     if view.device.type != "cpu":
         return sys.maxsize
@@ -39,7 +39,7 @@ SHARE = 16
 """Trials in one of several processes, at most: on a CPU larger stacks are hardly faster, and leave cores idle."""
 
 
-def portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Sequence[int]]:
+def split_into_portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Sequence[int]]:
     """Consecutive views whose trials fill one stack, as evenly as can be.
 
     Args:
@@ -50,13 +50,13 @@ def portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Seq
     if not views:
         return []
     most = SHARE if views[0].device.type == "cpu" else stack
-    together = max(min(stack, cached(views[0]), most) // restarts, 1)
+    together = max(min(stack, trials_in_cache(views[0]), most) // restarts, 1)
     parts = -(-len(views) // together)
     bounds = [len(views) * i // parts for i in range(parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
-def per_trial(problem: Problem, variables: Variables) -> int:
+def bytes_per_trial(problem: Problem, variables: Variables) -> int:
     """Bytes that it takes to differentiate the objective of one guess, about.
 
     They grow with the local steps: every step's activations, gradient and the derivative's own intermediate values
@@ -75,20 +75,20 @@ def _unrolled(problem: Problem, variables: Variables) -> int:
     """The bytes that autograd keeps for all steps of a round."""
     counts = [len(steps) for steps in problem.view.schedule or ()]
     ones = [min(count, 1) for count in counts]
-    least = whole = _kept(problem, variables, ones)
+    least = whole = _bytes_with_steps(problem, variables, ones)
     for phase, count in enumerate(counts):
         if count > 1:
             more = [n + (i == phase) for i, n in enumerate(ones)]
-            whole += (_kept(problem, variables, more) - least) * (count - 1)
+            whole += (_bytes_with_steps(problem, variables, more) - least) * (count - 1)
     return whole
 
 
-def _kept(problem: Problem, variables: Variables, counts: Sequence[int]) -> int:
+def _bytes_with_steps(problem: Problem, variables: Variables, counts: Sequence[int]) -> int:
     """The bytes for so many steps of each phase, by trying."""
-    return kept(replace(problem, view=_shortened(problem.view, counts)), variables)
+    return saved_bytes(replace(problem, view=_shortened(problem.view, counts)), variables)
 
 
-def kept(problem: Posed, variables: Variables) -> int:
+def saved_bytes(problem: BatchableProblem, variables: Variables) -> int:
     """The bytes that autograd keeps of one evaluation, its constants apart, by trying.
 
     Args:
@@ -97,7 +97,7 @@ def kept(problem: Posed, variables: Variables) -> int:
     """
     leaves = {name: value.detach().requires_grad_() for name, value in variables.items()}
     with torch.enable_grad():
-        value = problem.value(leaves, problem.constants, problem.view.client, stacked=False)
+        value = problem.value(leaves, problem.constants, problem.view.client, vmapped=False)
     given = {_place(leaf) for leaf in pytree.tree_leaves(problem.constants) if isinstance(leaf, Tensor)}
     sizes = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _saved(value)}
     return sum(size for place, size in sizes.items() if place not in given)

@@ -12,14 +12,14 @@ from attacks.update.rescaling import in_unit
 from fl.tensors import LowRank, Tensors, dense, length, norm, scaled, split, squared_distance
 
 
-def direction(observed: Tensors) -> tuple[Tensors, Tensor]:
+def normalize(observed: Tensors) -> tuple[Tensors, Tensor]:
     """An observed update divided by its norm, and the norm (of no dimensions): what the distances below take."""
     size = norm(observed)
     least = torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps
     if not bool(least <= size.square() < math.inf):  # squares run under or overflow
         apart, unit = in_unit(observed)
         if unit != 1:  # else all are zero
-            found, own = direction(apart)
+            found, own = normalize(apart)
             return found, own * unit
     based = any(isinstance(v, LowRank) and v.scale != 0 for v in observed.values())
     return scaled(observed, 1 / float(size) if based else 1 / size), size  # the base of a LowRank takes numbers only
@@ -43,7 +43,7 @@ def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     return _distance(predicted, observed, 1 / norm(mine)) / 2
 
 
-def squared(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
+def l2(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     """Squared distance relative to the observed update's own size (DLG, Zhu et al. 2019, Eq. 4, made unit-free).
 
     Args:
@@ -54,7 +54,7 @@ def squared(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     return _distance(predicted, observed, 1 / size, fixed=True)
 
 
-def absolute(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
+def l1(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     """Sum of absolute differences, relative to the sum of the observed entries (IG's code has it as "l1", unscaled).
 
     Of an update in factored form this takes the whole matrix.
@@ -69,7 +69,7 @@ def absolute(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     return apart / torch.stack([theirs.abs().sum() for _, theirs in pairs]).sum()
 
 
-def by_tensor(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
+def layerwise_cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     """Mean of `cosine` over the tensors, each by itself; of those that are zero, or rounding, nothing is asked.
 
     Every other tensor counts as much as any, however small. IG's code has it as "simlocal", summed over the tensors.
@@ -181,5 +181,5 @@ class _Directions(torch.autograd.Function):
 
 
 Objective = Literal["cosine", "l2", "l1", "simlocal"]
-OBJECTIVES = {"cosine": cosine, "l2": squared, "l1": absolute, "simlocal": by_tensor}
+OBJECTIVES = {"cosine": cosine, "l2": l2, "l1": l1, "simlocal": layerwise_cosine}
 """The distances by their names, which are those of `Objective`."""

@@ -1,144 +1,180 @@
-"""How a search moves from one iterate to the next, row by row of a stack."""
+"""Optimizers of a search: how a batch of trials goes from one iterate to the next, row by row."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from attacks.gradient_matching.engine.lbfgs import StackedLBFGS
+from attacks.gradient_matching.engine.lbfgs import BatchedLBFGS
 from attacks.gradient_matching.engine.problem import INPUTS, LABELS, PRIVATE, Variables
 
-LAST_FALL = 7 / 8
+LAST_LR_DROP = 7 / 8
 """Share of a search after which the step size falls for the last time."""
 
 
-class Settings(Protocol):
-    """What an optimizer asks of a search's settings (`attacks.gradient_matching.engine.base.Matching`)."""
+class OptimizerSettings(Protocol):
+    """The settings of `GradientMatching` that an optimizer reads; they are documented there."""
 
     @property
     def iterations(self) -> int:
         """Length of the search."""
 
     @property
-    def schedule(self) -> str:
-        """How the step size falls: none, step or cosine."""
+    def optimizer(self) -> Literal["adam", "lbfgs"]:
+        """Which optimizer."""
 
     @property
     def lr(self) -> float:
         """Step size of images."""
 
     @property
-    def last_lr(self) -> float:
-        """Share of the step size at the end of a cosine."""
+    def signed(self) -> bool:
+        """Whether images take steps by the sign of their gradient."""
 
     @property
-    def label_lr(self) -> float:
-        """Step size of labels."""
+    def schedule(self) -> Literal["step", "cosine", "none"]:
+        """How the step size falls."""
 
     @property
     def warmup(self) -> int:
         """Iterations in which the step size rises."""
 
     @property
-    def signed(self) -> bool:
-        """Whether images move by the signs of their gradient."""
+    def last_lr(self) -> float:
+        """Share of the step size at the end of a cosine."""
 
     @property
     def langevin(self) -> float:
         """Noise of each step, as a share of the step size."""
 
     @property
+    def label_lr(self) -> float:
+        """Step size of label logits."""
+
+    @property
     def history(self) -> int:
-        """Steps that L-BFGS remembers."""
+        """Pairs that L-BFGS keeps."""
 
     @property
     def max_step(self) -> float:
         """Longest step of L-BFGS."""
 
     def private_step(self, name: str) -> float:
-        """Step size of a private tensor."""
+        """Return the step size of the private tensor `name`."""
+
+
+class Optimizer(Protocol):
+    """Takes steps on the variables of a batch, whose rows do not know of each other."""
+
+    @property
+    def final_phase_start(self) -> int:
+        """The iteration from which the step size has all but fallen; 0 where it does not fall."""
+
+    def step(self, variables: Variables, grads: Variables) -> Variables:
+        """Return the next iterate from the gradients at this one; both by variable, one row for each trial."""
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with the trials `rows` (an index tensor) only."""
+
+
+def make_optimizer(settings: OptimizerSettings, noise: Sequence[torch.Generator]) -> Optimizer:
+    """Return the optimizer that the settings name.
+
+    Args:
+        settings: of the search.
+        noise: one generator for each trial, of the noise of Langevin steps; empty where none is added.
+    """
+    return Adam(settings, noise) if settings.optimizer == "adam" else LBFGSOptimizer(settings)
 
 
 class Adam:
-    """Adam, row by row; images optionally by sign, everything else at its own step size."""
+    """Adam (Kingma and Ba, ICLR 2015), row by row.
 
-    def __init__(self, settings: Settings, noise: Sequence[torch.Generator]) -> None:
+    With the gradient g (its sign for images, where the search is `signed`) and moments m, v:
+
+        m <- 0.9 m + 0.1 g,   v <- 0.999 v + 0.001 g^2,
+        z <- z - lr lr_factor m' / (sqrt(v') + 1e-8),
+
+    where m', v' are m and v without their bias towards zero. Images, label logits and private tensors have a step size
+    lr of their own. Langevin noise, `lr lr_factor langevin N(0, 1)`, is added to images.
+    """
+
+    def __init__(self, settings: OptimizerSettings, noise: Sequence[torch.Generator]) -> None:
         self.settings = settings
         self.noise = list(noise)
-        self.first: Variables = {}
-        self.second: Variables = {}
+        self.first_moment: Variables = {}
+        self.second_moment: Variables = {}
         self.steps = 0
-        self.sizes: dict[str, float] = {}
+        self.step_sizes: dict[str, float] = {}
 
     @property
-    def settled(self) -> int:
+    def final_phase_start(self) -> int:
         """The iteration from which the step size has all but fallen; 0 where it does not fall."""
-        return 0 if self.settings.schedule == "none" else math.ceil(LAST_FALL * self.settings.iterations)
+        return 0 if self.settings.schedule == "none" else math.ceil(LAST_LR_DROP * self.settings.iterations)
 
-    def factor(self) -> float:
-        """The share of the step size that the next step takes."""
+    def lr_factor(self) -> float:
+        """Return the share of the step size that the next step takes."""
         settings = self.settings
         done = self.steps / settings.iterations
         factor = 1.0
         if settings.schedule == "step":
-            factor = 0.1 ** sum(done >= mark for mark in (3 / 8, 5 / 8, LAST_FALL))
+            factor = 0.1 ** sum(done >= mark for mark in (3 / 8, 5 / 8, LAST_LR_DROP))
         elif settings.schedule == "cosine":
             factor = settings.last_lr + (1 - settings.last_lr) * (1 + math.cos(math.pi * done)) / 2
         rise = min(settings.warmup, settings.iterations // 2)  # a short search takes steps of the full size as well
         return factor * min(1.0, (self.steps + 1) / (rise + 1))
 
-    def move(self, variables: Variables, grads: Variables) -> Variables:
-        """The next iterate."""
-        factor = self.factor()
+    def step(self, variables: Variables, grads: Variables) -> Variables:
+        """Return the next iterate."""
+        factor = self.lr_factor()
         self.steps += 1
         result = {}
         for k, g in grads.items():
             if k == INPUTS and self.settings.signed:
                 g = g.sign()
-            m = self.first[k] = 0.9 * self.first.get(k, torch.zeros_like(g)) + 0.1 * g
-            v = self.second[k] = 0.999 * self.second.get(k, torch.zeros_like(g)) + 0.001 * g * g
+            m = self.first_moment[k] = 0.9 * self.first_moment.get(k, torch.zeros_like(g)) + 0.1 * g
+            v = self.second_moment[k] = 0.999 * self.second_moment.get(k, torch.zeros_like(g)) + 0.001 * g * g
             step = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-8)
-            if k not in self.sizes:
-                self.sizes[k] = self._size(k)
-            result[k] = variables[k] - self.sizes[k] * factor * step
+            if k not in self.step_sizes:
+                self.step_sizes[k] = self._step_size(k)
+            result[k] = variables[k] - self.step_sizes[k] * factor * step
         if self.settings.langevin:
             size = result[INPUTS].shape[1:]
             noise = torch.stack([torch.randn(size, generator=draw) for draw in self.noise]).to(result[INPUTS])
             result[INPUTS] += self.settings.lr * factor * self.settings.langevin * noise
         return result
 
-    def _size(self, variable: str) -> float:
-        """The step size of a variable."""
+    def _step_size(self, variable: str) -> float:
         if variable in {INPUTS, LABELS}:
             return self.settings.lr if variable == INPUTS else self.settings.label_lr
         return self.settings.private_step(variable.removeprefix(PRIVATE))
 
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         """Go on with these trials."""
         self.noise = [self.noise[i] for i in rows.tolist()] if self.noise else []
-        self.first = {k: v[rows] for k, v in self.first.items()}
-        self.second = {k: v[rows] for k, v in self.second.items()}
+        self.first_moment = {k: v[rows] for k, v in self.first_moment.items()}
+        self.second_moment = {k: v[rows] for k, v in self.second_moment.items()}
 
 
-class Quasi:
-    """L-BFGS over all variables of a trial together."""
+class LBFGSOptimizer:
+    """L-BFGS over all variables of a trial together, as one vector."""
 
-    settled = 0
+    final_phase_start = 0
 
-    def __init__(self, settings: Settings) -> None:
-        self.solver = StackedLBFGS(settings.history, settings.lr, settings.max_step)
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self.solver = BatchedLBFGS(settings.history, settings.lr, settings.max_step)
 
-    def move(self, variables: Variables, grads: Variables) -> Variables:
-        """The next iterate."""
+    def step(self, variables: Variables, grads: Variables) -> Variables:
+        """Return the next iterate."""
         count = len(next(iter(grads.values())))
-        move = self.solver.step(torch.cat([g.reshape(count, -1) for g in grads.values()], dim=1))
-        parts = move.split([g[0].numel() for g in grads.values()], dim=1)
+        step = self.solver.step(torch.cat([g.reshape(count, -1) for g in grads.values()], dim=1))
+        parts = step.split([g[0].numel() for g in grads.values()], dim=1)
         return {k: variables[k] + part.view_as(variables[k]) for k, part in zip(grads, parts, strict=True)}
 
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         """Go on with these trials."""
-        self.solver.keep(rows)
+        self.solver.select(rows)

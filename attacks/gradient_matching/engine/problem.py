@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from attacks.gradient_matching.engine.objectives import OBJECTIVES, direction, squared
-from attacks.gradient_matching.engine.regularizers import Term, total_variation
+from attacks.gradient_matching.engine.objectives import OBJECTIVES, l2, normalize
+from attacks.gradient_matching.engine.regularizers import Regularizer, total_variation
 from attacks.gradient_matching.engine.search_space import IMAGES, Space
 from attacks.labels.recovery import recovered
 from attacks.update.observed_update import ObservedUpdate
@@ -26,7 +26,7 @@ from fl.tensors import Tensors, rms, scaled, times, total
 from fl.types import Candidate, Order, frozen
 from fl.view import ServerView
 
-SMALL = 1e-3
+SCALE_FLOOR = 1e-3
 """Relative to the largest tensor's entries: those of a tensor may be rounding, and count as if they were so large."""
 Variables = dict[str, Tensor]
 Evaluation = Callable[[Variables], tuple[Tensor, Variables]]
@@ -36,7 +36,7 @@ INPUTS, LABELS, PRIVATE = "inputs", "labels", "private:"
 with."""
 
 
-def alike(view: ServerView) -> object:
+def batching_key(view: ServerView) -> object:
     """What views must have in common for their problems to be solved in one stack, but for their tensors' shapes."""
     order = None if view.order is None else str(view.order)
     settings = (view.method, view.defense, view.threat, view.schedule, order, view.batch_size, view.round, view.parts)
@@ -50,7 +50,7 @@ def alike(view: ServerView) -> object:
     )
 
 
-def shapes(constants: Any) -> object:
+def tensor_form(constants: Any) -> object:
     """The form of a tree of tensors: equal for those that can be stacked."""
     leaves, tree = pytree.tree_flatten(constants)
     return str(tree), tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
@@ -85,7 +85,7 @@ class Problem:
     landmarks: float = 0.0
     tv_units: str = "normalised"
     space: Space = IMAGES
-    terms: tuple[Term, ...] = ()
+    terms: tuple[Regularizer, ...] = ()
     balance: float = 0.0
     earlier: tuple[Problem, ...] = ()
 
@@ -95,7 +95,7 @@ class Problem:
         return ObservedUpdate(self.view)
 
     @property
-    def guided(self) -> bool:
+    def uses_surrogate(self) -> bool:
         """Whether a known defence's stand-ins lead the search: they look at what one client sent, not at a mean.
 
         Of a group, each client's prediction goes through the defence itself instead.
@@ -108,12 +108,12 @@ class Problem:
         return self.update.change
 
     @cached_property
-    def counted(self) -> Tensor | None:
+    def recovered_labels(self) -> Tensor | None:
         """The labels (N,) read off the classifier's update, in ascending order; None where it doesn't tell."""
         return recovered(self.update)
 
     @cached_property
-    def turn(self) -> Tensor | None:
+    def default_order(self) -> Tensor | None:
         """The images fed (M,), batch by batch and in turn, where the true order matters and is unknown; else None."""
         view = self.view
         if view.order is not None or view.schedule is None or view.batch_size is None:
@@ -124,13 +124,13 @@ class Problem:
             return None
         return torch.cat(batches).to(view.device)
 
-    def fed(self, order: Tensor) -> Problem:
+    def with_order(self, order: Tensor) -> Problem:
         """The same problem with the images fed in `order` (M,), in place of `turn`."""
         made = replace(self)
         made.__dict__.update({**self.__dict__, "constants": {**self.constants, "order": order}})
         return made
 
-    def batches(self, order: Tensor) -> tuple[tuple[int, ...], ...]:
+    def batch_contents(self, order: Tensor) -> tuple[tuple[int, ...], ...]:
         """What an order (M,) comes to: the images of each batch, ascending."""
         return tuple(tuple(sorted(b.tolist())) for steps in self._cut(order) for step in steps for b in step)
 
@@ -144,7 +144,7 @@ class Problem:
     def constants(self) -> dict[str, Any]:
         """All tensors of the problem, as one tree."""
         view, weights = self.view, self._weights()
-        observed, size = direction(_weighed(self.observed, weights))
+        observed, size = normalize(_weighed(self.observed, weights))
         spread = view.task.std if self.tv_units == "normalised" else (1.0,) * len(view.task.std)
         offset, scale = (
             torch.tensor(x, dtype=view.dtype, device=view.device).view(-1, 1, 1) for x in self.space.units(view.task)
@@ -158,7 +158,7 @@ class Problem:
             "received": view.received,
             "buffers": view.buffers,
             "draws": view.draws,
-            "order": self.turn,
+            "order": self.default_order,
             "labels": self.labels,
             "weights": weights,
             "offset": offset,
@@ -176,8 +176,8 @@ class Problem:
         if trusted:
             known |= view.defense.weights(view.update)
         if self.balance:
-            sizes = {name: rms(value) for name, value in direction(observed)[0].items()}
-            floor = SMALL * max(sizes.values())
+            sizes = {name: rms(value) for name, value in normalize(observed)[0].items()}
+            floor = SCALE_FLOOR * max(sizes.values())
             known = {n: known[n] * (floor / max(size, floor)) ** self.balance for n, size in sizes.items()}
         if not trusted and not self.balance:
             return None
@@ -188,15 +188,15 @@ class Problem:
         marks = {n: observed[n] for n in self.view.method.landmarks() if n in observed}
         if not marks or not self.landmarks:
             return None
-        unit, share = direction(marks)
+        unit, share = normalize(marks)
         return unit, share * size
 
     @cached_property
     def key(self) -> object:
         """Equal for problems that can be solved in one stack."""
         return (
-            alike(self.view),
-            shapes(self.constants),
+            batching_key(self.view),
+            tensor_form(self.constants),
             self.objective,
             self.tv,
             self.landmarks,
@@ -214,7 +214,7 @@ class Problem:
     def _pixels(self, values: Tensor, constants: dict[str, Any]) -> Tensor:
         return self.space.decode(values * constants["scale"] + constants["offset"])
 
-    def unexplained(self, variables: Variables) -> float:
+    def cosine_misfit(self, variables: Variables) -> float:
         """How far the direction of what one guess predicts is from that observed: 1 - cos, in [0, 2]; no prior counts.
 
         Not a number where the prediction is none.
@@ -223,7 +223,7 @@ class Problem:
         bare = replace(self, objective="cosine")
         with torch.enable_grad():  # the prediction is a gradient itself
             candidate = self._candidate(variables, constants)
-            return float(bare._distance(candidate, constants, self.view.client, stacked=False).detach())
+            return float(bare._distance(candidate, constants, self.view.client, vmapped=False).detach())
 
     def _candidate(self, variables: Variables, constants: dict[str, Any]) -> Candidate:
         """One guess of what the client fed and kept."""
@@ -231,15 +231,15 @@ class Problem:
         private: Tensors = {name: variables[private_key(name)] for name in self.view.private}
         return Candidate(self._pixels(variables[INPUTS], constants), labels, private)
 
-    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+    def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
         """The objective of one guess: distance of the updates, plus the prior."""
         view = self._seen(constants)
         candidate = self._candidate(variables, constants)
         pixels = candidate.inputs
-        value = self._distance(candidate, constants, client, stacked=stacked)
+        value = self._distance(candidate, constants, client, vmapped=vmapped)
         if self.earlier:
             for past, mine in zip(self.earlier, constants["earlier"], strict=True):
-                value = value + past._distance(candidate, mine, past.view.client, stacked=stacked)
+                value = value + past._distance(candidate, mine, past.view.client, vmapped=vmapped)
             value = value / (1 + len(self.earlier))
         if self.tv:
             value = value + self.tv * total_variation(pixels, constants["spread"])
@@ -252,15 +252,15 @@ class Problem:
         names = ("shared", "update", "received", "buffers", "draws")
         return replace(self.view, **{name: constants[name] for name in names})
 
-    def _distance(self, candidate: Candidate, constants: dict[str, Any], client: Client, *, stacked: bool) -> Tensor:
+    def _distance(self, candidate: Candidate, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
         """How far what a guess predicts is from what was observed."""
         view = self._seen(constants)
-        derivative = func_derivative if stacked else autograd_derivative
+        derivative = func_derivative if vmapped else autograd_derivative
         if constants["order"] is not None:
             candidate = replace(candidate, order=self._cut(constants["order"]))
-        defended, guided = not self.guided, self.guided
+        defended, guided = not self.uses_surrogate, self.uses_surrogate
         predicted = predict(view, candidate, derivative=derivative, client=client, defended=defended, guided=guided)
-        if self.guided:
+        if self.uses_surrogate:
             predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weighed(self.update.without_decay(predicted, view), constants["weights"])
         if view.scaled:
@@ -268,7 +268,7 @@ class Problem:
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
         if constants["marks"] is not None:
             marks, share = constants["marks"]
-            value = value + self.landmarks * squared(predicted, marks, share)
+            value = value + self.landmarks * l2(predicted, marks, share)
         return value
 
 
@@ -286,7 +286,7 @@ def _weighed(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:
     return values if weights is None else {name: times(value, weights[name]) for name, value in values.items()}
 
 
-def opaque(view: ServerView) -> str | None:
+def unsearchable_reason(view: ServerView) -> str | None:
     """Why something private can't be searched for, or None."""
     model = view.client.task.model
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
@@ -298,7 +298,7 @@ def opaque(view: ServerView) -> str | None:
     return None
 
 
-def guess(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
+def initial_private(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
     """A start for a private tensor: zero for memory, else as a layer is initialised (1 / sqrt of the fan-in)."""
     if "memory" in name.split("/"):
         return torch.zeros(size)

@@ -11,7 +11,7 @@ from fl.types import Candidate
 from fl.view import ServerView
 
 
-class Term(Protocol):
+class Regularizer(Protocol):
     """A further term of a search's objective: a frozen dataclass of settings."""
 
     def constants(self, view: ServerView) -> Any:

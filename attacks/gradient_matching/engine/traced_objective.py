@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attacks.gradient_matching.engine.cuda_graph import Graph
+from attacks.gradient_matching.engine.cuda_graph import CapturedGraph
 from attacks.gradient_matching.engine.problem import Evaluation
 from fl.seeds import stream
 
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 Points = Sequence[tuple[dict[str, Tensor], object]]
 """Where to compare: variables, and what the evaluation itself gives there."""
 
-STEADY = 10
+STEADY_EVALUATIONS = 10
 """Evaluations of the same trials before they are recorded: what ends at once, and what is set up once, is over."""
-WORTH = 300
+MIN_EVALUATIONS_TO_TRACE = 300
 """Evaluations that must be ahead: recording costs as much as a hundred of a single trial, or thirty of a stack."""
 
-LONG = 2000
+MIN_EVALUATIONS_TO_COMPILE = 2000
 """Evaluations that must be ahead to be compiled, which costs as much as thousands of a small stack."""
 CLOSE = 1e4
 """How far a trial's objective and gradient by compiled code may be from the record's, in units of rounding."""
@@ -48,7 +48,7 @@ FAILURES = (*REFUSALS, ImportError, OSError, MemoryError)
 """What compiling raises, here or by a missing or broken compiler."""
 
 
-def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool = False) -> Evaluation | None:
+def trace(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool = False) -> Evaluation | None:
     """The evaluation as a list of operations, or None where it can't be one.
 
     None are evaluations that draw random numbers, decide by numbers that depend on the variables (how many entries a
@@ -93,13 +93,13 @@ def record(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool
     return _graphed(fast or replay, points) or (replay if fast is None else _Compiled(fast, replay))
 
 
-def _graphed(evaluate: Evaluation, points: Points) -> Graph | None:
+def _graphed(evaluate: Evaluation, points: Points) -> CapturedGraph | None:
     """`evaluate` as a CUDA graph; None on another device, or where that can't be done or gives other numbers."""
     variables, _ = points[-1]
     if not variables or not all(value.is_cuda for value in variables.values()):
         return None
     try:
-        graph = Graph(evaluate, variables)
+        graph = CapturedGraph(evaluate, variables)
         if all(_close(graph(point), found) for point, found in points):
             return graph
         reason = "its numbers differ by more than rounding"

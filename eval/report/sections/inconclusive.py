@@ -78,7 +78,7 @@ def outcome(attack: str, update: Hashable, result: Result, size: int | None) -> 
         return Outcome(attack, update, "limit" if result.limit else "fact", result.reason)
     if result.given_up:
         return Outcome(attack, update, "gave up", result.given_up)
-    if self_verification.settled(result, size):
+    if self_verification.is_settled(result, size):
         return Outcome(attack, update, "settled")
     if words := _contradicted(result.note):
         return Outcome(attack, update, "contradicted", words)
@@ -99,7 +99,7 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
         return Outcome(attack, update, "limit" if first.get("limit") else "fact", str(first["not_applicable"]))
     if first.get("given_up"):
         return Outcome(attack, update, "gave up", str(first["given_up"]))
-    if self_verification.rows_settled(rows):
+    if self_verification.are_settled(rows):
         return Outcome(attack, update, "settled")
     if words := _contradicted(str(first.get("note", ""))):
         return Outcome(attack, update, "contradicted", words)

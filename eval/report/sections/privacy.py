@@ -12,7 +12,7 @@ from eval.metrics import statistics
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
 from eval.privacy import epsilon_bounds as epsilon
-from eval.privacy.claim_rows import BOUND, EPSILON, OF_UPDATE, of_row
+from eval.privacy.claim_rows import BOUND, EPSILON, OF_UPDATE, statement_of_row
 from eval.report.blocks import Block, DefinitionList, Note, Omission, Paragraph, Section, TableBlock
 from eval.report.formatting import format_error, format_number, format_percent
 from eval.report.load import PRIVACY, Run
@@ -103,7 +103,7 @@ class BoundedIdentification:
 
     def epsilon_at_least(self, hits: int, significance: float) -> float:
         """Lower end of epsilon if so many had been named."""
-        return epsilon.from_naming(hits, self.trials, self.chance, delta=self.delta, significance=significance)
+        return epsilon.from_identification(hits, self.trials, self.chance, delta=self.delta, significance=significance)
 
     def refutes_claim(self, significance: float) -> bool:
         """Whether a bound is violated."""
@@ -232,7 +232,9 @@ def _claims(run: Run) -> dict[tuple[str, str], Row]:
 
 
 def _sentences(run: Run) -> list[tuple[str, str]]:
-    return [(_subject_label(subject), sentence(of_row(row).sentence())) for subject, row in _claims(run).items()]
+    return [
+        (_subject_label(subject), sentence(statement_of_row(row).sentence())) for subject, row in _claims(run).items()
+    ]
 
 
 def _head(numbered: NumberedGroups, method: str, defense: str) -> list[str]:

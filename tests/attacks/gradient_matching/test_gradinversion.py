@@ -11,9 +11,17 @@ from torch import nn
 
 import attacks
 from attacks.base import Reconstruction
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS, LABELS
-from attacks.gradient_matching.gradinversion import Energy, GradInversion, Statistics, consensus, known, moments, shares
+from attacks.gradient_matching.gradinversion import (
+    BatchNormStatistics,
+    Energy,
+    GradInversion,
+    candidate_moments,
+    client_shares,
+    consensus,
+    known_moments,
+)
 from defenses.secagg import SecAgg
 from fl.client import Client
 from fl.defense import Defense
@@ -60,13 +68,13 @@ def attack(**settings: object) -> GradInversion:
 def at_truth(view: ServerView, truth: Truth, images: torch.Tensor | None = None) -> dict[str, tuple]:
     guess = truth.candidate()
     guess = guess if images is None else replace(guess, inputs=images)
-    return moments(view, guess, view.client, shares(view))
+    return candidate_moments(view, guess, view.client, client_shares(view))
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_buffers_after_one_step_give_the_statistics_of_the_very_batch(momentum: float | None) -> None:
     view, truth = seen(3, momentum=momentum)
-    mine, true = known(view)[NORM], at_truth(view, truth)[NORM]
+    mine, true = known_moments(view)[NORM], at_truth(view, truth)[NORM]
     for x, y in zip(mine, true, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
     assert not torch.allclose(mine[0], view.buffers[f"{NORM}.running_mean"])
@@ -77,13 +85,15 @@ def test_after_several_steps_they_are_the_weighted_mean_of_the_batches() -> None
     per_step = [at_truth(view, truth, truth.inputs[batch])[NORM][0] for step in truth.trace.order[0] for batch in step]
     weights = torch.tensor([0.9**2, 0.9, 1.0], dtype=torch.float64)
     expected = (weights[:, None] * torch.stack(per_step)).sum(0) / weights.sum()
-    torch.testing.assert_close(known(view)[NORM][0], expected, rtol=1e-2, atol=1e-3)  # the weights moved a little
+    torch.testing.assert_close(
+        known_moments(view)[NORM][0], expected, rtol=1e-2, atol=1e-3
+    )  # the weights moved a little
 
 
 @pytest.mark.parametrize("settings", [{"threat": ThreatModel(sees_buffers=False)}, {"train_mode": False}])
 def test_without_the_batchs_own_the_running_statistics_stand_in(settings: dict) -> None:
     view, _ = seen(2, **settings)
-    assert torch.equal(known(view)[NORM][0], view.buffers[f"{NORM}.running_mean"])
+    assert torch.equal(known_moments(view)[NORM][0], view.buffers[f"{NORM}.running_mean"])
     found = attack()(view)
     assert isinstance(found, Reconstruction)
     assert found.knowledge == ("batch-norm statistics (running)",)
@@ -94,12 +104,12 @@ def test_statistics_that_say_nothing_leave_no_term() -> None:
     fresh, _ = seen(2, train_mode=False)
     fresh = replace(fresh, buffers={k: v * 0 if k.endswith("mean") else v for k, v in fresh.buffers.items()})
     for view in (plain, fresh):
-        assert [type(term) for term in attack()._terms(view)] == [Energy]
+        assert [type(term) for term in attack().regularizers(view)] == [Energy]
         found = attack()(view)
         assert isinstance(found, Reconstruction)
         assert found.knowledge == ()
     view, _ = seen(2)
-    assert [type(term) for term in attack()._terms(view)] == [Energy, Statistics]
+    assert [type(term) for term in attack().regularizers(view)] == [Energy, BatchNormStatistics]
     found = attack()(view)
     assert isinstance(found, Reconstruction)
     assert found.knowledge == ("batch-norm statistics (batch)",)
@@ -107,7 +117,7 @@ def test_statistics_that_say_nothing_leave_no_term() -> None:
 
 def test_the_statistics_are_zero_at_the_truth_and_pull_guesses_towards_them() -> None:
     view, truth = seen(4)
-    term = Statistics(weight=1.0, first=1.0)
+    term = BatchNormStatistics(weight=1.0, first=1.0)
     target = term.constants(view)
     assert term(view, truth.candidate(), view.client, target) < 1e-9
     assert term(view, replace(truth.candidate(), inputs=1 - truth.inputs), view.client, target) > 1e-2
@@ -128,38 +138,40 @@ def test_the_first_layer_alone_counts_as_often_as_it_is_told_to() -> None:
     for norm in (model[1], model[4]):
         norm.running_mean += 0.5
     view, truth = from_batch(model, torch.rand(2, 1, 8, 8, generator=stream(0, "x")).double(), torch.tensor([0, 1]))
-    target = Statistics(weight=1.0, first=1.0).constants(view)
+    target = BatchNormStatistics(weight=1.0, first=1.0).constants(view)
     assert len(target[0]) == 2
     never, once, fivefold = (
-        float(Statistics(weight=1.0, first=first)(view, truth.candidate(), view.client, target))
+        float(BatchNormStatistics(weight=1.0, first=first)(view, truth.candidate(), view.client, target))
         for first in (0.0, 1.0, 5.0)
     )
     assert 0 < never < once
     assert fivefold - once == pytest.approx(4 * (once - never), rel=1e-9)
     layers = list(target[0].items())
     swapped = dict(reversed(layers)), target[1]
-    other = float(Statistics(weight=1.0, first=0.0)(view, truth.candidate(), view.client, swapped))
+    other = float(BatchNormStatistics(weight=1.0, first=0.0)(view, truth.candidate(), view.client, swapped))
     assert other == pytest.approx(once - never, rel=1e-9)
 
 
 def test_the_objectives_gradient_is_right_with_all_terms() -> None:
     views = [seen(2)[0], seen(2)[0]]
     settings = attack(restarts=2, group=0.5, register=1)
-    problems = [settings._problem(view) for view in views]
+    problems = [settings.build_problem(view) for view in views]
     problems = [replace(p, labels=torch.tensor([0, 1])) for p in problems for _ in range(2)]
     problems = [problems[0], problems[0], problems[2], problems[2]]
     values = {INPUTS: torch.randn(4, 2, 1, 8, 8, generator=stream(0, "x"), dtype=torch.float64)}
-    together, grads = settings._evaluate(Stack(problems), values)
+    together, grads = settings.evaluate_batch(ProblemBatch(problems), values)
     for i in (0, 2):
         pair = {INPUTS: values[INPUTS][i : i + 2]}
-        alone, mine = settings._evaluate(Stack(problems[i : i + 2]), pair)
+        alone, mine = settings.evaluate_batch(ProblemBatch(problems[i : i + 2]), pair)
         torch.testing.assert_close(together[i : i + 2], alone, rtol=1e-10, atol=0)
         torch.testing.assert_close(grads[INPUTS][i : i + 2], mine[INPUTS], rtol=1e-8, atol=1e-12)
     settings = replace(settings, register=0)
     along = torch.randn(2, 2, 1, 8, 8, generator=stream(1, "x"), dtype=torch.float64)
     pair = values[INPUTS][:2]
-    _, mine = settings._evaluate(Stack(problems[:2]), {INPUTS: pair})
-    ends = [settings._evaluate(Stack(problems[:2]), {INPUTS: pair + s * along})[0].sum() for s in (1e-6, -1e-6)]
+    _, mine = settings.evaluate_batch(ProblemBatch(problems[:2]), {INPUTS: pair})
+    ends = [
+        settings.evaluate_batch(ProblemBatch(problems[:2]), {INPUTS: pair + s * along})[0].sum() for s in (1e-6, -1e-6)
+    ]
     assert float(ends[0] - ends[1]) / 2e-6 == pytest.approx(float((mine[INPUTS] * along).sum()), rel=1e-5)
 
 
@@ -168,12 +180,12 @@ def test_a_batch_with_unknown_labels_is_not_held_together() -> None:
     settings = attack(restarts=2, group=100.0)
     values = torch.randn(2, 2, 1, 8, 8, generator=stream(0, "x"), dtype=torch.float64)
     for labels in (None, torch.tensor([0, 1])):
-        problem = replace(settings._problem(view), labels=labels)
+        problem = replace(settings.build_problem(view), labels=labels)
         variables = {INPUTS: values}
         if labels is None:
             variables[LABELS] = torch.zeros(2, 2, 3, dtype=torch.float64)
-        with_group, _ = settings._evaluate(Stack([problem] * 2), dict(variables))
-        without, _ = Stack([problem] * 2).evaluate(dict(variables))
+        with_group, _ = settings.evaluate_batch(ProblemBatch([problem] * 2), dict(variables))
+        without, _ = ProblemBatch([problem] * 2).evaluate(dict(variables))
         assert torch.equal(with_group, without) == (labels is None)
 
 
@@ -185,9 +197,9 @@ def test_the_group_draws_searches_together() -> None:
         ended: list[torch.Tensor] = []
 
         class Watched(GradInversion):
-            def _result(self, problem, row, *rest):  # type: ignore[no-untyped-def]
+            def build_result(self, problem, row, *rest):  # type: ignore[no-untyped-def]
                 ended.append(row[INPUTS])  # noqa: B023
-                return super()._result(problem, row, *rest)
+                return super().build_result(problem, row, *rest)
 
         Watched(**still, group=weight)(view, seed=0)  # type: ignore[arg-type]
         assert len(ended) == 3
@@ -198,7 +210,7 @@ def test_the_group_draws_searches_together() -> None:
 def test_searches_of_one_view_are_never_parted() -> None:
     views = [seen(2, threat=ThreatModel(knows_labels=True))[0] for _ in range(3)]
     settings = attack(restarts=2, group=1.0)
-    assert replace(settings, stack=5)._chunk() == 4
+    assert replace(settings, stack=5).batch_capacity() == 4
     together = settings.run(views, [1, 2, 3])
     parted = replace(settings, stack=1).run(views, [1, 2, 3])
     for x, y in zip(together, parted, strict=True):
@@ -272,7 +284,7 @@ def test_a_groups_statistics_are_the_mean_of_its_clients(method: Method) -> None
     data = [worlds.images(n, "group", n) for n in (2, 5)]
     client = Client(worlds.task(batch_norm=True), method, SecAgg(clients=2))
     view, truth = Federation(client, [ClientData(d, d) for d in data]).observe(0)
-    term = Statistics(weight=1.0, first=1.0)
+    term = BatchNormStatistics(weight=1.0, first=1.0)
     target = term.constants(view)
     assert term(view, truth.candidate(), view.client, target) < 1e-9
     assert term(view, replace(truth.candidate(), inputs=truth.inputs.flip(0)), view.client, target) > 1e-5
@@ -294,14 +306,14 @@ def test_clients_of_a_group_move_running_statistics_by_their_own_numbers_of_batc
     view, _ = group.observe(0)
     kept = [0.9, 0.9**3] if momentum else [3 / 4, 3 / 6]
     new = [part.weight * (1 - old) for part, old in zip(view.parts, kept, strict=True)]
-    assert shares(view)[NORM].tolist() == pytest.approx([x / sum(new) for x in new])
-    means = [known(alone.observe(i)[0])[NORM][0] for i in range(2)]
+    assert client_shares(view)[NORM].tolist() == pytest.approx([x / sum(new) for x in new])
+    means = [known_moments(alone.observe(i)[0])[NORM][0] for i in range(2)]
     expected = sum(x / sum(new) * mean for x, mean in zip(new, means, strict=True))
-    torch.testing.assert_close(known(view)[NORM][0], expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(known_moments(view)[NORM][0], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_group_of_unknown_schedule_has_running_statistics_alone() -> None:
     view, _ = worlds.federation(FedAvg(lr=0.1, steps=2), SecAgg(clients=2), worlds.task(batch_norm=True)).observe(0)
-    assert not torch.equal(known(view)[NORM][0], view.buffers[f"{NORM}.running_mean"])
+    assert not torch.equal(known_moments(view)[NORM][0], view.buffers[f"{NORM}.running_mean"])
     unknown = replace(view, schedule=None, parts=tuple(replace(part, schedule=None) for part in view.parts))
-    assert torch.equal(known(unknown)[NORM][0], view.buffers[f"{NORM}.running_mean"])
+    assert torch.equal(known_moments(unknown)[NORM][0], view.buffers[f"{NORM}.running_mean"])

@@ -11,8 +11,8 @@ from support import worlds
 
 import attacks
 from attacks.base import Chain, Reconstruction
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.optimizers import Adam
 from attacks.gradient_matching.engine.problem import INPUTS
 from eval.commands.show import describe
@@ -25,9 +25,9 @@ from fl.simulation.client_round import ClientState, observe
 from fl.view import ServerView
 
 
-def ig(**settings: Any) -> Matching:
+def ig(**settings: Any) -> GradientMatching:
     built = attacks.build({"name": "ig", **settings})
-    assert isinstance(built, Matching)
+    assert isinstance(built, GradientMatching)
     return built
 
 
@@ -42,7 +42,7 @@ def factors(**settings: Any) -> list[float]:
     mover = Adam(ig(**settings), [])
     found = []
     for _ in range(mover.settings.iterations):
-        found.append(mover.factor())
+        found.append(mover.lr_factor())
         mover.steps += 1
     return found
 
@@ -79,7 +79,7 @@ def test_total_variation_in_pixels_and_in_normalised_units() -> None:
     given = view(normalize=True, mean=(0.2,), std=(0.25,))
     x = {INPUTS: torch.randn(1, 1, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
     for units in ("normalised", "pixels"):
-        with_tv, without = (Stack([ig(tv=tv, tv_units=units)._problem(given)]) for tv in (1.0, 0.0))
+        with_tv, without = (ProblemBatch([ig(tv=tv, tv_units=units).build_problem(given)]) for tv in (1.0, 0.0))
         values[units] = float(with_tv.evaluate(x)[0] - without.evaluate(x)[0])
     across = (x[INPUTS][..., 1:] - x[INPUTS][..., :-1]).abs().mean()
     down = (x[INPUTS][..., 1:, :] - x[INPUTS][..., :-1, :]).abs().mean()

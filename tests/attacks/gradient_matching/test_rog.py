@@ -13,11 +13,11 @@ import attacks
 import fl.data
 from attacks.base import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine import generators
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS
 from attacks.gradient_matching.engine.search_space import Upsampled
-from eval.metrics.baselines import bound
+from eval.metrics.baselines import best_decodable
 from eval.metrics.image import psnr
 from fl.client import Client
 from fl.method import Download
@@ -63,14 +63,14 @@ def test_least_squares_are_the_known_ones_on_photographs(size: int, factor: int,
     photos = fl.data.load("photos", mode="colour", size=size).train.inputs[: len(expected)]
     least = Upsampled(factor, (size, size)).closest(photos, steps=0).clamp(0, 1).to(photos)
     assert psnr(least, photos).tolist() == pytest.approx(expected, abs=0.06)
-    assert bool((psnr(bound(photos, factor), photos) >= psnr(least, photos)).all())
+    assert bool((psnr(best_decodable(photos, factor), photos) >= psnr(least, photos)).all())
 
 
 def test_the_bound_leaves_alone_what_a_code_can_show() -> None:
     exact = smooth(2, 16)
-    torch.testing.assert_close(bound(exact, 4), exact, rtol=0, atol=1e-12)
+    torch.testing.assert_close(best_decodable(exact, 4), exact, rtol=0, atol=1e-12)
     images = torch.rand(1, 1, 16, 16, generator=stream(0, "noise"), dtype=torch.float64)
-    torch.testing.assert_close(bound(images, 1), images, rtol=0, atol=1e-12)
+    torch.testing.assert_close(best_decodable(images, 1), images, rtol=0, atol=1e-12)
 
 
 def drawn() -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_no_search_for_a_code_comes_closer_than_the_bound() -> None:
     """Only images are clamped, codes are not."""
     strokes = drawn()
     space = Upsampled(2, (16, 16))
-    found = psnr(bound(strokes, 2), strokes)
+    found = psnr(best_decodable(strokes, 2), strokes)
     assert bool((found > psnr(space.closest(strokes, steps=0).clamp(0, 1), strokes) + 2).all())
     for start in range(3):
         draw = stream(start, "codes")
@@ -102,12 +102,12 @@ def test_gradients_reach_the_codes() -> None:
     task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 8, 8)).to(dtype=torch.float64)
     view, _ = one_step(task, worlds.images(1, "rog"))
     attack = attacks.build({"name": "rog", "preset": "published"})
-    assert isinstance(attack, Matching)
-    problem = attack._problem(view)
-    codes = attack._start(problem, 0, 0)[INPUTS][None]
+    assert isinstance(attack, GradientMatching)
+    problem = attack.build_problem(view)
+    codes = attack.initial_variables(problem, 0, 0)[INPUTS][None]
     assert codes.shape == (1, 1, 1, 2, 2)
     assert 0 <= codes.min() <= codes.max() < 1
-    stack = Stack([problem])
+    stack = ProblemBatch([problem])
     _, grads = stack.evaluate({INPUTS: codes})
     for at in range(4):
         step = torch.zeros(4, dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_clamped_codes_find_more_of_black_and_white() -> None:
         found = attack.run(views, [0, 1, 2])
         images = torch.cat([each.inputs for each in found if isinstance(each, Reconstruction)])  # type: ignore[misc]
         scores[clamped] = psnr(images, torch.cat([truth.inputs for truth in truths]))
-        limits = bound(drawn(), 2)
+        limits = best_decodable(drawn(), 2)
         assert bool((scores[clamped] <= psnr(limits, drawn()) + 1e-6).all())
     assert scores[True].mean() > scores[False].mean() + 2
 
@@ -200,7 +200,7 @@ def test_an_enhancer_sharpens_what_it_was_trained_on() -> None:
     phase = 6.3 * torch.rand(128, 1, 1, 1, generator=stream(0, "stripes"))
     images = 0.5 + 0.4 * torch.sign(torch.sin(phase + torch.arange(8) * 0.5)).expand(-1, 1, 8, 8)
     network = generators.train("enhancer", images[:96], factor=2, steps=120)
-    blurred = bound(images[96:], 2)
+    blurred = best_decodable(images[96:], 2)
     assert psnr(network(blurred).clamp(0, 1), images[96:]).mean() > psnr(blurred, images[96:]).mean() + 1
 
 

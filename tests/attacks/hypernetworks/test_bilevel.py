@@ -8,12 +8,13 @@ import torch
 from support import worlds
 
 from attacks import NotApplicable, Reconstruction
-from attacks.gradient_matching.engine.batching import Stack, stacked
+from attacks.gradient_matching.engine.batching import ProblemBatch, stack_variables
 from attacks.gradient_matching.engine.problem import INPUTS, private_key
 from attacks.hypernetworks.bilevel import Bilevel
 from attacks.hypernetworks.bilevel_problems import Lower, Upper
 from attacks.hypernetworks.hypernet_view import open_view
 from attacks.hypernetworks.peel import Peel
+from attacks.search_control import SearchMonitor
 from fl.client import Client
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbabu import FedBABU
@@ -123,7 +124,10 @@ def test_of_several_restarts_the_smallest_objective_wins() -> None:
     attack = Bilevel(lower_iterations=30, iterations=2, restarts=4)
     level = lower(view)
     draws = [stream(0, "bilevel", "lower", r) for r in range(4)]
-    tries = [attack._search_embeddings([level], stacked([level.start(draw, normal=False)]))[0] for draw in draws]
+    tries = [
+        attack._search_embeddings([level], stack_variables([level.start(draw, normal=False)]), SearchMonitor())[0]
+        for draw in draws
+    ]
     best, *_ = min(tries, key=lambda found: found[1] * found[3])
     found = attack(view)
     assert isinstance(found, Reconstruction)
@@ -173,17 +177,17 @@ def upper(view: ServerView) -> Upper:
 def test_the_upper_level_moves_images_and_classifier_apart() -> None:
     view, _ = victim(STEP)
     level = upper(view)
-    guess = stacked([level.start(stream(0))])
+    guess = stack_variables([level.start(stream(0))])
     heads = {name for name in guess if name != INPUTS}
     assert heads == {
         private_key(name) for name in view.client.task.parameters if name.startswith(view.client.task.head)
     }
     for moves, still in (("images", heads), ("classifier", {INPUTS})):
-        value, grads = Stack([replace(level, moves=moves)]).evaluate(guess)
+        value, grads = ProblemBatch([replace(level, moves=moves)]).evaluate(guess)
         assert {name for name, g in grads.items() if not g.any()} == still
         for name in guess.keys() - still:
             along = torch.randn(guess[name].shape, generator=stream(1), dtype=torch.float64)
-            ends = [Stack([level]).evaluate(guess | {name: guess[name] + s * along})[0] for s in (1e-6, -1e-6)]
+            ends = [ProblemBatch([level]).evaluate(guess | {name: guess[name] + s * along})[0] for s in (1e-6, -1e-6)]
             slope = float((ends[0] - ends[1]) / 2e-6)
             assert float((grads[name] * along).sum()) == pytest.approx(slope, rel=1e-4)
         assert float(value) > 0
@@ -204,10 +208,10 @@ def test_a_shared_classifier_is_begun_with_and_a_frozen_one_stands_still() -> No
 def test_the_search_for_images_lowers_what_the_classifier_loses() -> None:
     view, _ = victim(STEP)
     level = upper(view)
-    start = stacked([level.start(stream(0))])
-    ((row, value, history, _),) = Bilevel(iterations=150, head_lr=0.1)._search_images([level], start)
+    start = stack_variables([level.start(stream(0))])
+    ((row, value, history, *_),) = Bilevel(iterations=150, head_lr=0.1)._search_images([level], start, SearchMonitor())
     assert value < 0.1 < history[0] == 1.0
-    assert float(Stack([level]).evaluate(stacked([row]))[0]) < 0.1
+    assert float(ProblemBatch([level]).evaluate(stack_variables([row]))[0]) < 0.1
 
 
 def test_numbers_that_are_not_finite_are_a_reason() -> None:
@@ -243,8 +247,8 @@ def test_a_search_that_ends_early_leaves_the_others_alone() -> None:
     starts = [level.start(stream(0, r), normal=False) for r in range(2)]
     far = {name: value * 1e200 for name, value in starts[1].items()}
     attack = Bilevel(lower_iterations=20, iterations=1)
-    whole = attack._search_embeddings([level, level], stacked([starts[0], far]))
-    (alone,) = attack._search_embeddings([level], stacked([starts[0]]))
+    whole = attack._search_embeddings([level, level], stack_variables([starts[0], far]), SearchMonitor())
+    (alone,) = attack._search_embeddings([level], stack_variables([starts[0]]), SearchMonitor())
     assert whole[0][1] == pytest.approx(alone[1], rel=1e-9)
 
 

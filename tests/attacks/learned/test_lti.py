@@ -18,7 +18,7 @@ from torch import Tensor
 import attacks
 from attacks import NotApplicable, Reconstruction
 from attacks.learned import inversion_network, lti
-from attacks.learned.inversion_network import Hash, Imitation, fingerprint, matched
+from attacks.learned.inversion_network import FeatureHash, SimulatedClient, client_key, permutation_mse
 from defenses import defenses
 from defenses.precode import Precode
 from eval.metrics.image import psnr
@@ -73,27 +73,27 @@ def test_the_loss_takes_the_best_order() -> None:
     found, images = torch.rand(5, 4, 6, generator=draw), torch.rand(5, 4, 6, generator=draw)
     orders = [list(order) for order in permutations(range(4))]
     every = torch.stack([(found - images[:, order]).square().mean((1, 2)) for order in orders])
-    torch.testing.assert_close(matched(found, images), every.amin(0).mean())
-    assert float(matched(images[:, [2, 0, 3, 1]], images)) == 0
+    torch.testing.assert_close(permutation_mse(found, images), every.amin(0).mean())
+    assert float(permutation_mse(images[:, [2, 0, 3, 1]], images)) == 0
     assert float((images[:, [2, 0, 3, 1]] - images).square().mean()) > 0.01
     leaf = found.clone().requires_grad_()
-    matched(leaf, images).backward()
+    permutation_mse(leaf, images).backward()
     assert leaf.grad is not None
     assert leaf.grad.abs().flatten(2).amax(-1).all(), "every image gets a gradient"
 
 
 def test_the_hash_deals_every_number_out_once_and_keeps_directions() -> None:
     rows = {"a": torch.eye(10, dtype=torch.float64)[:, :6].reshape(10, 2, 3), "b": torch.eye(10).double()[:, 6:]}
-    hashed = Hash({"a": 1.0, "b": 1.0}, 10, 4, 0)(rows)
+    hashed = FeatureHash({"a": 1.0, "b": 1.0}, 10, 4, 0)(rows)
     assert hashed.shape == (10, 4)
     assert hashed.abs().sum(1).tolist() == [1.0] * 10
     assert sorted(hashed.abs().sum(0).tolist()) == [2, 2, 3, 3]
     assert {-1.0, 1.0} <= set(hashed.flatten().tolist())
     update = {"a": torch.randn(1, 2, 3, generator=stream(0, "a")), "b": torch.randn(1, 4, generator=stream(0, "b"))}
-    whole = Hash({"a": 2.0, "b": 0.5}, 10, 10, 0)(update)
+    whole = FeatureHash({"a": 2.0, "b": 0.5}, 10, 10, 0)(update)
     plain = torch.cat([update["a"].flatten(1) * 2, update["b"] / 2], 1)
     torch.testing.assert_close(whole, plain / plain.norm())
-    louder = Hash({"a": 2.0 / 1024, "b": 0.5 / 1024}, 10, 10, 0)({name: x * 1024 for name, x in update.items()})
+    louder = FeatureHash({"a": 2.0 / 1024, "b": 0.5 / 1024}, 10, 10, 0)({name: x * 1024 for name, x in update.items()})
     assert torch.equal(whole, louder)
 
 
@@ -130,7 +130,7 @@ def test_an_imitation_does_what_the_client_does(known: bool) -> None:
     public = DATA.train
 
     def imitated(defense: Defense) -> tuple[Batch, dict[str, Tensor]]:
-        imitation = Imitation(view([0, 1], defense, known=known), public)
+        imitation = SimulatedClient(view([0, 1], defense, known=known), public)
         images = imitation.images(3, stream(1, "images"))
         return images, imitation.updates(images, stream(1, "updates"))
 
@@ -155,20 +155,22 @@ def test_an_imitation_does_what_the_client_does(known: bool) -> None:
 def test_what_the_client_keeps_is_drawn_anew_unless_its_start_is_known() -> None:
     run = worlds.federation(worlds.one_step(FedPer.example()))
     seen = run.observe(1, data=worlds.images(1, "victim"))[0]
-    imitation = Imitation(seen, worlds.images(4, "public"))
+    imitation = SimulatedClient(seen, worlds.images(4, "public"))
     drawn = imitation.images(2, stream(0, "images"))
     same = Batch(drawn.inputs[:1].expand(2, *drawn.inputs.shape[1:]), drawn.labels[:1].expand(2, -1))
     first, second = imitation.updates(same, stream(0, "updates"))[next(iter(seen.update))]
     assert not torch.equal(first, second)
     known = replace(seen, private_init={n: torch.ones(s, dtype=seen.dtype) for n, s in seen.private.items()})
-    first, second = Imitation(known, imitation.public).updates(same, stream(0, "updates"))[next(iter(seen.update))]
+    first, second = SimulatedClient(known, imitation.public).updates(same, stream(0, "updates"))[
+        next(iter(seen.update))
+    ]
     assert torch.equal(first, second)
 
 
 def test_a_defences_noise_is_imitated_at_its_own_size() -> None:
     seen = worlds.federation(worlds.one_step(FedAvg.example()), Precode(latent=256)).observe(1)[0]
     (name,) = seen.private
-    noise = Imitation(seen, worlds.images(4, "public"))._private(name, 3, stream(0, "noise"))
+    noise = SimulatedClient(seen, worlds.images(4, "public"))._private(name, 3, stream(0, "noise"))
     assert noise.shape == (3, 4, 256)
     assert abs(float(noise.std()) - 1) < 0.1
 
@@ -194,7 +196,7 @@ def test_one_network_serves_all_views_of_equal_weights(monkeypatch: pytest.Monke
     assert_same(dict(enumerate(alone)), {i: r.inputs for i, r in enumerate(together)})  # type: ignore[misc, union-attr]
     assert not torch.equal(alone[0], alone[1])
     assert not torch.equal(alone[0], pictures(views[:1], **few, seed=1))
-    prints = [fingerprint(each) for each in views]
+    prints = [client_key(each) for each in views]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 4
     assert len(lti._TRAINED) == lti.KEPT

@@ -10,8 +10,8 @@ from support.pictures import POOLED, STEP, error, network, photograph
 
 import attacks
 from attacks import NotApplicable, Reconstruction
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS
 from attacks.update.earlier_rounds import USED, same_images
 from defenses.mixup import Mixup
@@ -61,11 +61,11 @@ def test_the_image_explains_every_round_without_the_classifier(name: str, method
     assert isinstance(easier, ServerView)
     assert [past.round for past in easier.history] == [0, 1]
     search = attacks.build({"name": "ig", "tv": 0.0})
-    assert isinstance(search, Matching)
-    problem = search._problem(easier)
+    assert isinstance(search, GradientMatching)
+    problem = search.build_problem(easier)
     assert len(problem.earlier) == 2
     right = (photo - problem.constants["offset"]) / problem.constants["scale"]
-    at_truth, elsewhere = (Stack([problem]).evaluate({INPUTS: x[None]})[0].item() for x in (right, right + 0.5))
+    at_truth, elsewhere = (ProblemBatch([problem]).evaluate({INPUTS: x[None]})[0].item() for x in (right, right + 0.5))
     assert at_truth < 1e-6 < 1e-3 * elsewhere
     first, second = view.history
     fewer = rewrite(replace(view, history=(lost(first), second)))

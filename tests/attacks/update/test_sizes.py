@@ -10,7 +10,7 @@ from support import chains
 from torch import nn
 
 from attacks.base import Reconstruction, build
-from attacks.gradient_matching.engine.objectives import direction
+from attacks.gradient_matching.engine.objectives import normalize
 from attacks.update.rescaling import in_unit
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
@@ -76,6 +76,6 @@ def test_a_unit_changes_no_digit(size: float) -> None:
 
 def test_the_direction_of_zeros_is_zero() -> None:
     for odd in (float("nan"), float("inf")):
-        assert not bool(dense(direction({"a": torch.tensor([odd, 1.0])})[0]["a"]).isfinite().all())
-    found, _ = direction({"a": torch.zeros(3)})
+        assert not bool(dense(normalize({"a": torch.tensor([odd, 1.0])})[0]["a"]).isfinite().all())
+    found, _ = normalize({"a": torch.zeros(3)})
     assert torch.equal(dense(found["a"]), torch.zeros(3))

@@ -11,7 +11,7 @@ import torch
 import attacks
 import fl.models
 from attacks.base import Reconstruction
-from attacks.gradient_matching.engine.base import Matching
+from attacks.gradient_matching.engine.base import GradientMatching
 from benchmarks.leakage import leakage
 from benchmarks.leakage.leakage import Measured, Seen
 from fl.methods.fedavg import FedAvg
@@ -30,7 +30,7 @@ def victim() -> Seen:
 def test_starts_are_compared_as_restarts_are(victim: Seen) -> None:
     view, _ = victim
     results = Measured(iterations=5).run([view, view], [0, 1])
-    own = Measured(iterations=5, restarts=2)._problem(view)
+    own = Measured(iterations=5, restarts=2).build_problem(view)
     assert all(isinstance(one, Reconstruction) and 0 < one.objective < 2 + own.tv * 10 for one in results)
     relative = attacks.build({"name": "ig", "iterations": 5}).run([view, view], [0, 1])
     for one, other in zip(results, relative, strict=True):
@@ -51,7 +51,7 @@ def test_the_best_start_is_that_of_the_least_objective() -> None:
 def test_further_starts_are_made_where_the_first_missed(victim: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def timed(attack: Matching, victims: list[Seen], seed: int) -> tuple[list[Reconstruction], float]:
+    def timed(attack: GradientMatching, victims: list[Seen], seed: int) -> tuple[list[Reconstruction], float]:
         asked.append(len(victims))
         return [replace(CLOSE, objective=0.5) for _ in victims], 1.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fl.models
-from attacks.gradient_matching.engine.traced_objective import STEADY
+from attacks.gradient_matching.engine.traced_objective import STEADY_EVALUATIONS
 from benchmarks.leakage import searches
 from benchmarks.performance import noise_data, profile_loops, scaling
 from benchmarks.performance.scaling_page import page
@@ -57,7 +57,7 @@ def test_an_iteration_counts_once_for_every_trial(monkeypatch: pytest.MonkeyPatc
     kinds = {kind: searches.rate(kind, views, work=8) for kind in ("ig", "gradinversion")}
     assert kinds == {"ig": 2.0, "gradinversion": 8.0}  # four searches for each image
     with searches.timed() as laps:
-        searches._call({"name": "ig", "iterations": STEADY + 3}, views)
+        searches._call({"name": "ig", "iterations": STEADY_EVALUATIONS + 3}, views)
     assert laps == [(2, 1)] * 3
 
 

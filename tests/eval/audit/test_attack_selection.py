@@ -167,16 +167,16 @@ def test_an_attack_is_needed_unless_every_image_is_confirmed_or_it_has_been_peel
 def test_a_part_of_a_batch_settles_nothing():
     pictures = torch.rand(2, 1, 4, 4)
     whole = Reconstruction(pictures, verified=True)
-    assert self_verification.settled(whole, 2)
-    assert not self_verification.settled(whole, 3)  # `analytic` confirms what one neuron sees alone
-    assert not self_verification.settled(whole, None)
-    assert not self_verification.settled(Reconstruction(None, verified=True), 2)
-    assert not self_verification.settled(Reconstruction(pictures), 2)
-    assert not self_verification.settled(NotApplicable("no"), 2)
+    assert self_verification.is_settled(whole, 2)
+    assert not self_verification.is_settled(whole, 3)  # `analytic` confirms what one neuron sees alone
+    assert not self_verification.is_settled(whole, None)
+    assert not self_verification.is_settled(Reconstruction(None, verified=True), 2)
+    assert not self_verification.is_settled(Reconstruction(pictures), 2)
+    assert not self_verification.is_settled(NotApplicable("no"), 2)
     fixed = torch.ones(2, 1, 4, 4, dtype=torch.bool)
     fixed[0, 0, 0, 0] = False
-    assert self_verification.settled(Reconstruction(pictures, verified=False, fixed=fixed), 2)
-    assert not self_verification.settled(Reconstruction(pictures, verified=False, fixed=~fixed), 2)
+    assert self_verification.is_settled(Reconstruction(pictures, verified=False, fixed=fixed), 2)
+    assert not self_verification.is_settled(Reconstruction(pictures, verified=False, fixed=~fixed), 2)
 
 
 def test_only_updates_that_are_open_are_attacked_again(mine):

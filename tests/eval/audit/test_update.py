@@ -5,7 +5,7 @@ import torch
 
 from attacks.base import Reconstruction
 from eval.audit.update import leakage
-from eval.metrics.baselines import guesses
+from eval.metrics.baselines import baseline_images
 from fl.seeds import stream
 
 
@@ -20,9 +20,9 @@ def said(truth, images):
 
 
 def test_no_guess_counts_as_a_leak(truth):
-    for name, images in guesses(truth.inputs).items():
+    for name, images in baseline_images(truth.inputs).items():
         assert not said(truth, images).startswith("image content leaked"), name
-    mean = guesses(truth.inputs)["mean"]
+    mean = baseline_images(truth.inputs)["mean"]
     assert said(truth, mean).startswith("not told apart from a guess: 0 of 2")
     slightly = mean + 0.05 * (truth.inputs - mean)  # 0.45 dB above the mean colour
     assert said(truth, slightly).endswith("on average +0.4 dB")
@@ -30,7 +30,7 @@ def test_no_guess_counts_as_a_leak(truth):
 
 
 def test_a_margin_above_the_best_guess_of_two_images_is_no_leak_yet(truth):
-    mean = guesses(truth.inputs)["mean"]
+    mean = baseline_images(truth.inputs)["mean"]
     text = said(truth, mean + 0.2 * (truth.inputs - mean))  # 1.9 dB above it
     assert text.startswith("too few images to tell content from chance: 2 of 2 image(s) at least 1 dB above")
     assert text.endswith("on average +1.9 dB")

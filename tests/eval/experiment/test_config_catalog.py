@@ -29,9 +29,9 @@ def few(tmp_path, monkeypatch):
 
 def test_the_first_folders_of_a_name_may_be_left_out(few):
     for name in ("table1", "b/table1", "a/b/table1", "b/table1.yaml", str(few / "a" / "b" / "table1.yaml")):
-        assert config_catalog.find(name) == few / "a" / "b" / "table1.yaml"
-    assert config_catalog.find("c/table2") == few / "a" / "c" / "table2.yaml"
-    assert config_catalog.name_of(config_catalog.find("c/table2")) == "a/c/table2"
+        assert config_catalog.resolve(name) == few / "a" / "b" / "table1.yaml"
+    assert config_catalog.resolve("c/table2") == few / "a" / "c" / "table2.yaml"
+    assert config_catalog.name_of(config_catalog.resolve("c/table2")) == "a/c/table2"
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_the_first_folders_of_a_name_may_be_left_out(few):
 )
 def test_what_is_not_found_is_said_with_what_is_close(few, name, said):
     with pytest.raises(FileNotFoundError, match=said):
-        config_catalog.find(name)
+        config_catalog.resolve(name)
 
 
 def test_an_installation_without_configs_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(config_catalog, "CONFIGS", tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="this installation has none to name"):
-        config_catalog.find("quickstart")
+        config_catalog.resolve("quickstart")
 
 
 def test_list_configs(few):
@@ -68,7 +68,7 @@ def test_the_comment_at_the_head(few):
 
 def test_titles_are_those_of_the_configs():
     for name in ("quickstart", "reproduce/hyperfl/table3-emnist"):
-        assert config_catalog.title(name) == yaml_config.load(config_catalog.find(name)).title
+        assert config_catalog.title(name) == yaml_config.load(config_catalog.resolve(name)).title
 
 
 def test_show_of_a_config():
@@ -86,7 +86,7 @@ def test_show_of_a_config():
 
 @pytest.mark.parametrize("overrides", [[], ["seeds=[0, 1]", "observe.rounds=[0, 2]", "defense=[none, noise]"]])
 def test_cells_are_counted_without_the_data(overrides):
-    experiment = yaml_config.load(config_catalog.find("quickstart"), overrides)
+    experiment = yaml_config.load(config_catalog.resolve("quickstart"), overrides)
     assert sum(plan.count(experiment)) == sum(1 for _ in runner.prepare(experiment, device="cpu").cells())
 
 

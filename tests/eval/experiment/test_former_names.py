@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from eval.cli import app
 from eval.experiment import yaml_config
-from eval.experiment.serialization import plain, with_current_names
+from eval.experiment.serialization import to_plain, with_current_names
 from eval.experiment.spec import Experiment
 from eval.io import yaml12
 from eval.report.settings import RunSettings
@@ -73,7 +73,7 @@ def test_what_is_written_has_todays_names() -> None:
 
 
 def test_a_run_is_known_by_the_first_names() -> None:
-    first = plain(read(NEW), first_names=True)
+    first = to_plain(read(NEW), first_names=True)
     assert (first["federation"]["rate"], first["threat"]["rounds"]) == (0.5, 2)
     assert first["method"][0]["with"] == {"federation.fine_tune": 2}
     assert run_id(read(NEW)) == run_id(quietly(OLD))

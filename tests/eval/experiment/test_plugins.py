@@ -92,12 +92,12 @@ def test_a_file_beside_the_config_comes_before_that_in_the_current_folder(tmp_pa
 
 
 def test_a_module_goes_by_its_name_and_a_file_elsewhere_by_its_last_part(own, tmp_path_factory, monkeypatch):
-    assert plugins.bring(["own_attack"]) == ("own_attack",)
+    assert plugins.import_plugins(["own_attack"]) == ("own_attack",)
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.chdir(elsewhere)
-    assert plugins.bring(["own_attack.py"], given=[str(own)]) == ("own_attack.py",)
+    assert plugins.import_plugins(["own_attack.py"], given=[str(own)]) == ("own_attack.py",)
     with pytest.raises(FileNotFoundError, match=r"no file own_attack\.py to import in .*; give it by --import"):
-        plugins.bring(["own_attack.py"])
+        plugins.import_plugins(["own_attack.py"])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_can_not_be_imported_is_said_in_a_line(tmp_path, word, text, said):
     if text is not None:
         (tmp_path / word).write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=said):
-        plugins.bring([word])
+        plugins.import_plugins([word])
     shown = call("show", "ig", "--import", word)
     assert shown.exit_code == terminal.USAGE
     assert shown.output.startswith("error: ")
@@ -130,7 +130,7 @@ def test_what_can_not_be_imported_is_said_in_a_line(tmp_path, word, text, said):
 
 def test_a_name_of_ours_is_taken_in_a_fresh_process_too(tmp_path):
     (tmp_path / "broken.py").write_text(ATTACK.replace("own-attack", "ig"))  # imported before anything of ours is found
-    words = [sys.executable, "-c", "from eval.experiment import plugins; plugins.bring(['broken.py'])"]
+    words = [sys.executable, "-c", "from eval.experiment import plugins; plugins.import_plugins(['broken.py'])"]
     done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert (
         "ValueError: broken.py, line 8: ValueError: attack 'ig' is taken by attacks.gradient_matching.ig" in done.stderr
@@ -141,21 +141,21 @@ def test_an_error_below_is_said_of_the_line_that_led_to_it(tmp_path):
     (tmp_path / "helped.py").write_text("\n\nimport helper\n")
     (tmp_path / "helper.py").write_text("raise RuntimeError('rain')")
     with pytest.raises(ValueError, match=r"helped\.py, line 3: RuntimeError: rain"):
-        plugins.bring(["helped.py"])
+        plugins.import_plugins(["helped.py"])
 
 
 def test_the_hash_of_the_source_knows_imported_files(own):
-    before = cache_keys.code()
-    plugins.bring(["own_attack.py"])
-    mine = cache_keys.code()
+    before = cache_keys.source_digest()
+    plugins.import_plugins(["own_attack.py"])
+    mine = cache_keys.source_digest()
     assert mine != before
     plugins._sources["own_attack"] += b"\n"
-    assert len({before, mine, cache_keys.code()}) == 3
+    assert len({before, mine, cache_keys.source_digest()}) == 3
 
 
 def test_a_runs_name_does_not_tell_where_its_modules_lie(own):
     found = yaml_config.read(settings(imports="own_attack.py"))
-    elsewhere = yaml_config.read({**yaml_config.plain(found), "imports": ["own_attack"]})
+    elsewhere = yaml_config.read({**yaml_config.to_plain(found), "imports": ["own_attack"]})
     assert found != elsewhere
     assert cache_keys.run_id(found) == cache_keys.run_id(elsewhere)
 
@@ -168,7 +168,7 @@ def test_commands_import(own, tmp_path):
     assert "Nobody et al., 2020" in call("show", "own-attack", "--import", own).output
     assert call("run", "tiny.yaml", "--import", own, *words).exit_code == 0
     assert yaml12.parse((tmp_path / "out" / "config.yaml").read_text())["imports"] == ["own_attack.py"]
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["code"] == cache_keys.code()
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["code"] == cache_keys.source_digest()
     again = call("run", "out/config.yaml", "--device", "cpu")
     assert again.exit_code == 0
     assert "warning" not in again.output
@@ -199,7 +199,7 @@ def test_settings_of_the_command_line_import_nothing(tmp_path):
 
 
 def test_worker_processes_find_imported_files(own, monkeypatch):
-    plugins.bring([str(own)])
+    plugins.import_plugins([str(own)])
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
     views = [from_batch(model, torch.full((1, 1, 4, 4), 0.5), torch.tensor([0]))[0] for _ in range(6)]
     here = parallel._here

@@ -125,9 +125,8 @@ def test_hypergenfl_is_compared_with_the_best_round_as_the_paper_takes_it():
 
 def listed(paper: str) -> list[str]:
     """Names and patterns of configs in the list of a paper's tables and figures."""
-    page = (CONFIGS.parent / "docs" / "reproducing.md").read_text()
-    part = page.split("## The papers' tables and figures")[1].split("\n## ")[0]
-    rows = next(part for part in part.split("\n\n") if part.startswith(f"| {PAPERS[paper].split()[0]} |"))
+    page = (CONFIGS.parent / "docs" / "results" / "papers.md").read_text()
+    rows = page.split(f"\n## {PAPERS[paper].split()[0]}\n")[1].split("\n## ")[0]
     return re.findall(r"`((?:dp-)?(?:table|figure)[^`]*)`", rows)
 
 

@@ -210,7 +210,7 @@ def swept(path):
     def found(*overrides):
         notes = []
         experiment = yaml_config.load(path, overrides, note=notes.append)
-        assert "sweep" not in yaml_config.plain(experiment)
+        assert "sweep" not in yaml_config.to_plain(experiment)
         return (
             [label.removeprefix("fedavg") for label in labels(experiment, "method") if label.startswith("fedavg")],
             [label.removeprefix("ig") for label in labels(experiment, "attack") if label.startswith("ig")],

@@ -62,7 +62,7 @@ def names(plain: dict[str, Any]) -> list[tuple[Path, str]]:
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
     """The quickstart with every default written out, and every key that may stand beside."""
-    found = yaml_config.plain(yaml_config.load(CONFIGS / "quickstart.yaml"))
+    found = yaml_config.to_plain(yaml_config.load(CONFIGS / "quickstart.yaml"))
     found["attack"][0] |= {"as": "first", "with": {"observe.batch_size": 2}}
     found["sweep"] = {"attack.iterations": [1, 2]}
     return found

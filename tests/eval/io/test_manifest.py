@@ -82,7 +82,7 @@ def test_files_change_together_or_readers_are_told(folder, monkeypatch):
     assert "config.yaml" in done
     with pytest.raises(ValueError, match="of two states"):
         write_report(folder)
-    assert any(line.startswith("manifest.json") for line in folder_integrity.look(folder).damaged)
+    assert any(line.startswith("manifest.json") for line in folder_integrity.check_folder(folder).damaged)
     monkeypatch.undo()
     with Registered():
         run(tiny("title=Another", "seeds=1"), folder)
@@ -96,7 +96,7 @@ def test_an_error_before_that_leaves_all_as_it_was(folder, monkeypatch):
 
     files = [path for path in folder.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
     before = {path: path.read_bytes() for path in files if path.name not in {"run.json", "log.txt"}}
-    monkeypatch.setattr(manifest, "put", full)
+    monkeypatch.setattr(manifest, "publish", full)
     with Registered(), pytest.raises(OSError, match="no space"):
         run(tiny("title=Another"), folder)
     monkeypatch.undo()
@@ -189,14 +189,16 @@ def test_a_folder_that_lost_what_its_files_are_checked_by_is_told_from_an_old_on
     (folder / "images.jsonl").write_text((folder / "images.jsonl").read_text().replace('"psnr": ', '"psnr": 9'))
     with pytest.raises(ValueError, match=r"manifest\.json is missing; the command that began the run writes it anew"):
         write_report(folder)
-    assert [line.split(";")[0] for line in folder_integrity.look(folder).damaged] == ["manifest.json is missing"]
+    assert [line.split(";")[0] for line in folder_integrity.check_folder(folder).damaged] == [
+        "manifest.json is missing"
+    ]
     with Registered():
         run(tiny(), folder)
-    assert folder_integrity.look(folder).damaged == []
+    assert folder_integrity.check_folder(folder).damaged == []
     (folder / "run.json").unlink()
-    assert [line.split(";")[0] for line in folder_integrity.look(folder).damaged] == ["run.json is missing"]
+    assert [line.split(";")[0] for line in folder_integrity.check_folder(folder).damaged] == ["run.json is missing"]
 
 
 def test_doctor_says_that_reports_are_not_checked(folder):
     (folder / "report.html").write_text("made up")
-    assert "report.html" in folder_integrity.look(folder).unchecked
+    assert "report.html" in folder_integrity.check_folder(folder).unchecked

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from eval.commands import terminal
-from eval.io.sanitize import MOST, cut, in_markdown, visible
+from eval.io.sanitize import LONGEST_MESSAGE, in_markdown, shorten, visible
 from eval.report import render_html
 from eval.report.blocks import Paragraph, Report, Section
 from eval.report.render_markdown import render_markdown
@@ -45,10 +45,10 @@ def test_what_people_write_stays():
 
 
 def test_the_middle_of_a_long_message_is_left_out():
-    found = cut("wrong: " + "x" * 10**6 + "; do this")
+    found = shorten("wrong: " + "x" * 10**6 + "; do this")
     assert found.startswith("wrong: ")
     assert found.endswith("; do this")
-    assert len(found) < MOST + 100
+    assert len(found) < LONGEST_MESSAGE + 100
 
 
 @pytest.mark.parametrize("words", ["[link=https://evil.test]x[/link]", "[paper]", "[/b]", ":smile:", "[red]"])

@@ -7,9 +7,9 @@ import torch
 from support.worlds import images
 from torch import Tensor
 
-from eval.metrics.baselines import guesses, nearest
+from eval.metrics.baselines import baseline_images, nearest_reference
 from eval.run import attack_cell
-from eval.run.attack_cell import Seen
+from eval.run.attack_cell import Observation
 from fl.types import Batch, Trace, Truth
 
 
@@ -19,8 +19,8 @@ def truth(inputs: Tensor) -> Truth:
     return Truth(Trace((), inputs, count, count, {}), {})
 
 
-def seen(*truths: Truth | None) -> Seen:
-    return Seen((), truths, (), ())
+def seen(*truths: Truth | None) -> Observation:
+    return Observation((), truths, (), ())
 
 
 def test_the_floor_is_that_of_the_whole_reference() -> None:
@@ -31,10 +31,10 @@ def test_the_floor_is_that_of_the_whole_reference() -> None:
     found = attack_cell._closest(seen(*victims, None, truth(tied)), Batch(pool, torch.zeros(40)))
     assert sorted(found) == [0, 1, 2, 4]
     for number, one in ((0, victims[0]), (1, victims[1]), (2, victims[2]), (4, truth(tied))):
-        whole = guesses(one.inputs, reference=pool)["nearest"]
-        assert torch.equal(guesses(one.inputs, reference=found[number])["nearest"], whole)
+        whole = baseline_images(one.inputs, reference=pool)["nearest"]
+        assert torch.equal(baseline_images(one.inputs, reference=found[number])["nearest"], whole)
         assert len(found[number]) <= len(one.inputs)
-    second = guesses(tied, reference=found[4])["nearest"][1]  # as far from the one as from the other
+    second = baseline_images(tied, reference=found[4])["nearest"][1]  # as far from the one as from the other
     assert torch.equal(second, pool[11])
 
 
@@ -43,9 +43,9 @@ def test_one_pass_serves_all_victims_and_attacks(monkeypatch: pytest.MonkeyPatch
 
     def counted(inputs: Tensor, reference: Tensor) -> Tensor:
         passes.append(len(inputs))
-        return nearest(inputs, reference)
+        return nearest_reference(inputs, reference)
 
-    monkeypatch.setattr(attack_cell, "nearest", counted)
+    monkeypatch.setattr(attack_cell, "nearest_reference", counted)
     looked, reference = seen(truth(images(1).inputs), truth(images(2).inputs)), images(9, "pool")
     first = attack_cell._closest(looked, reference)
     assert attack_cell._closest(looked, reference) is first

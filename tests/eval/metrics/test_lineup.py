@@ -20,7 +20,7 @@ from defenses.noise import Noise
 from defenses.prune import Prune
 from defenses.signsgd import SignSGD
 from eval.metrics import identification
-from eval.metrics.lineup import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE, Lineup
+from eval.metrics.lineup import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE, IdentificationLineup
 from eval.metrics.score import Row
 from fl.client import Client
 from fl.defense import Defense
@@ -61,7 +61,7 @@ def told(view: ServerView, truth: Truth, inputs: Tensor | None = None, **found: 
     """The rows of an attack that found `inputs`, in the order of the truth."""
     count = len(truth.inputs)
     rows = [{"image": i, "matched": None if inputs is None else i} for i in range(count)]
-    return Lineup.of(view, truth, POOL, 0).rows(rows, Reconstruction(inputs=inputs, **found))
+    return IdentificationLineup.of(view, truth, POOL, 0).rows(rows, Reconstruction(inputs=inputs, **found))
 
 
 # ---- by the update ---------------------------------------------------------------------------------------------------
@@ -212,7 +212,9 @@ def test_rows_say_which_way_named_an_image() -> None:
     found = {how: told(view, truth, inputs)[0] for how, inputs in (("right", truth.inputs), ("wrong", POOL.inputs[:1]))}
     assert found["right"][BY_PICTURE] is found["right"][BY_FEATURES] is True
     assert found["wrong"][BY_PICTURE] is found["wrong"][BY_FEATURES] is False
-    lost = Lineup.of(view, truth, POOL, 0).rows([{"image": 0, "matched": None}], Reconstruction(inputs=truth.inputs))
+    lost = IdentificationLineup.of(view, truth, POOL, 0).rows(
+        [{"image": 0, "matched": None}], Reconstruction(inputs=truth.inputs)
+    )
     assert lost[0][BY_PICTURE] is lost[0][BY_FEATURES] is False
 
 
@@ -265,7 +267,9 @@ def test_every_method_is_answered(name: str) -> None:
     image = worlds.images(1, "victim")
     view, truth, _ = observe(client, run.clients[1], run.download(1), image)
     pool = Batch(POOL.inputs[:5], image.labels.expand(5))
-    rows = Lineup.of(view, truth, pool, 0).rows([{"image": 0, "matched": 0}], Reconstruction(inputs=truth.inputs))
+    rows = IdentificationLineup.of(view, truth, pool, 0).rows(
+        [{"image": 0, "matched": 0}], Reconstruction(inputs=truth.inputs)
+    )
     for row in rows:
         if AMONG not in row:
             assert truth.labels.ndim > 1
@@ -277,7 +281,7 @@ def test_every_method_is_answered(name: str) -> None:
 
 def test_the_update_is_asked_once_for_all_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
     view, truth = victim(STEP)
-    lineup = Lineup.of(view, truth, POOL, 0)
+    lineup = IdentificationLineup.of(view, truth, POOL, 0)
     first = lineup.rows([{"image": 0, "matched": None}], Reconstruction(inputs=None))
     monkeypatch.setattr("eval.metrics.lineup.in_update", lambda *_: pytest.fail("asked a second time"))
     assert lineup.rows([{"image": 0, "matched": None}], Reconstruction(inputs=None)) == first

@@ -9,7 +9,7 @@ from attacks.base import Reconstruction
 from eval.audit.findings import of_rows
 from eval.audit.update import leakage
 from eval.metrics.score import score
-from eval.metrics.self_verification import columns, confirmed, notes
+from eval.metrics.self_verification import columns, notes, verification_words
 from fl.seeds import stream
 from fl.view import ThreatModel
 
@@ -21,12 +21,12 @@ def truth():
 
 
 def test_words_for_what_an_attack_shows():
-    assert confirmed(None) == ""
-    assert confirmed(True, 1.0) == "confirmed by the attack"
-    assert confirmed(False) == "not confirmed by the attack"
-    assert confirmed(False, 0.973) == "97.3 % of pixels confirmed by the attack"
-    assert confirmed(False, 0.99999) == "99.9 % of pixels confirmed by the attack"
-    assert confirmed(False, 1.0) == "100 % of pixels confirmed by the attack"
+    assert verification_words(None) == ""
+    assert verification_words(True, 1.0) == "confirmed by the attack"
+    assert verification_words(False) == "not confirmed by the attack"
+    assert verification_words(False, 0.973) == "97.3 % of pixels confirmed by the attack"
+    assert verification_words(False, 0.99999) == "99.9 % of pixels confirmed by the attack"
+    assert verification_words(False, 1.0) == "100 % of pixels confirmed by the attack"
 
 
 def test_the_share_of_fixed_pixels_goes_with_the_image_it_is_of(truth):

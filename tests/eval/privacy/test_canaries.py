@@ -69,7 +69,7 @@ def no_noise_at_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fl.privacy.dp_sgd, "_noisy", noisy)
 
 
-def audited(seed: int, broken: Break | None = None) -> canaries.Canaries:
+def audited(seed: int, broken: Break | None = None) -> canaries.CanaryAudit:
     with pytest.MonkeyPatch.context() as patch:
         if broken is not None:
             broken(patch)
@@ -108,7 +108,7 @@ def test_every_method_s_own_steps_show_what_they_are_charged_for(name: str) -> N
     coins = torch.rand(1500, generator=torch.Generator().manual_seed(1)) < 0.5
     statement = method.privacy([500], 3)
     assert statement is not None
-    read = canaries.releases(canaries.stepwise(method, statement.rate), 6, coins, seed=1)
+    read = canaries.noisy_releases(canaries.single_step_method(method, statement.rate), 6, coins, seed=1)
     out, inside = read[:, ~coins.numpy()], read[:, coins.numpy()]
     assert out.mean() == pytest.approx(0.0, abs=0.06)
     assert out.std() == pytest.approx(1.0, abs=0.06)  # noise alone, in units of the clip
@@ -139,7 +139,7 @@ def test_every_server_s_noise_shows_what_it_is_charged_for(name: str) -> None:
     count = 2400 if CLIENT_LEVEL[name].profile == "release" else 600
     coins = torch.rand(count, generator=torch.Generator().manual_seed(1)) < 0.5
     signs = np.array([[1.0], [-1.0], [1.0], [1.0]]).repeat(count, 1)
-    found = dict(client_canaries.releases(CLIENT_LEVEL[name], signs, coins, seed=1))
+    found = dict(client_canaries.noisy_client_releases(CLIENT_LEVEL[name], signs, coins, seed=1))
     assert set(found) == TENSORS.get(name, {"body.weight", "body.bias", "head.weight"})
     for read in found.values():
         read = read * signs / 2.0

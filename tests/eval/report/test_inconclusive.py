@@ -9,7 +9,7 @@ from support.tiny import Registered
 from typer.testing import CliRunner
 
 from attacks.base import NotApplicable, Reconstruction
-from attacks.gradient_matching.engine.fit_check import DOUBTFUL, falling
+from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED, still_falling
 from eval import cli
 from eval.commands import terminal
 from eval.report.sections import inconclusive
@@ -167,7 +167,7 @@ def test_rows_say_what_results_do():
     [([1.0] * 4, True), ([1 / (i + 1) for i in range(20)], True), ([1.0, *[0.5] * 19], False)],
 )
 def test_an_objective_that_still_fell(history, falls):
-    assert falling(history, 1.0) == falls
+    assert still_falling(history, 1.0) == falls
 
 
 def test_a_label_of_a_failed_search_says_so(mine):
@@ -179,7 +179,7 @@ def test_a_label_of_a_failed_search_says_so(mine):
     words = ("--update", "odd.npz", "--attack", "{name: ig, iterations: 20, labels: random}")
     result = audit(*words, "--model", f"{mine}:residual_alone", "--input-shape", "1,8,8")
     assert "recovered labels (doubtful): " in result.stdout
-    assert DOUBTFUL in result.stdout
+    assert LABELS_UNCONFIRMED in result.stdout
     scored = audit(*words, "--model", f"{mine}:residual", "--json")
     (row,) = json.loads(scored.stdout)["findings"][0]["images"]
     assert row["labels_doubtful"] is True

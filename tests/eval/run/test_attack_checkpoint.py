@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction
 from eval.run import attack_cell, attack_checkpoint
-from eval.run.attack_checkpoint import Found
+from eval.run.attack_checkpoint import AttackCheckpoint
 from fl.methods.hyperfl import HyperFL
 from fl.tensors import LowRank, Term, dense
 from fl.view import ServerView
@@ -52,7 +52,7 @@ def whole() -> Reconstruction:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attack_checkpoint, "EVERY", 0.0)
+    monkeypatch.setattr(attack_checkpoint, "MIN_SECONDS_BETWEEN_WRITES", 0.0)
 
 
 def views(count: int) -> list[ServerView]:
@@ -62,11 +62,11 @@ def views(count: int) -> list[ServerView]:
 
 
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
-    kept, given = Found(tmp_path / "found", views(5)), whole()
-    assert kept.known() == {}
-    kept.keep([4, 2], [given, NotApplicable("not in the mood", limit=True)])
-    kept.keep([0], [Reconstruction(inputs=None)])
-    back = kept.known()
+    kept, given = AttackCheckpoint(tmp_path / "found", views(5)), whole()
+    assert kept.load() == {}
+    kept.save([4, 2], [given, NotApplicable("not in the mood", limit=True)])
+    kept.save([0], [Reconstruction(inputs=None)])
+    back = kept.load()
     assert set(back) == {0, 2, 4}
     assert back[2] == NotApplicable("not in the mood", limit=True)
     assert isinstance(back[0], Reconstruction)
@@ -92,29 +92,29 @@ def test_what_is_damaged_or_of_other_code_or_updates_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = views(3)
-    kept = Found(tmp_path, given)
+    kept = AttackCheckpoint(tmp_path, given)
     for i in range(3):
-        kept.keep([i], [whole()])
+        kept.save([i], [whole()])
     path = tmp_path / "00001.npz"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    assert set(kept.known()) == {0, 2}
-    assert set(Found(tmp_path, given[:1]).known()) == {0}
-    assert set(Found(tmp_path, [given[1], given[1], given[2]]).known()) == {2}
-    monkeypatch.setattr(attack_checkpoint, "code", lambda: "another")
-    assert kept.known() == {}
+    assert set(kept.load()) == {0, 2}
+    assert set(AttackCheckpoint(tmp_path, given[:1]).load()) == {0}
+    assert set(AttackCheckpoint(tmp_path, [given[1], given[1], given[2]]).load()) == {2}
+    monkeypatch.setattr(attack_checkpoint, "source_digest", lambda: "another")
+    assert kept.load() == {}
 
 
 def test_what_takes_no_time_is_not_kept_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(attack_checkpoint, "EVERY", 1.0)
+    monkeypatch.setattr(attack_checkpoint, "MIN_SECONDS_BETWEEN_WRITES", 1.0)
     monkeypatch.setattr(attack_checkpoint.time, "monotonic", lambda: now[0])
-    kept = Found(tmp_path, views(4))
+    kept = AttackCheckpoint(tmp_path, views(4))
     for i, now[0] in enumerate((0.4, 0.8, 1.2, 1.6)):
-        kept.keep([i], [whole()])
+        kept.save([i], [whole()])
     assert [path.name for path in tmp_path.iterdir()] == ["00000.npz"]
-    assert set(kept.known()) == {0, 1, 2}
+    assert set(kept.load()) == {0, 1, 2}
 
 
 def test_a_full_disk_does_not_end_the_attack(
@@ -123,13 +123,13 @@ def test_a_full_disk_does_not_end_the_attack(
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
-    kept = Found(tmp_path, views(2))
+    kept = AttackCheckpoint(tmp_path, views(2))
     with monkeypatch.context() as patched:
         patched.setattr(attack_checkpoint.np, "savez", full)
-        kept.keep([0], [whole()])
+        kept.save([0], [whole()])
     assert "no space left" in caplog.text
-    kept.keep([1], [whole()])
-    assert set(kept.known()) == {0, 1}
+    kept.save([1], [whole()])
+    assert set(kept.load()) == {0, 1}
 
 
 def test_nothing_is_lost_between_the_last_portion_and_the_finished_cell(

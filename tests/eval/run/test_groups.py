@@ -37,7 +37,7 @@ def test_the_images_of_a_whole_group_are_attacked_and_scored(tmp_path):
 
 
 def test_the_accuracy_is_that_without_it(tmp_path):
-    both = {**yaml_config.plain(tiny(*FAST)), "defense": ["none", {"name": "secagg", "clients": 2}]}
+    both = {**yaml_config.to_plain(tiny(*FAST)), "defense": ["none", {"name": "secagg", "clients": 2}]}
     rows = run(yaml_config.read(both), tmp_path / "a")
     found = {(row["method"], row["defense"]): row["accuracy_last"] for row in rows}
     assert {defense for _, defense in found} == {"none", "secagg"}
@@ -55,7 +55,7 @@ def test_a_run_goes_on_where_the_numbers_of_images_are_withheld(tmp_path):
 def test_a_chain_is_reported_as_aggregated(tmp_path):
     parts = [{"name": "clip", "max_norm": 0.02}, {"name": "secagg", "clients": 3}]
     chain = {"name": "chain", "parts": parts, "as": "both"}
-    run(yaml_config.read({**yaml_config.plain(tiny(*FAST)), "defense": chain}), tmp_path / "a")
+    run(yaml_config.read({**yaml_config.to_plain(tiny(*FAST)), "defense": chain}), tmp_path / "a")
     write_report(tmp_path / "a")
     told = (tmp_path / "a" / "report.md").read_text()
     assert "groups of 3 (both)" in told

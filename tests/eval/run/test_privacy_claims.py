@@ -69,7 +69,7 @@ def test_every_private_training_says_what_it_may_claim(done):
     assert (rows["clients"]["unit"], rows["clients"]["missing"]) == ("client", {})
     assert 0 <= rows["clients"]["audit"]["lower"] < rows["clients"]["audit"]["claimed"] == rows["clients"]["epsilon"]
     assert rows["clients"]["audit"]["steps"] == 2  # rounds
-    assert claim_rows.of_row(said).sentence().startswith("record-level (")
+    assert claim_rows.statement_of_row(said).sentence().startswith("record-level (")
 
 
 def test_images_are_bounded_by_everything_that_was_seen_of_them(done):
@@ -177,7 +177,7 @@ def test_who_knows_the_steps_gains_what_sampling_hides_from_others() -> None:
         (training,) = runner.prepare(private(*words, f"threat.knows_schedule={schedule}"), device="cpu").trainings
         (watch,) = training.watches
         row = {"update": watch.scene.victims[0].key, "identified_among": 5}
-        (found,) = privacy_claims.Ceilings(training, []).of(watch, [row])
+        (found,) = privacy_claims.IdentificationBounds(training, []).of(watch, [row])
         assert found[OF_UPDATE] == reconstruction_robustness.from_charges(0.2, (charge,))
 
 
@@ -185,7 +185,7 @@ def test_no_bound_against_who_knows_the_noise() -> None:
     (training,) = runner.prepare(private("threat.knows_randomness=true"), device="cpu").trainings
     (watch,) = training.watches
     row = {"update": watch.scene.victims[0].key, "identified_among": 5}
-    (found,) = privacy_claims.Ceilings(training, []).of(watch, [row])
+    (found,) = privacy_claims.IdentificationBounds(training, []).of(watch, [row])
     assert found[BOUND] is None
     assert "knows the noise" in found["missing"][BOUND]
 
@@ -196,7 +196,7 @@ def test_no_bound_on_new_images_once_their_candidates_were_trained_on(number: in
     (training,) = runner.prepare(private(*words), device="cpu").trainings
     (watch,) = training.watches
     row = {"update": watch.scene.victims[0].key, "identified_among": 5}
-    (found,) = privacy_claims.Ceilings(training, []).of(watch, [row])
+    (found,) = privacy_claims.IdentificationBounds(training, []).of(watch, [row])
     assert (found[BOUND] is not None) is bounded
     assert bounded or "may tell them apart" in found["missing"][BOUND]
 
@@ -225,7 +225,7 @@ def test_no_bound_where_candidates_are_no_match(kind: str, words: str, tmp_path:
         training = replace(training, federation=replace(training.federation, partition=Domains()))
     (watch,) = training.watches
     row = {"update": watch.scene.victims[0].key, "identified_among": 5, "missing": {"ssim": "small"}}
-    (found,) = privacy_claims.Ceilings(training, []).of(watch, [row])
+    (found,) = privacy_claims.IdentificationBounds(training, []).of(watch, [row])
     assert found[BOUND] is None
     assert words in found["missing"][BOUND]
     assert found["missing"]["ssim"] == "small"
@@ -236,10 +236,10 @@ def test_an_infinite_epsilon_is_none_with_a_reason() -> None:
     assert said is not None
     row: dict[str, Any] = privacy_claims._plain(replace(said, epsilon=math.inf, epsilon_rdp=math.inf))
     assert row["epsilon"] is row["epsilon_rdp"] is None
-    assert "no finite epsilon" in claim_rows.of_row(row).sentence()
+    assert "no finite epsilon" in claim_rows.statement_of_row(row).sentence()
     row = privacy_claims._plain(replace(said, epsilon_rdp=math.inf))
-    assert "record-level" in claim_rows.of_row(row).sentence()
-    assert "RDP" not in claim_rows.of_row(row).sentence()
+    assert "record-level" in claim_rows.statement_of_row(row).sentence()
+    assert "RDP" not in claim_rows.statement_of_row(row).sentence()
 
 
 def test_under_secure_aggregation_the_member_who_is_charged_most_counts() -> None:
@@ -247,7 +247,7 @@ def test_under_secure_aggregation_the_member_who_is_charged_most_counts() -> Non
     (watch,) = training.watches
     rounds = [{"round": 1, "clients": [1]}, {"round": 2, "clients": [0, 1]}]  # client 0 is watched with client 1
     row = {"update": watch.scene.victims[0].key, "identified_among": 5}
-    (found,) = privacy_claims.Ceilings(training, rounds).of(watch, [row])
+    (found,) = privacy_claims.IdentificationBounds(training, rounds).of(watch, [row])
     assert (
         found[BOUND]
         == reconstruction_robustness.from_charges(0.2, (TRAINED, SEEN))

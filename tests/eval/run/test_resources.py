@@ -25,12 +25,12 @@ CPU = torch.device("cpu")
 
 
 def test_a_worker_for_every_core(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resources.workers(CPU) == 8
-    assert resources.workers(torch.device("cuda")) == 1
+    assert resources.default_workers(CPU) == 8
+    assert resources.default_workers(torch.device("cuda")) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert resources.workers(CPU) == 2
+    assert resources.default_workers(CPU) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "12")
-    assert resources.workers(CPU) == 1
+    assert resources.default_workers(CPU) == 1
 
 
 @pytest.mark.parametrize(
@@ -59,31 +59,31 @@ def test_containers_of_the_older_kind_count_as_well(files: Path) -> None:
 def test_files_that_were_read_do_not_count_as_used(files: Path) -> None:
     (files / "memory.max").write_text(f"{32 * GIB}\n")
     (files / "memory.current").write_text(f"{31 * GIB}\n")
-    assert resources.workers(CPU) == 1
+    assert resources.default_workers(CPU) == 1
     (files / "memory.stat").write_text(f"anon {GIB}\ninactive_file {30 * GIB}\n")
-    assert resources.workers(CPU) == 8
+    assert resources.default_workers(CPU) == 8
 
 
 def test_memory_limits_workers(files: Path) -> None:
     assert resources.memory() is None
     (files / "meminfo").write_text("MemTotal: 1 kB\nMemAvailable:   10485760 kB\n")
     assert resources.memory() == 10 * GIB
-    assert resources.workers(CPU) == 5
+    assert resources.default_workers(CPU) == 5
     (files / "memory.max").write_text("max\n")
     (files / "memory.current").write_text(f"{GIB}\n")
-    assert resources.workers(CPU) == 5
+    assert resources.default_workers(CPU) == 5
     (files / "memory.max").write_text(f"{7 * GIB}\n")
-    assert resources.workers(CPU) == 3
+    assert resources.default_workers(CPU) == 3
     (files / "memory.max").write_text(f"{GIB // 2}\n")
-    assert resources.workers(CPU) == 1
+    assert resources.default_workers(CPU) == 1
 
 
 def test_processes_round_alike_whatever_their_number(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    assert resources.settle(None, CPU) == 8
-    assert resources.settle(3, CPU) == 3
-    assert resources.settle(3, torch.device("cuda")) == 3
+    assert resources.choose_workers(None, CPU) == 8
+    assert resources.choose_workers(3, CPU) == 3
+    assert resources.choose_workers(3, torch.device("cuda")) == 3
     assert set_to == [1, 1]
 
 

@@ -56,7 +56,7 @@ def test_a_finished_run_computes_nothing_again(tmp_path, monkeypatch, rounds):
     before = left(tmp_path / "a")
     assert rounds == [0, 1, 0, 1]
     monkeypatch.setattr(training_cell, "train", None)
-    monkeypatch.setattr(runner.attack_cell, "attack", None)
+    monkeypatch.setattr(runner.attack_cell, "run_attack_cell", None)
     run(tiny(), tmp_path / "a")
     assert left(tmp_path / "a") == before
     assert len(rounds) == 4
@@ -129,9 +129,9 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path, rounds):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(experiment, tmp_path / "a", every=0.0, progress=stop)
+        run(experiment, tmp_path / "a", checkpoint_seconds=0.0, progress=stop)
     assert rounds == [0, 1, 2, 3, 0, 1, 2]
-    run(experiment, tmp_path / "a", every=0.0)
+    run(experiment, tmp_path / "a", checkpoint_seconds=0.0)
     assert rounds == [0, 1, 2, 3, 0, 1, 2, 2, 3]  # row 3 was written, its checkpoint was not
     run(experiment, tmp_path / "b")
     assert left(tmp_path / "a") == left(tmp_path / "b")
@@ -199,7 +199,7 @@ def test_a_training_that_fails_stops_its_attacks_only(tmp_path, monkeypatch):
 
 def test_cells_of_other_code_are_said(tmp_path, monkeypatch, caplog):
     run(tiny(), tmp_path / "a")
-    monkeypatch.setattr(runner, "code", lambda: "something else")
+    monkeypatch.setattr(runner, "source_digest", lambda: "something else")
     run(tiny(), tmp_path / "a")
     assert "5 finished cells are of other source code" in caplog.text
 
@@ -210,7 +210,7 @@ def test_cells_of_other_code_stand_in_the_table_and_in_run_json(tmp_path, monkey
     plan = runner.prepare(tiny(), device="cpu")
     assert not results.notes([], plan, folder)
     for place in (runner, run_directory):
-        monkeypatch.setattr(place, "code", lambda: "something else")
+        monkeypatch.setattr(place, "source_digest", lambda: "something else")
     run(tiny(), folder.path)
     about = folder.about_run()
     assert about["code"] == "something else"
@@ -272,11 +272,11 @@ def test_rows_are_never_away_while_a_training_goes_on(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        training_cell.train(one, folder, kept, watched=(), every=0.0, tick=stop)
+        training_cell.train(one, folder, kept, watched=(), checkpoint_seconds=0.0, tick=stop)
     before = read_rows(folder / "rounds.jsonl")
     monkeypatch.setattr(jsonl.os, "fsync", dead)
     with pytest.raises(KeyboardInterrupt):
-        training_cell.train(one, folder, kept, watched=(), every=0.0)
+        training_cell.train(one, folder, kept, watched=(), checkpoint_seconds=0.0)
     assert read_rows(folder / "rounds.jsonl") == before
     assert len(before) == 4
 

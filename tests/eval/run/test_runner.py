@@ -221,7 +221,7 @@ def test_every_victim_is_observed_with_draws_of_its_own(monkeypatch):
 
     monkeypatch.setattr(attack_cell, "observe", noted)
     with training.federation_of(one) as federation:
-        attack_cell.look(federation, one, one.watches[0].scene)
+        attack_cell.observe_targets(federation, one, one.watches[0].scene)
     assert len(seeds) == len(set(seeds)) == 4
 
 
@@ -372,10 +372,10 @@ def test_an_attacker_may_have_seen_the_same_client_before(tmp_path, monkeypatch,
 def test_attacks_spread_over_processes_leave_the_same_rows(done, tmp_path, monkeypatch):
     here, run_here = [], spread._here
 
-    def slowly(attack, views, seeds):
+    def slowly(attack, views, seeds, control):
         here.extend(seeds)
         time.sleep(0.5)
-        return run_here(attack, views, seeds)
+        return run_here(attack, views, seeds, control)
 
     def at_once(workers):
         made = spread.Spread(workers, patience=0.0)

@@ -33,7 +33,7 @@ def test_it_is_an_experiment() -> None:
     found = yaml_config.read(QUIET)
     assert found.attack == ()
     assert found == yaml_config.read({**QUIET, "attack": []})
-    assert yaml_config.read(yaml_config.plain(found)) == found
+    assert yaml_config.read(yaml_config.to_plain(found)) == found
     assert yaml_config.override(yaml_config.read({**QUIET, "attack": "ig"}), "attack=[]") == found
 
 

@@ -10,9 +10,9 @@ from support import worlds
 
 import attacks
 from attacks.base import NotApplicable, Reconstruction
-from attacks.gradient_matching.engine.base import SURE, Matching
-from attacks.gradient_matching.engine.batching import Stack
-from attacks.gradient_matching.engine.best_iterates import Watch
+from attacks.gradient_matching.engine.base import CONFIDENT_LOGIT, GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
+from attacks.gradient_matching.engine.best_iterates import BestIterates
 from attacks.gradient_matching.engine.optimizers import Adam
 from attacks.gradient_matching.engine.problem import INPUTS, LABELS, Problem, Variables
 from defenses.clip import Clip
@@ -65,13 +65,13 @@ def test_a_stack_equals_one_trial_at_a_time(name: str) -> None:
 def test_stacked_objectives_and_gradients_equal_single_ones() -> None:
     views = [view for view, _ in tiny_views(3)]
     settings = attacks.build("ig")
-    assert isinstance(settings, Matching)
+    assert isinstance(settings, GradientMatching)
     problems = [Problem(view, view.labels, "cosine", 1e-3) for view in views]
     problems = [replace(p, labels=torch.tensor([0])) for p in problems]
-    rows = [settings._start(p, 0, i) for i, p in enumerate(problems)]
-    together = Stack(problems).evaluate({k: torch.stack([row[k] for row in rows]) for k in rows[0]})
+    rows = [settings.initial_variables(p, 0, i) for i, p in enumerate(problems)]
+    together = ProblemBatch(problems).evaluate({k: torch.stack([row[k] for row in rows]) for k in rows[0]})
     for i, (problem, row) in enumerate(zip(problems, rows, strict=True)):
-        value, grads = Stack([problem]).evaluate({k: v[None] for k, v in row.items()})
+        value, grads = ProblemBatch([problem]).evaluate({k: v[None] for k, v in row.items()})
         assert torch.allclose(together[0][i], value[0], rtol=1e-12, atol=0)
         for k, g in grads.items():
             assert (together[1][k][i] - g[0]).norm() <= 1e-10 * g.norm()
@@ -129,15 +129,15 @@ def test_restarts_are_compared_on_one_scale_and_stop_by_their_own(monkeypatch: p
     """A trial that falls far from far off is no match for one that began at the image."""
     view, truth = tiny_views(1)[0]
     images = (truth.inputs - torch.tensor(view.task.mean)) / torch.tensor(view.task.std)
-    near, begun, start = 1, [], Matching._start
+    near, begun, start = 1, [], GradientMatching.initial_variables
     short = {"name": "ig", "iterations": 2, "schedule": "none"}  # the start itself may be kept
 
-    def placed(self: Matching, problem: Problem, seed: int, restart: int) -> Variables:
+    def placed(self: GradientMatching, problem: Problem, seed: int, restart: int) -> Variables:
         begun.append(restart)
         made = start(self, problem, seed, restart)
         return {INPUTS: 0.99 * images} if restart == near else made
 
-    monkeypatch.setattr(Matching, "_start", placed)
+    monkeypatch.setattr(GradientMatching, "initial_variables", placed)
     for near in (0, 1):
         for stack in (1, 2):
             found = attacks.build({**short, "restarts": 2, "tv": 0.0, "stack": stack})(view)
@@ -158,12 +158,12 @@ def test_a_search_for_labels_begins_with_those_read_off() -> None:
 
     def begun(name: str, labels: str) -> list[torch.Tensor]:
         attack = attacks.build({"name": name, "labels": labels})
-        assert isinstance(attack, Matching)
-        return [attack._start(attack._problem(view), 0, restart)[LABELS] for restart in range(3)]
+        assert isinstance(attack, GradientMatching)
+        return [attack.initial_variables(attack.build_problem(view), 0, restart)[LABELS] for restart in range(3)]
 
     dealt = begun("ig", "joint")
     assert all(torch.equal(logits.argmax(1).sort().values, truth.labels.sort().values) for logits in dealt)
-    assert all(sorted(row) == [0, 0, SURE] for logits in dealt for row in logits.tolist())
+    assert all(sorted(row) == [0, 0, CONFIDENT_LOGIT] for logits in dealt for row in logits.tolist())
     assert len({tuple(logits.argmax(1).tolist()) for logits in dealt}) > 1
     for name, labels in (("ig", "random"), ("dlg", attacks.build("dlg").labels)):  # type: ignore[attr-defined]
         assert not any((logits == 0).any() for logits in begun(name, labels))
@@ -175,9 +175,9 @@ def test_a_search_for_labels_begins_with_those_read_off() -> None:
 @pytest.mark.parametrize(("name", "size"), [("ig", 0.1), ("joint", 0.01)])
 def test_label_logits_have_a_step_size_of_their_own(name: str, size: float) -> None:
     settings = attacks.build({"name": name, "schedule": "none"})
-    assert isinstance(settings, Matching)
+    assert isinstance(settings, GradientMatching)
     rows = {key: torch.zeros(1, 2) for key in (LABELS, "private:head.weight")}
-    moved = Adam(replace(settings, langevin=0.0), []).move(rows, {key: torch.tensor([[3.0, -2.0]]) for key in rows})
+    moved = Adam(replace(settings, langevin=0.0), []).step(rows, {key: torch.tensor([[3.0, -2.0]]) for key in rows})
     torch.testing.assert_close(moved[LABELS], torch.tensor([[-size, size]]))
     torch.testing.assert_close(moved["private:head.weight"], torch.tensor([[-0.01, 0.01]]))
 
@@ -228,10 +228,10 @@ def test_a_search_that_blows_up_keeps_its_best_finite_iterate() -> None:
 @pytest.mark.parametrize(("schedule", "kept"), [("step", 14), ("cosine", 14), ("none", 0)])
 def test_an_iterate_of_large_steps_is_not_kept_for_its_objective(schedule: str, kept: int) -> None:
     search = attacks.build({"name": "ig", "iterations": 16, "schedule": schedule})
-    assert isinstance(search, Matching)
-    watch = Watch({INPUTS: torch.zeros(2, 1)}, Adam(search, []).settled)
+    assert isinstance(search, GradientMatching)
+    watch = BestIterates({INPUTS: torch.zeros(2, 1)}, Adam(search, []).final_phase_start)
     for iteration in range(17):  # the objective rises all the time, and the images tell the iteration
-        watch.note(iteration, torch.tensor([1.0 + iteration] * 2), {INPUTS: torch.full((2, 1), float(iteration))})
+        watch.update(iteration, torch.tensor([1.0 + iteration] * 2), {INPUTS: torch.full((2, 1), float(iteration))})
     assert [float(row[INPUTS]) for row, *_ in watch.results()] == [kept, kept]
 
 
@@ -262,7 +262,7 @@ def test_a_distance_does_not_depend_on_an_unknown_factor() -> None:
     row = {"inputs": (truth.inputs - torch.tensor(view.task.mean)) / torch.tensor(view.task.std)}
     for scaled, least in ((False, 0.5), (True, 0.0)):
         problem = Problem(replace(view, update=clipped, scaled=scaled), truth.labels, "l2")
-        value, _ = Stack([problem]).evaluate({k: v[None] for k, v in row.items()})
+        value, _ = ProblemBatch([problem]).evaluate({k: v[None] for k, v in row.items()})
         assert value.item() >= least
     assert value.item() < 1e-12
 
@@ -284,7 +284,7 @@ def test_a_guess_that_points_away_is_told_where_to_turn(objective: str) -> None:
     opposed = {name: value * -0.05 for name, value in view.update.items()}
     guess = torch.rand(1, *truth.inputs.shape, generator=stream(0, "away")).double()
     problem = Problem(replace(view, update=opposed, scaled=True), truth.labels, objective)
-    value, grads = Stack([problem]).evaluate({INPUTS: guess})
+    value, grads = ProblemBatch([problem]).evaluate({INPUTS: guess})
     assert value.item() > 1
     assert grads[INPUTS].abs().max() > 1e-6
 
@@ -318,17 +318,17 @@ def test_labels_read_off_are_dealt_out_where_the_order_is_known(batch_size: int 
     method = FedAvg(lr=0.05, epochs=2, batch_size=batch_size)
     view, _ = shared_by(worlds.task(), method, images, ThreatModel(knows_order=True))
     attack = attacks.build("ig")
-    assert isinstance(attack, Matching)
-    problem = attack._problem(view)
+    assert isinstance(attack, GradientMatching)
+    problem = attack.build_problem(view)
     if batch_size is None:
         assert problem.labels is not None
         assert problem.labels.tolist() == [0, 1, 2]
         return
     assert problem.labels is None
-    dealt = [attack._start(problem, 0, restart)[LABELS] for restart in range(20)]
-    assert all(logits.sum() == 3 * SURE for logits in dealt)
+    dealt = [attack.initial_variables(problem, 0, restart)[LABELS] for restart in range(20)]
+    assert all(logits.sum() == 3 * CONFIDENT_LOGIT for logits in dealt)
     assert [2, 0, 1] in [logits.argmax(1).tolist() for logits in dealt]
-    assert attack._problem(replace(view, labels=images.labels)).labels is images.labels
+    assert attack.build_problem(replace(view, labels=images.labels)).labels is images.labels
 
 
 @pytest.mark.parametrize(("steps", "batch_norm"), [(1, False), (4, False), (1, True)])
@@ -339,8 +339,8 @@ def test_labels_read_off_a_group_are_dealt_out_where_it_matters_whose_they_are(s
     client = Client(worlds.task(batch_norm=batch_norm), method, SecAgg(clients=2))
     view, _ = Federation(client, [ClientData(part, part) for part in data]).observe(0)
     attack = attacks.build("ig")
-    assert isinstance(attack, Matching)
-    labels = attack._problem(view).labels
+    assert isinstance(attack, GradientMatching)
+    labels = attack.build_problem(view).labels
     assert (labels is None) == (steps > 1 or batch_norm)
     assert labels is None or labels.tolist() == [0, 0, 2, 2]
 

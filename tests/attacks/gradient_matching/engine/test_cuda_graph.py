@@ -13,8 +13,8 @@ from support.trials import problems
 from torch import Tensor
 
 from attacks.gradient_matching.engine import traced_objective
-from attacks.gradient_matching.engine.cuda_graph import Graph
-from attacks.gradient_matching.engine.traced_objective import record
+from attacks.gradient_matching.engine.cuda_graph import CapturedGraph
+from attacks.gradient_matching.engine.traced_objective import trace
 
 
 @pytest.mark.gpu
@@ -22,11 +22,11 @@ from attacks.gradient_matching.engine.traced_objective import record
 @pytest.mark.parametrize(("name", "count"), [("one step", 1), ("several steps", 3), ("labels", 3), ("structured", 3)])
 def test_on_a_gpu_a_record_is_a_graph_and_gives_the_numbers_of_autograd(name: str, count: int) -> None:
     trials, point = problems(name, count, device="cuda")
-    replay = record(trials._by_autograd, point(0))
-    assert isinstance(replay, Graph)
+    replay = trace(trials._evaluate_by_autograd, point(0))
+    assert isinstance(replay, CapturedGraph)
     kept = [replay(point(seed)) for seed in (1, 2)]
     for seed, (found, mine) in zip((1, 2), kept, strict=True):
-        values, grads = trials._by_autograd(point(seed))
+        values, grads = trials._evaluate_by_autograd(point(seed))
         torch.testing.assert_close(found, values, rtol=1e-9, atol=0)
         for k in grads:
             assert (mine[k] - grads[k]).norm() <= 1e-7 * grads[k].norm()
@@ -63,9 +63,9 @@ def test_a_graph_keeps_all_that_it_reads_by_address(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(traced_objective, "_fold", lambda module: (fold(module), folded.append(weakref.ref(module))))
     monkeypatch.setattr(traced_objective, "_close", lambda *_: True)
     trials, point = problems("one step", 3)
-    graph = record(trials._by_autograd, point(0))
+    graph = trace(trials._evaluate_by_autograd, point(0))
     gc.collect()
-    assert isinstance(graph, Graph)
+    assert isinstance(graph, CapturedGraph)
     assert folded[0]() is not None
     start = {k: v.requires_grad_() for k, v in point(1).items()}
     graph(start)
@@ -75,10 +75,10 @@ def test_a_graph_keeps_all_that_it_reads_by_address(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("pretended")
 def test_a_graph_whose_numbers_differ_is_not_used() -> None:
     trials, point = problems("one step", 3)
-    replay = record(trials._by_autograd, point(0))  # the pretended graph always gives the numbers of its capture
+    replay = trace(trials._evaluate_by_autograd, point(0))  # the graph's numbers are always its capture's
     assert replay is not None
-    assert not isinstance(replay, Graph)
-    assert torch.equal(replay(point(1))[0], trials._by_autograd(point(1))[0])
+    assert not isinstance(replay, CapturedGraph)
+    assert torch.equal(replay(point(1))[0], trials._evaluate_by_autograd(point(1))[0])
 
 
 @pytest.mark.usefixtures("pretended")
@@ -89,18 +89,18 @@ def test_what_can_not_be_captured_is_replayed_as_it_is(failing: Exception, monke
 
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     trials, point = problems("one step", 1)
-    replay = record(trials._by_autograd, point(0))
+    replay = trace(trials._evaluate_by_autograd, point(0))
     assert replay is not None
-    assert torch.equal(replay(point(1))[0], trials._by_autograd(point(1))[0])
+    assert torch.equal(replay(point(1))[0], trials._evaluate_by_autograd(point(1))[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_memory_taken_after_a_capture_is_not_that_of_the_graph() -> None:
     trials, point = problems("structured", 3, device="cuda")
-    replay = record(trials._by_autograd, point(0))
+    replay = trace(trials._evaluate_by_autograd, point(0))
     gc.collect()
     taken = [torch.full((1 + n % 2000,), torch.nan, device="cuda") for n in range(20_000)]
     assert replay is not None
-    torch.testing.assert_close(replay(point(1))[0], trials._by_autograd(point(1))[0], rtol=1e-9, atol=0)
+    torch.testing.assert_close(replay(point(1))[0], trials._evaluate_by_autograd(point(1))[0], rtol=1e-9, atol=0)
     assert taken

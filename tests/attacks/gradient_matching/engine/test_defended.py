@@ -10,7 +10,7 @@ import torch
 from support import worlds
 from torch import Tensor
 
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS, Problem, private_key
 from attacks.rewriting.headless import Headless
 from defenses.clip import Clip, Unscaled
@@ -44,7 +44,7 @@ def value(
     pixels = 1 - truth.inputs if wrong else truth.inputs
     mean, std = (torch.tensor(x, dtype=pixels.dtype).view(-1, 1, 1) for x in (view.task.mean, view.task.std))
     kept = {private_key(name): own[None] for name, own in (private or {}).items()}
-    found, _ = Stack([problem]).evaluate({INPUTS: ((pixels - mean) / std)[None], **kept})
+    found, _ = ProblemBatch([problem]).evaluate({INPUTS: ((pixels - mean) / std)[None], **kept})
     return float(found)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attacks.gradient_matching.engine.lbfgs import StackedLBFGS
+from attacks.gradient_matching.engine.lbfgs import BatchedLBFGS
 from fl.seeds import stream
 
 SIZE = 20
@@ -34,7 +34,7 @@ def theirs(a: torch.Tensor, b: torch.Tensor, history: int, steps: int) -> torch.
 @pytest.mark.parametrize("history", [3, 40])
 def test_each_row_walks_as_torchs_own(history: int) -> None:
     a, b = quadratics(3)
-    x, solver = torch.zeros(3, SIZE, dtype=torch.float64), StackedLBFGS(history)
+    x, solver = torch.zeros(3, SIZE, dtype=torch.float64), BatchedLBFGS(history)
     for _ in range(25):
         x = x + solver.step((a @ x[..., None])[..., 0] - b)
     expected = torch.stack([theirs(a[i], b[i], history, 25) for i in range(3)])
@@ -43,11 +43,11 @@ def test_each_row_walks_as_torchs_own(history: int) -> None:
 
 def test_dropped_rows_do_not_disturb_the_others() -> None:
     a, b = quadratics(3)
-    x, solver = torch.zeros(3, SIZE, dtype=torch.float64), StackedLBFGS(40)
+    x, solver = torch.zeros(3, SIZE, dtype=torch.float64), BatchedLBFGS(40)
     for step in range(20):
         if step == 7:
             rows = torch.tensor([0, 2])
-            solver.keep(rows)
+            solver.select(rows)
             x, a, b = x[rows], a[rows], b[rows]
         x = x + solver.step((a @ x[..., None])[..., 0] - b)
     full_a, full_b = quadratics(3)
@@ -56,7 +56,7 @@ def test_dropped_rows_do_not_disturb_the_others() -> None:
 
 
 def test_a_pair_of_negative_curvature_is_skipped() -> None:
-    solver = StackedLBFGS(5)
+    solver = BatchedLBFGS(5)
     x = torch.tensor([[1.0, 1.0]], dtype=torch.float64)
     for _ in range(6):  # f = -|x|^2 / 2: every change of the gradient points against the step
         move = solver.step(-x)
@@ -67,7 +67,7 @@ def test_a_pair_of_negative_curvature_is_skipped() -> None:
 
 def test_no_step_is_longer_than_asked() -> None:
     a, b = quadratics(3)
-    x, solver = torch.zeros(3, SIZE, dtype=torch.float64), StackedLBFGS(40, max_step=0.01)
+    x, solver = torch.zeros(3, SIZE, dtype=torch.float64), BatchedLBFGS(40, max_step=0.01)
     lengths = []
     for _ in range(60):
         move = solver.step((a @ x[..., None])[..., 0] - b)

@@ -12,8 +12,8 @@ from support import worlds
 import attacks
 from attacks.base import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine import memory_estimate
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.memory_estimate import GIB, SPARE, _kept, per_trial
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.memory_estimate import GIB, SPARE, _bytes_with_steps, bytes_per_trial
 from fl.methods.fedavg import FedAvg
 from fl.simulation.capture import from_batch
 from fl.view import ServerView
@@ -21,8 +21,8 @@ from fl.view import ServerView
 MEASURED = """
 import sys, torch
 from attacks.base import build
-from attacks.gradient_matching.engine.memory_estimate import per_trial
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.memory_estimate import bytes_per_trial
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from fl.simulation.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.models import build as network
@@ -33,19 +33,20 @@ given = network("hyperfl-colour", num_classes=10, seed=0)
 images = torch.rand(8, *given.input_shape, generator=torch.Generator().manual_seed(0))
 def problem(steps):
     method = FedAvg(lr=0.01, steps=steps, batch_size=8)
-    return build("ig")._problem(from_batch(given.model, images, torch.arange(8), method=method, head=given.head)[0])
+    view, _ = from_batch(given.model, images, torch.arange(8), method=method, head=given.head)
+    return build("ig").build_problem(view)
 long, short = problem(16), problem(1)
-row = build("ig")._start(long, 0, 0)
+row = build("ig").initial_variables(long, 0, 0)
 rows = {k: torch.stack([v] * stack) for k, v in row.items()}
-estimate = stack * per_trial(long, row)
-Stack([short] * stack).evaluate(rows)  # whatever is loaded and set up once
+estimate = stack * bytes_per_trial(long, row)
+ProblemBatch([short] * stack).evaluate(rows)  # whatever is loaded and set up once
 def resident(name):
     (line,) = (line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
 with open("/proc/self/clear_refs", "w") as handle:
     handle.write("5")  # forget the peak so far
 before = resident("VmRSS")
-Stack([long] * stack).evaluate(rows)
+ProblemBatch([long] * stack).evaluate(rows)
 print(estimate, resident("VmHWM") - before)
 """
 
@@ -56,22 +57,22 @@ def view_of(steps: int, n: int = 4) -> ServerView:
     return from_batch(task.model, images.inputs, images.labels, method=method, head=task.head)[0]
 
 
-def searching(**settings: Any) -> Matching:
+def searching(**settings: Any) -> GradientMatching:
     built = attacks.build({"name": "ig", "iterations": 3, **settings})
-    assert isinstance(built, Matching)
+    assert isinstance(built, GradientMatching)
     return built
 
 
 def estimate(view: ServerView) -> int:
-    problem = searching()._problem(view)
-    return per_trial(problem, searching()._start(problem, 0, 0))
+    problem = searching().build_problem(view)
+    return bytes_per_trial(problem, searching().initial_variables(problem, 0, 0))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 9])
 def test_two_steps_tell_of_all(steps: int) -> None:
     view = view_of(steps)
-    problem = searching()._problem(view)
-    whole = SPARE * _kept(problem, searching()._start(problem, 0, 0), [steps])
+    problem = searching().build_problem(view)
+    whole = SPARE * _bytes_with_steps(problem, searching().initial_variables(problem, 0, 0), [steps])
     assert estimate(view) == pytest.approx(whole, rel=0.02)
 
 
@@ -97,13 +98,13 @@ def test_what_does_not_fit_is_refused_with_the_way_out() -> None:
 def test_a_stack_is_as_large_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     view = view_of(6)
     sizes = []
-    search = Matching.search
+    search = GradientMatching.search
 
-    def watched(self: Matching, stack: Any, *args: Any) -> Any:
+    def watched(self: GradientMatching, stack: Any, *args: Any) -> Any:
         sizes.append(len(stack.problems))
         return search(self, stack, *args)
 
-    monkeypatch.setattr(Matching, "search", watched)
+    monkeypatch.setattr(GradientMatching, "search", watched)
     few = searching(restarts=5, memory=2.5 * estimate(view) / GIB)(view, seed=1)
     many = searching(restarts=5)(view, seed=1)
     weights = sum(weight.numel() for weight in view.client.task.parameters.values())

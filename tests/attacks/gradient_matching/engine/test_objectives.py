@@ -9,7 +9,7 @@ from support import worlds
 from torch.func import grad, vmap
 
 from attacks.gradient_matching.engine import objectives
-from attacks.gradient_matching.engine.objectives import OBJECTIVES, absolute, by_tensor, cosine, direction, squared
+from attacks.gradient_matching.engine.objectives import OBJECTIVES, cosine, l1, l2, layerwise_cosine, normalize
 from attacks.gradient_matching.engine.regularizers import total_variation
 from attacks.labels.recovery import idlg
 from attacks.update.observed_update import ObservedUpdate
@@ -32,15 +32,15 @@ def updates() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 def test_cosine_is_that_of_the_joined_vectors() -> None:
     x, y = updates()
     p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
-    assert cosine(x, *direction(y)).item() == pytest.approx(1 - torch.cosine_similarity(p, q, dim=0).item())
-    assert cosine(x, *direction({k: 3 * v for k, v in x.items()})).item() == pytest.approx(0, abs=1e-12)
+    assert cosine(x, *normalize(y)).item() == pytest.approx(1 - torch.cosine_similarity(p, q, dim=0).item())
+    assert cosine(x, *normalize({k: 3 * v for k, v in x.items()})).item() == pytest.approx(0, abs=1e-12)
 
 
 def test_a_tiny_angle_is_not_lost_to_rounding() -> None:
     x, y = updates()
     near = {k: (v + 1e-5 * y[k]).float() for k, v in x.items()}
-    exact = cosine({k: v.double() for k, v in near.items()}, *direction({k: v.float().double() for k, v in x.items()}))
-    found = cosine(near, *direction({k: v.float() for k, v in x.items()}))
+    exact = cosine({k: v.double() for k, v in near.items()}, *normalize({k: v.float().double() for k, v in x.items()}))
+    found = cosine(near, *normalize({k: v.float() for k, v in x.items()}))
     assert exact.item() < 1e-9
     assert found.item() == pytest.approx(exact.item(), rel=0.1)
 
@@ -48,24 +48,24 @@ def test_a_tiny_angle_is_not_lost_to_rounding() -> None:
 def test_squared_distance_is_relative_to_the_observed() -> None:
     x, y = updates()
     p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
-    assert squared(x, *direction(y)).item() == pytest.approx(((p - q).norm() / q.norm()).item() ** 2)
+    assert l2(x, *normalize(y)).item() == pytest.approx(((p - q).norm() / q.norm()).item() ** 2)
 
 
 def test_absolute_distance_is_relative_to_the_observed() -> None:
     x, y = updates()
     p, q = (torch.cat([v.flatten() for v in s.values()]) for s in (x, y))
-    assert absolute(x, *direction(y)).item() == pytest.approx(((p - q).abs().sum() / q.abs().sum()).item())
+    assert l1(x, *normalize(y)).item() == pytest.approx(((p - q).abs().sum() / q.abs().sum()).item())
 
 
 def test_by_tensor_every_tensor_has_its_own_cosine_and_those_of_nothing_none() -> None:
     x, y = updates()
     each = [1 - torch.cosine_similarity(x[k].flatten(), y[k].flatten(), dim=0).item() for k in x]
-    assert by_tensor(x, *direction(y)).item() == pytest.approx(sum(each) / 2)
+    assert layerwise_cosine(x, *normalize(y)).item() == pytest.approx(sum(each) / 2)
     small = {"a": 1e-6 * y["a"], "b": y["b"]}
-    assert by_tensor(x, *direction(small)).item() == pytest.approx(sum(each) / 2)
+    assert layerwise_cosine(x, *normalize(small)).item() == pytest.approx(sum(each) / 2)
     for rounding in (0.0, 1e-17):
         there = {"a": rounding * y["a"], "b": y["b"]}
-        assert by_tensor(x, *direction(there)).item() == pytest.approx(each[1])
+        assert layerwise_cosine(x, *normalize(there)).item() == pytest.approx(each[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -74,7 +74,7 @@ def test_by_tensor_every_tensor_has_its_own_cosine_and_those_of_nothing_none() -
 @pytest.mark.parametrize("distance", OBJECTIVES.values())
 def test_a_tensor_of_next_to_nothing_leaves_a_finite_slope(distance, dtype, seen, guessed) -> None:
     x, y = ({name: value.to(dtype) for name, value in side.items()} for side in updates())
-    unit, size = direction({"a": seen * y["a"], "b": y["b"]})
+    unit, size = normalize({"a": seen * y["a"], "b": y["b"]})
     slopes = grad(lambda given: distance(given, unit, size))({"a": guessed * x["a"], "b": x["b"]})
     assert all(slope.isfinite().all() for slope in slopes.values())
     assert slopes["b"].any()
@@ -83,7 +83,7 @@ def test_a_tensor_of_next_to_nothing_leaves_a_finite_slope(distance, dtype, seen
 def test_an_update_whose_squares_run_under_has_its_direction() -> None:
     y = updates()[1]
     usual, tiny = ({k: size * v.float() for k, v in y.items()} for size in (1.0, 1e-30))
-    (unit, size), (same, small) = direction(usual), direction(tiny)
+    (unit, size), (same, small) = normalize(usual), normalize(tiny)
     for name, value in unit.items():
         torch.testing.assert_close(same[name], value)
     assert small.item() == pytest.approx(1e-30 * size.item(), rel=1e-5)
@@ -94,10 +94,10 @@ def test_the_squared_distance_has_the_derivatives_of_its_formula(large: int, mon
     """Of the second order as well, in a stack, and whether or not a tensor is compared by itself."""
     monkeypatch.setattr(objectives, "LARGE", large)
     x, y = updates()
-    unit, size = direction(y)
+    unit, size = normalize(y)
 
     def found(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return squared({"a": a, "b": b}, unit, size)
+        return l2({"a": a, "b": b}, unit, size)
 
     def formula(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return ((a - y["a"]).square().sum() + (b - y["b"]).square().sum()) / size**2
@@ -118,8 +118,8 @@ def test_structured_values_give_the_dense_figures() -> None:
         x = {"a": LowRank.outer(p[0], p[1])}
         y = {"a": LowRank.outer(q[0], q[1]) if extra is None else LowRank.outer(q[0], q[1]) + extra}
         for distance in OBJECTIVES.values():
-            dense = distance({"a": x["a"].dense()}, *direction({"a": y["a"].dense()}))
-            assert distance(x, *direction(y)).item() == pytest.approx(dense.item())  # type: ignore[arg-type]
+            dense = distance({"a": x["a"].dense()}, *normalize({"a": y["a"].dense()}))
+            assert distance(x, *normalize(y)).item() == pytest.approx(dense.item())  # type: ignore[arg-type]
 
 
 def test_total_variation_of_a_ramp() -> None:

@@ -10,9 +10,9 @@ from support import worlds
 
 import attacks
 from attacks.base import Reconstruction
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batch_order import dealt, ranked
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batch_order import assign_labels, rank_orders
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS, LABELS, Problem
 from attacks.rewriting.surrogate import Surrogate
 from attacks.update.earlier_rounds import repeated
@@ -63,13 +63,13 @@ def classes(batches: Sequence[torch.Tensor], labels: torch.Tensor) -> list[list[
 
 def test_labels_tell_the_batches() -> None:
     view, truth, problem = greyed(ThreatModel(knows_labels=True))
-    found = ranked(problem, 400, 5)
+    found = rank_orders(problem, 400, 5)
     guess = torch.tensor(fed(found[0])).split(2)
     true = [batch for steps in truth.trace.order for step in steps for batch in step]
     assert view.labels is not None
     assert classes(guess, view.labels) == classes(true, truth.labels)
     assert classes(torch.tensor(fed(problem)).split(2), view.labels) != classes(true, truth.labels)
-    assert len({one.batches(one.constants["order"]) for one in found}) == 5
+    assert len({one.batch_contents(one.constants["order"]) for one in found}) == 5
     for one in found:
         assert all(sorted(fed(one)[i : i + 6]) == list(range(6)) for i in (0, 6))
 
@@ -85,7 +85,7 @@ class Halves(FedAvg):
 
 def test_a_pass_ends_with_its_phase() -> None:
     _, _, problem = greyed(ThreatModel(knows_labels=True), Halves(lr=0.3, steps=4, batch_size=2))
-    for one in ranked(problem, 200, 100):
+    for one in rank_orders(problem, 200, 100):
         order = fed(one)
         for phase in (order[:8], order[8:]):
             assert sorted(phase[:6]) == list(range(6))
@@ -96,24 +96,24 @@ def test_no_batch_holds_an_image_twice() -> None:
     view, _, _ = greyed(ThreatModel(knows_labels=True))
     schedule = (((4,), (4,), (0,), (3,)),)  # as Poisson sampling may draw
     poisson = Problem(replace(view, schedule=schedule), view.labels, "cosine")
-    found = ranked(poisson, 200, 100)
+    found = rank_orders(poisson, 200, 100)
     assert len(found) > 10
     for one in found:
-        assert all(len(set(batch)) == len(batch) for batch in one.batches(one.constants["order"]))
+        assert all(len(set(batch)) == len(batch) for batch in one.batch_contents(one.constants["order"]))
 
 
 def test_where_the_order_is_known_labels_go_to_their_batches() -> None:
     _, truth, problem = greyed(ThreatModel(knows_order=True))
     searched = replace(problem, labels=None)
-    assert searched.counted is not None
-    assert searched.counted.tolist() == [0, 0, 1, 1, 2, 2]
-    found = dealt(searched, 400)
+    assert searched.recovered_labels is not None
+    assert searched.recovered_labels.tolist() == [0, 0, 1, 1, 2, 2]
+    found = assign_labels(searched, 400)
     batches = [batch for steps in truth.trace.order for step in steps for batch in step]
     assert found is not None
-    assert classes(batches, found) == classes(batches, truth.labels) != classes(batches, searched.counted)
+    assert classes(batches, found) == classes(batches, truth.labels) != classes(batches, searched.recovered_labels)
     attack = attacks.build({"name": "ig", "orders": 400})
-    assert isinstance(attack, Matching)
-    begins = [attack._start(searched, 0, restart)[LABELS].argmax(1) for restart in (0, 0, 1)]
+    assert isinstance(attack, GradientMatching)
+    begins = [attack.initial_variables(searched, 0, restart)[LABELS].argmax(1) for restart in (0, 0, 1)]
     assert torch.equal(begins[0], found)
     assert not torch.equal(begins[2], found)
     assert torch.equal(begins[1], found)
@@ -122,39 +122,39 @@ def test_where_the_order_is_known_labels_go_to_their_batches() -> None:
 def test_labels_are_dealt_out_by_nothing_where_nothing_tells() -> None:
     view, _, problem = greyed(ThreatModel(knows_order=True))
     unknown = replace(view, order=None)
-    assert dealt(replace(problem, labels=None), 0) is None
-    assert dealt(Problem(unknown, None, "cosine"), 100) is None
+    assert assign_labels(replace(problem, labels=None), 0) is None
+    assert assign_labels(Problem(unknown, None, "cosine"), 100) is None
 
 
 def test_an_order_that_is_known_or_does_not_matter_is_left_alone() -> None:
     whole = FedAvg(lr=0.3, epochs=3, batch_size=None)
     for method, threat in ((TWICE, ThreatModel(knows_order=True)), (whole, ThreatModel())):
         _, _, problem = greyed(threat, method)
-        assert problem.turn is None
-        (same,) = ranked(problem, 100, 3)
+        assert problem.default_order is None
+        (same,) = rank_orders(problem, 100, 3)
         assert same is problem
 
 
 def test_images_are_fed_in_turn_where_no_label_can_tell() -> None:
     _, _, problem = greyed(ThreatModel(knows_labels=True))
     for one, tries in ((problem, 0), (replace(problem, labels=None), 100)):
-        (same,) = ranked(one, tries, 3)
+        (same,) = rank_orders(one, tries, 3)
         assert fed(same) == [0, 1, 2, 3, 4, 5] * 2
 
 
 def test_each_restart_begins_with_the_next_best_order(monkeypatch: pytest.MonkeyPatch) -> None:
     view, _, problem = greyed(ThreatModel(knows_labels=True))
     seen: list[list[int]] = []
-    search = Matching.search
+    search = GradientMatching.search
 
-    def watched(self: Matching, stack: Stack, *args: Any) -> Any:
+    def watched(self: GradientMatching, stack: ProblemBatch, *args: Any) -> Any:
         seen.extend(fed(problem) for problem in stack.problems)
         return search(self, stack, *args)
 
-    monkeypatch.setattr(Matching, "search", watched)
+    monkeypatch.setattr(GradientMatching, "search", watched)
     settings = {"iterations": 2, "restarts": 3, "orders": 60}
     attacks.build({"name": "ig", **settings})(view)
-    assert seen == [fed(one) for one in ranked(problem, 60, 3)]
+    assert seen == [fed(one) for one in rank_orders(problem, 60, 3)]
     assert len(set(map(tuple, seen))) == 3
     seen.clear()
     attacks.build({"name": "gradinversion", **settings})(view)  # its trials look at each other
@@ -165,17 +165,17 @@ def test_each_restart_begins_with_the_next_best_order(monkeypatch: pytest.Monkey
 def test_rounds_count_alike(trials: int) -> None:
     view, truth = rounds(FedAvg(lr=0.3, epochs=2, batch_size=None), 3)
     attack = attacks.build({"name": "ig", "tv": 0.01})
-    assert isinstance(attack, Matching)
-    problem = attack._problem(view)
+    assert isinstance(attack, GradientMatching)
+    problem = attack.build_problem(view)
     assert len(problem.earlier) == 2
     images = (truth.inputs - problem.constants["offset"]) / problem.constants["scale"]
     right = {INPUTS: images.expand(trials, *images.shape)}
-    assert Stack([replace(problem, tv=0.0)] * trials).evaluate(right)[0].max() < 1e-12
+    assert ProblemBatch([replace(problem, tv=0.0)] * trials).evaluate(right)[0].max() < 1e-12
     rows = {INPUTS: torch.randn(trials, 4, 1, 8, 8, generator=stream(0, "guess"), dtype=torch.float64)}
-    together = Stack([problem] * trials).evaluate(rows)[0]
+    together = ProblemBatch([problem] * trials).evaluate(rows)[0]
     views = (*view.history, replace(view, history=()))
-    apart = [Stack([replace(attack._problem(one), tv=0.0)] * trials).evaluate(rows)[0] for one in views]
-    prior = Stack([replace(problem, earlier=())] * trials).evaluate(rows)[0] - apart[-1]
+    apart = [ProblemBatch([replace(attack.build_problem(one), tv=0.0)] * trials).evaluate(rows)[0] for one in views]
+    prior = ProblemBatch([replace(problem, earlier=())] * trials).evaluate(rows)[0] - apart[-1]
     assert torch.allclose(together, sum(apart) / 3 + prior, rtol=1e-9)
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import attacks
 from attacks.base import Reconstruction
-from attacks.gradient_matching.engine.base import PRIVATE_LR, Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import PRIVATE_LR, GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.optimizers import Adam
-from attacks.gradient_matching.engine.problem import INPUTS, SMALL, private_key
+from attacks.gradient_matching.engine.problem import INPUTS, SCALE_FLOOR, private_key
 from defenses.noise import Noise
 from defenses.precode import UNTRUSTED, Precode
 from fl.defense import Defense
@@ -39,15 +39,15 @@ def seen(method: Method | None = None, defense: Defense | None = None) -> Server
     return run.observe(0, data=worlds.images(1, "scales"))[0]
 
 
-def search(**settings: object) -> Matching:
+def search(**settings: object) -> GradientMatching:
     built = attacks.build({"name": "ig", "tv": 0.0, **settings})
-    assert isinstance(built, Matching)
+    assert isinstance(built, GradientMatching)
     return built
 
 
 def value(view: ServerView, guess: Tensor, **settings: object) -> float:
     """The objective of a guess, as the search has it."""
-    return Stack([search(**settings)._problem(view)]).evaluate({INPUTS: guess[None]})[0].item()
+    return ProblemBatch([search(**settings).build_problem(view)]).evaluate({INPUTS: guess[None]})[0].item()
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
@@ -55,7 +55,7 @@ def value(view: ServerView, guess: Tensor, **settings: object) -> float:
 def test_each_tensor_is_divided_by_a_power_of_its_size(objective: str, balance: float) -> None:
     view = seen()
     guess = torch.rand(1, *view.task.input_shape, generator=stream(0, "guess")).double()
-    problem = search()._problem(view)
+    problem = search().build_problem(view)
     pixels = problem.pixels(guess)
     predicted = predict(view, Candidate(pixels, problem.labels, {}))
     factors = {name: rms(observed) ** -balance for name, observed in view.update.items()}
@@ -81,11 +81,11 @@ def test_small_tensors_count_as_a_thousandth_of_the_largest() -> None:
     view = seen()
     first, *others = view.update
     noise = {first: dense(view.update[first]) * 1e-9, **{name: view.update[name] for name in others}}
-    weights = search(balance=1.0)._problem(replace(view, update=noise)).constants["weights"]
+    weights = search(balance=1.0).build_problem(replace(view, update=noise)).constants["weights"]
     largest = max(rms(view.update[name]) for name in others)
     for name, value in noise.items():
-        size = max(rms(value), SMALL * largest)
-        assert float(weights[name]) == pytest.approx(SMALL * largest / size, rel=1e-6)
+        size = max(rms(value), SCALE_FLOOR * largest)
+        assert float(weights[name]) == pytest.approx(SCALE_FLOOR * largest / size, rel=1e-6)
 
 
 def test_structured_updates_are_balanced_as_dense_ones() -> None:
@@ -94,17 +94,17 @@ def test_structured_updates_are_balanced_as_dense_ones() -> None:
     assert any(isinstance(value, LowRank) for value in view.update.values())
     found = []
     for seen_as in (view, flat):
-        problem = search(balance=0.5)._problem(seen_as)
-        rows = search(balance=0.5)._start(problem, 0, 0)
-        found.append(Stack([problem]).evaluate({key: row[None] for key, row in rows.items()})[0].item())
+        problem = search(balance=0.5).build_problem(seen_as)
+        rows = search(balance=0.5).initial_variables(problem, 0, 0)
+        found.append(ProblemBatch([problem]).evaluate({key: row[None] for key, row in rows.items()})[0].item())
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_noise_weighs_no_tensor_and_precode_withholds_some() -> None:
-    assert search()._problem(seen(defense=Noise(std=0.1))).constants["weights"] is None
+    assert search().build_problem(seen(defense=Noise(std=0.1))).constants["weights"] is None
     view = seen(defense=Precode(latent=4))
     for balance in (0.0, 1.0):
-        weights = search(balance=balance)._problem(view).constants["weights"]
+        weights = search(balance=balance).build_problem(view).constants["weights"]
         trusted, kept = ([n for n in weights if ("bottleneck" in n or "head" in n) is late] for late in (False, True))
         assert kept
         sizes = {n: rms(view.update[n]) ** balance if rms(view.update[n]) > 0 else 1.0 for n in view.update}
@@ -118,7 +118,7 @@ def test_private_tensors_move_by_the_step_of_the_longest_beginning() -> None:
     mover = Adam(search(private_lr=sizes, schedule="none"), [])
     names = ("embedding", "head.weight", "head.bias", "other")
     rows = {INPUTS: torch.zeros(1, 3), **{private_key(name): torch.zeros(1, 3) for name in names}}
-    moved = mover.move(rows, {key: torch.full((1, 3), 2.0) for key in rows})
+    moved = mover.step(rows, {key: torch.full((1, 3), 2.0) for key in rows})
     steps = {name: -float(moved[private_key(name)][0, 0]) for name in names}
     assert steps == pytest.approx({"embedding": 0.5, "head.weight": 0.25, "head.bias": 0.125, "other": PRIVATE_LR})
     assert search(private_lr={"": 0.3}).private_step("whatever") == 0.3
@@ -140,7 +140,7 @@ def test_a_step_of_no_private_tensor_is_noted() -> None:
 
 def test_the_steps_that_an_attack_has_by_default_are_no_slip() -> None:
     built = attacks.build({"name": "joint", "iterations": 2})
-    assert isinstance(built, Matching)
+    assert isinstance(built, GradientMatching)
     assert {name: built.private_step(name) for name in ("embedding", "head.bias")} == {
         "embedding": 0.1,
         "head.bias": 0.01,

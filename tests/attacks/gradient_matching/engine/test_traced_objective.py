@@ -13,10 +13,10 @@ from torch import Tensor
 import attacks
 from attacks.base import Reconstruction
 from attacks.gradient_matching.engine import batching, traced_objective
-from attacks.gradient_matching.engine.base import Matching
-from attacks.gradient_matching.engine.batching import Stack
+from attacks.gradient_matching.engine.base import GradientMatching
+from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import Evaluation
-from attacks.gradient_matching.engine.traced_objective import record
+from attacks.gradient_matching.engine.traced_objective import trace
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ from attacks.gradient_matching.engine.traced_objective import record
 )
 def test_a_record_gives_the_numbers_of_autograd(name: str, count: int) -> None:
     trials, point = problems(name, count)
-    replay = record(trials._by_autograd, point(0))
+    replay = trace(trials._evaluate_by_autograd, point(0))
     assert replay is not None
     for seed in (1, 2):
-        values, grads = trials._by_autograd(point(seed))
+        values, grads = trials._evaluate_by_autograd(point(seed))
         found, mine = replay(point(seed))
         assert torch.equal(found, values)
         assert list(mine) == list(grads)
@@ -67,9 +67,9 @@ def test_what_draws_decides_or_remembers_is_not_recorded() -> None:
 
     given = {"x": torch.arange(3.0)}
     for function in (plain, choosing):
-        assert record(evaluation(function), given) is not None, function.__name__
+        assert trace(evaluation(function), given) is not None, function.__name__
     for function in (drawing, deciding, remembering, counting, masking, elsewhere):
-        assert record(evaluation(function), given) is None, function.__name__
+        assert trace(evaluation(function), given) is None, function.__name__
 
 
 def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +79,14 @@ def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch
 
     def counted(evaluate: Evaluation, variables: dict[str, Tensor], **given: bool) -> Evaluation | None:
         made.append(len(variables["inputs"]))
-        return record(evaluate, variables, **given)
+        return trace(evaluate, variables, **given)
 
-    monkeypatch.setattr(batching, "record", counted)
+    monkeypatch.setattr(batching, "trace", counted)
     given = views(method, defense, 2)
     before = attack.run(given, [0, 1])
     assert not made  # too short to be worth it
-    monkeypatch.setattr(batching, "WORTH", 5)
-    monkeypatch.setattr(batching, "STEADY", 2)
+    monkeypatch.setattr(batching, "MIN_EVALUATIONS_TO_TRACE", 5)
+    monkeypatch.setattr(batching, "STEADY_EVALUATIONS", 2)
     after = attack.run(given, [0, 1])
     assert len(made) > 1  # again after trials had ended
     assert made == sorted(made, reverse=True)
@@ -102,15 +102,15 @@ def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch
 
 def test_a_trial_that_runs_away_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     attack = attacks.build({"name": "ig", "iterations": 40})
-    assert isinstance(attack, Matching)
+    assert isinstance(attack, GradientMatching)
     trials, point = problems("one step", 3)
     start = point(0)
     start["inputs"][1] = torch.nan
-    monkeypatch.setattr(batching, "WORTH", 1)
-    trials._wait = 1  # recorded before the search drops it
-    trials.ahead(40, start)
-    assert trials._recorded is not None
-    trials._steady = 0
+    monkeypatch.setattr(batching, "MIN_EVALUATIONS_TO_TRACE", 1)
+    trials.trace_after = 1  # recorded before the search drops it
+    trials.expect_iterations(40, start)
+    assert trials.traced is not None
+    trials.steady_evaluations = 0
     rows = attack.search(trials, start, [torch.Generator() for _ in range(3)])
     assert [row[1] < 1 for row in rows] == [True, False, True]
 
@@ -120,8 +120,8 @@ def test_a_refused_record_leaves_the_search_as_it_was(monkeypatch: pytest.Monkey
     (view,) = views(method, defense, 1)
     attack = attacks.build({"name": "ig", "iterations": 20})
     before = attack(view, seed=0)
-    monkeypatch.setattr(batching, "WORTH", 1)
-    monkeypatch.setattr(batching, "record", lambda *_, **__: None)
+    monkeypatch.setattr(batching, "MIN_EVALUATIONS_TO_TRACE", 1)
+    monkeypatch.setattr(batching, "trace", lambda *_, **__: None)
     after = attack(view, seed=0)
     assert isinstance(before, Reconstruction)
     assert isinstance(after, Reconstruction)
@@ -154,12 +154,12 @@ def test_compiled_code_gives_the_record_s_numbers_up_to_rounding(
         return fast(*given, **settings)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch, "compile", noting)
-    replay = record(trials._by_autograd, point(0), compiled=True)
+    replay = trace(trials._evaluate_by_autograd, point(0), compiled=True)
     assert made
     assert not said(caplog)
     assert replay is not None
     for seed in (1, 2):
-        values, grads = trials._by_autograd(point(seed))
+        values, grads = trials._evaluate_by_autograd(point(seed))
         found, mine = replay(point(seed))
         torch.testing.assert_close(found, values, rtol=1e-9, atol=0)
         for k in grads:
@@ -171,7 +171,7 @@ def test_compiled_code_gives_the_record_s_numbers_up_to_rounding(
 def test_a_compiled_search_finds_what_the_other_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     _, method, defense = SETTINGS["one step"]
     (view,) = views(method, defense, 1)
-    monkeypatch.setattr(batching, "LONG", 0)
+    monkeypatch.setattr(batching, "MIN_EVALUATIONS_TO_COMPILE", 0)
     one, other = (attacks.build({"name": "ig", "iterations": 400, "compiled": way})(view) for way in (False, True))
     assert isinstance(one, Reconstruction)
     assert isinstance(other, Reconstruction)
@@ -204,9 +204,9 @@ def test_without_a_compiler_a_search_goes_on_and_says_so(
 
     monkeypatch.setattr(torch, "compile", broken)
     trials, point = problems("one step", 1)
-    replay = record(trials._by_autograd, point(0), compiled=True)
+    replay = trace(trials._evaluate_by_autograd, point(0), compiled=True)
     assert replay is not None
-    assert torch.equal(replay(point(1))[0], trials._by_autograd(point(1))[0])
+    assert torch.equal(replay(point(1))[0], trials._evaluate_by_autograd(point(1))[0])
     (message,) = said(caplog)
     assert (str(failing) if failing else "differ") in message
 
@@ -216,9 +216,9 @@ def test_a_search_goes_on_where_compiled_code_fails_later(caplog: pytest.LogCapt
         raise RuntimeError("compiled again, in vain")
 
     trials, point = problems("one step", 1)
-    search = traced_objective._Compiled(failing, trials._by_autograd)
+    search = traced_objective._Compiled(failing, trials._evaluate_by_autograd)
     for _ in range(2):
-        assert torch.equal(search(point(1))[0], trials._by_autograd(point(1))[0])
+        assert torch.equal(search(point(1))[0], trials._evaluate_by_autograd(point(1))[0])
     assert len(said(caplog)) == 1  # tried once
 
 
@@ -228,12 +228,12 @@ def test_only_long_searches_are_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     def noting(*_: object, compiled: bool) -> None:
         asked.append(compiled)
 
-    monkeypatch.setattr(batching, "record", noting)
-    for count in (traced_objective.LONG - 1, traced_objective.LONG):
+    monkeypatch.setattr(batching, "trace", noting)
+    for count in (traced_objective.MIN_EVALUATIONS_TO_COMPILE - 1, traced_objective.MIN_EVALUATIONS_TO_COMPILE):
         for wanted in (False, True):
-            trials = Stack(problems("one step", 1)[0].problems, compiled=wanted)
-            trials._wait = 1
-            trials.ahead(count, {})
+            trials = ProblemBatch(problems("one step", 1)[0].problems, compiled=wanted)
+            trials.trace_after = 1
+            trials.expect_iterations(count, {})
     assert asked == [False, False, False, True]
 
 
@@ -244,7 +244,7 @@ def test_what_depends_on_no_variable_is_computed_once() -> None:
         scale = weights.sum().exp().reshape(1) + torch.tensor(2.0)
         return given["x"] * scale, {"x": given["x"] + scale}
 
-    replay = record(evaluate, {"x": torch.ones(3)})
+    replay = trace(evaluate, {"x": torch.ones(3)})
     assert replay is not None
     expected = evaluate({"x": torch.full((3,), 2.0)})
     weights.zero_()  # what was computed from them stays
@@ -258,7 +258,7 @@ def test_what_is_changed_in_place_is_not_kept(part: Callable[[Tensor], Tensor]) 
         part(total).add_(given["x"])
         return total.sum(1), {"x": total[0]}
 
-    replay = record(evaluate, {"x": torch.ones(3)})
+    replay = trace(evaluate, {"x": torch.ones(3)})
     assert replay is not None
     for _ in range(3):
         assert torch.equal(replay({"x": torch.ones(3)})[0], torch.tensor([3.0, 0.0]))
@@ -273,7 +273,7 @@ def test_only_what_is_needed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         scale = (weights * 2 + 1).log().square().sum()
         return given["x"] * scale, {"x": torch.zeros(3)}
 
-    replay = record(evaluate, {"x": torch.ones(3)})
+    replay = trace(evaluate, {"x": torch.ones(3)})
     assert replay is not None
     assert [value.shape for name, value in folded[0].named_buffers() if name.startswith("_known")] == [()]
     replay({"x": torch.ones(3)})[1]["x"].add_(5)  # what is given away is the caller's
@@ -281,7 +281,7 @@ def test_only_what_is_needed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(traced_objective, "KEPT", 10)
     weights = weights.double()
-    replay = record(evaluate, {"x": torch.ones(3)})
+    replay = trace(evaluate, {"x": torch.ones(3)})
     assert replay is not None
     assert torch.equal(replay({"x": torch.ones(3)})[0], evaluate({"x": torch.ones(3)})[0])
     assert all(value.nbytes <= 10 for name, value in folded[1].named_buffers() if name.startswith("_known"))

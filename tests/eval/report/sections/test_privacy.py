@@ -16,7 +16,7 @@ from defenses.dp_sgd import DPSGD
 from eval.metrics.lineup import BY_UPDATE
 from eval.metrics.statistics import at_least
 from eval.privacy import reconstruction_robustness
-from eval.privacy.epsilon_bounds import from_naming
+from eval.privacy.epsilon_bounds import from_identification
 from eval.report import render_html, render_markdown
 from eval.report.assemble import build_report
 from eval.report.blocks import DefinitionList, Paragraph, Report
@@ -88,7 +88,7 @@ def test_claims_bounds_and_audits(tmp_path):
     assert named["at most, all seen"] == f"{100 * bound:.1f}\N{NO-BREAK SPACE}%"
     assert named["at least"] == f"{100 * at_least(1, 8, 0.05):.1f}\N{NO-BREAK SPACE}%"
     assert named["epsilon of all seen"] == f"{spent(SEEN, 1e-5):.2f}"
-    assert named["could be shown"] == f"{from_naming(8, 8, 0.02, delta=1e-5):.2f}"
+    assert named["could be shown"] == f"{from_identification(8, 8, 0.02, delta=1e-5):.2f}"
     assert named["refuted"] == "no"
     audit = grid(content, "The noisy steps, audited").rows[0]
     assert audit == ["dp-fedavg", "1,000", "8", "1.20", f"{epsilon:.2f}", "24.90", "no"]

@@ -205,7 +205,7 @@ def test_levels_are_shares_and_survive_the_round_trip() -> None:
     found = yaml_config.read(
         {**BASE, "score": {"levels": [0.1, 0.7], "level_of": "accuracy_local"}, "published": figures}
     )
-    assert yaml_config.read(yaml_config.plain(found)) == found
+    assert yaml_config.read(yaml_config.to_plain(found)) == found
     assert found.published[0].until == {0.1: 0, 0.7: None}
     with pytest.raises(ValueError, match=r"score\.levels\.0: expected a number in"):
         yaml_config.read({**BASE, "score": {"levels": [10]}})

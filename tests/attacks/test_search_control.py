@@ -1,0 +1,168 @@
+"""Searches end in time with the best they have, say how far they are, and cost what they estimated."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from support import worlds
+from torch import Tensor
+
+import attacks
+from attacks.base import NotApplicable, Reconstruction
+from attacks.gradient_matching.engine import fit_check
+from attacks.gradient_matching.engine.batching import ProblemBatch
+from attacks.gradient_matching.engine.problem import Variables
+from attacks.parallel import Spread
+from attacks.search_control import SearchControl, SearchMonitor, SearchProgress
+from fl.methods.fedavg import FedAvg
+from fl.types import ServerView
+
+
+def views(count: int) -> list[ServerView]:
+    run = worlds.federation(FedAvg(lr=0.1, steps=1, batch_size=None), rounds=0)
+    return [run.observe(0, data=worlds.images(1, "control", i))[0] for i in range(count)]
+
+
+class Clock:
+    """Seconds that pass only where an evaluation says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, per_evaluation: float = 1.0) -> None:
+        self.now, self.evaluations = 0.0, 0
+        evaluate = ProblemBatch.evaluate
+
+        def slow(batch: ProblemBatch, variables: Variables) -> tuple[Tensor, Variables]:
+            self.now += per_evaluation
+            self.evaluations += 1
+            return evaluate(batch, variables)
+
+        monkeypatch.setattr(ProblemBatch, "evaluate", slow)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def test_a_control_without_limits_changes_no_bit() -> None:
+    attack = attacks.build({"name": "ig", "iterations": 20, "restarts": 2})
+    (view,) = views(1)
+    plain, controlled = attack(view), attack(view, control=SearchControl())
+    assert isinstance(plain, Reconstruction)
+    assert repr(plain) == repr(controlled)
+    assert torch.equal(plain.inputs, controlled.inputs)  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.parametrize("name", ["ig", "headless+ig", "first-step+ig"])
+def test_a_search_ends_at_its_time_limit_with_its_best_iterate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (view,) = views(1)
+    attack = attacks.build({"name": name, "iterations": 1000, "schedule": "none"})
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(fit_check, "EXPLAINED_BELOW", 0.0)  # the tiny network explains much at once
+    result = attack(view, control=SearchControl(time_limit=4))
+    assert clock.evaluations == 4
+    assert isinstance(result, Reconstruction)
+    assert "cut short by the time limit after 3 of 1000 iterations" in result.note
+    assert "cut short" in result.given_up
+    assert result.objective < 1
+
+
+def test_the_time_is_shared_out_among_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = attacks.build({"name": "ig", "iterations": 1000, "stack": 1})
+    clock = Clock(monkeypatch)
+    results = attack.run_controlled(views(3), [0, 1, 2], SearchControl(time_limit=60))
+    assert clock.evaluations == 60
+    assert all(isinstance(result, Reconstruction) and "cut short" in result.note for result in results)
+    assert ["after 19 of 1000" in result.note for result in results] == [True] * 3  # type: ignore[union-attr]
+
+
+def test_a_search_that_ends_by_itself_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    (view,) = views(1)
+    for settings in ({"iterations": 10}, {"iterations": 1000, "tolerance": 0.99}):
+        result = attacks.build({"name": "ig", **settings})(view, control=SearchControl(time_limit=900))
+        assert isinstance(result, Reconstruction)
+        assert "cut short" not in result.note
+
+
+def test_nothing_begins_after_the_time_limit() -> None:
+    for name in ("ig", "headless+ig"):
+        result = attacks.build(name)(views(1)[0], control=SearchControl(time_limit=0))
+        assert isinstance(result, NotApplicable)
+        assert result.limit
+        assert result.reason == "no trial was run before the time limit"
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_interrupt_keeps_the_best_where_that_is_asked_for(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = attacks.build({"name": "ig", "iterations": 100})
+    evaluate, calls = ProblemBatch.evaluate, []
+
+    def interrupted(batch: ProblemBatch, variables: Variables) -> tuple[Tensor, Variables]:
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return evaluate(batch, variables)
+
+    monkeypatch.setattr(ProblemBatch, "evaluate", interrupted)
+    control = SearchControl(keep_best_on_interrupt=keep)
+    if not keep:
+        with pytest.raises(KeyboardInterrupt):
+            attack(views(1)[0], control=control)
+        return
+    result = attack(views(1)[0], control=control)
+    assert isinstance(result, Reconstruction)
+    assert "cut short by an interrupt after 7 of 100 iterations" in result.note
+    assert control.interrupted
+    assert "before an interrupt" in attack(views(1)[0], control=control).reason  # type: ignore[union-attr]
+
+
+def test_progress_is_told_in_iterations_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[SearchProgress] = []
+    clock = Clock(monkeypatch)
+    attack = attacks.build({"name": "ig", "iterations": 50, "stack": 1, "restarts": 2})
+    attack(views(1)[0], control=SearchControl(on_progress=told.append, interval=10))
+    assert clock.evaluations == 102
+    assert {progress.iterations for progress in told} == {100}
+    assert [progress.iteration for progress in told] == sorted(progress.iteration for progress in told)
+    assert len(told) == 10
+    assert told[0].seconds_left is None
+    for progress in told[1:]:
+        assert progress.seconds_left == pytest.approx(100 - progress.iteration, rel=0.3)
+
+
+def test_a_search_takes_as_long_as_it_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, per_evaluation=2.0)
+    given = views(2)
+    for name in ("ig", "headless+ig"):
+        attack = attacks.build({"name": name, "iterations": 40, "stack": 1, "restarts": 3})
+        estimate = attack.estimate_seconds(given)
+        begun = clock.now
+        attack.run(given, [0, 1])
+        assert estimate == pytest.approx(clock.now - begun)
+    silent = replace(given[0], update={})
+    assert attacks.build("ig").estimate_seconds([silent]) == 0
+    assert attacks.build("analytic").estimate_seconds(given) is None
+
+
+def test_workers_keep_to_the_time_limit_too() -> None:
+    attack = attacks.build({"name": "ig", "iterations": 10**6})
+    spread = Spread(2, patience=0.0)
+    try:
+        spread._started().result()
+        begun = time.monotonic()
+        results = spread.run(attack, views(20), range(20), control=SearchControl(time_limit=2))
+    finally:
+        spread.close()
+    assert time.monotonic() - begun < 20
+    assert all(isinstance(result, Reconstruction | NotApplicable) for result in results)
+    assert any("time limit" in getattr(result, "note", "") for result in results)
+
+
+def test_levels_share_the_time() -> None:
+    control = SearchControl(time_limit=1000)
+    first = SearchMonitor(control, batches=2, iterations=10, levels_left=2)
+    assert first.begin_batch() == ""
+    assert first._batch_deadline - time.monotonic() == pytest.approx(250, abs=5)
+    assert SearchMonitor().begin_batch() == ""
+    assert math.isinf(SearchControl().seconds_left)
