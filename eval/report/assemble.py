@@ -8,7 +8,7 @@ from eval.report.blocks import Block, Omission, Paragraph, Report, Section
 from eval.report.load import load
 from eval.report.sections import figures, gallery, methodology, overview, privacy, tables
 from eval.report.sections.findings import lead_sentence
-from eval.report.sections.overview import NumberedGroups
+from eval.report.sections.numbered_groups import NumberedGroups
 
 MAX_GALLERIES = 24
 """Attacks of which pictures are shown."""

@@ -22,8 +22,8 @@ from eval.metrics.statistics import Interval
 from eval.report.formatting import NO_VALUE, format_interval, format_percent_interval
 from eval.report.load import Run, explain_damage, load
 from eval.report.result_groups import IMAGE, ResultGroup, image_key
-from eval.report.round_series import format_accuracy
 from eval.report.settings import entry_label
+from eval.report.training_results import format_accuracy
 
 PAIRED, UNPAIRED = "paired", "unpaired"
 NOT_SET = "(not set)"

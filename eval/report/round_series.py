@@ -1,4 +1,4 @@
-"""What changes while a method trains: values by round and seed, from `rounds.jsonl`."""
+"""Values over rounds of training, from `rounds.jsonl`, and the figure that shows them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from eval.metrics import statistics
 from eval.metrics.score import Row
-from eval.metrics.statistics import Interval
-from eval.report.formatting import format_percent, format_percent_interval
-from eval.report.load import Run
-from eval.report.result_groups import ResultGroup
+from eval.report.blocks import FigureBlock, TableBlock
+from eval.report.charts.specs import Curve, LineChart, Marker
+from eval.report.formatting import format_number
 
 RowValue = Callable[[Row], float | None]
+"""Reads a value off a row of `rounds.jsonl`; None where the row has none."""
 
 
 @dataclass(frozen=True)
 class RoundSeries:
-    """How a value runs over rounds.
+    """How a value of one method under one defense runs over rounds.
 
     Attributes:
-        method, defense: of whom.
-        values: by round, then by seed.
+        method: the method's label.
+        defense: the defense's label.
+        values: the value by round, then by seed.
     """
 
     method: str
@@ -31,107 +31,74 @@ class RoundSeries:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """(round, mean over seeds), ascending."""
+        """Return (round, mean over seeds), ascending."""
         return [(float(number), fmean(seeds.values())) for number, seeds in sorted(self.values.items())]
 
     @property
     def band(self) -> list[tuple[float, float, float]]:
-        """(round, lowest seed, highest seed), where there are several seeds."""
+        """Return (round, lowest seed, highest seed) of the rounds with several seeds."""
         several = [(number, seeds.values()) for number, seeds in sorted(self.values.items()) if len(seeds) > 1]
         return [(float(number), min(values), max(values)) for number, values in several]
 
 
 def collect_series(rows: Sequence[Row], value: RowValue) -> list[RoundSeries]:
-    """A value over rounds for every method under every defence that has it."""
-    found: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
+    """Return a value over rounds for every method under every defense that has it."""
+    by_subject: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
     for row in rows:
         if (figure := value(row)) is not None:
-            own = found.setdefault((row["method"], row["defense"]), {})
-            own.setdefault(int(row["round"]), {})[row["seed"]] = float(figure)
-    return [RoundSeries(*key, values) for key, values in found.items()]
-
-
-def diagnostic_names(rows: Sequence[Row]) -> list[str]:
-    """Names of the diagnostics there are, in order."""
-    return list(dict.fromkeys(name for row in rows for name in row.get("diagnostics") or {}))
-
-
-def accuracy_interval(run: Run, group: ResultGroup, *, last: bool = False) -> Interval | None:
-    """The group's accuracy with an interval over clients and seeds; None where the clients' own are not on file.
-
-    Args:
-        run: the run.
-        group: one of its groups.
-        last: whether after the last round of training rather than in the group's.
-    """
-    column = "accuracy_last" if last else "accuracy"
-    clients: list[Row] = []
-    for seed, accuracy in group.by_seed(column).items():
-        rows = [
-            row
-            for row in run.rounds
-            if (row["method"], row["defense"], row["seed"]) == (*group.subject, seed)
-            and row.get("accuracy") is not None
-            and (last or row["round"] == group.round)
-        ]
-        own = max(rows, key=lambda row: row["round"], default=None)
-        if own is None or abs(own["accuracy"] - accuracy) > 1e-9:  # of another model
-            return None
-        clients += [{"client": i, "seed": seed, "accuracy": a} for i, a in enumerate(own.get("accuracies") or [])]
-    known = [row for row in clients if row["accuracy"] is not None]
-    found = statistics.mean_interval(known, "accuracy", image="client") if known else None
-    return found if found is not None and abs(found.value - (group.mean_over_seeds(column) or 0.0)) < 1e-6 else None
-
-
-def format_accuracy(run: Run, group: ResultGroup, *, last: bool = False) -> str:
-    """The group's accuracy in words, with its interval where there is one; as `accuracy_interval`."""
-    clients = accuracy_interval(run, group, last=last)
-    known = group.mean_over_seeds("accuracy_last") if last else group.accuracy
-    return format_percent_interval(clients, 1) if clients else format_percent(known, 1)
+            by_round = by_subject.setdefault((row["method"], row["defense"]), {})
+            by_round.setdefault(int(row["round"]), {})[row["seed"]] = float(figure)
+    return [RoundSeries(*subject, values) for subject, values in by_subject.items()]
 
 
 @dataclass(frozen=True)
-class CommunicationCost:
-    """What a method under a defence sends and takes, per client and round where not said otherwise.
+class Line:
+    """One line of a figure over rounds.
 
     Attributes:
-        method, defense: of whom.
-        up, down: numbers sent by and to one client.
-        clients: that took part, on average.
-        rounds: trained, of the seed with most.
-        seconds: per round; None where it is not on file.
+        names: what tells it from the others, a word for every column of the figure's legend.
+        look: number of its color, shape and dashes.
+        series: its values.
     """
 
-    method: str
-    defense: str
-    up: float
-    down: float
-    clients: float
-    rounds: int
-    seconds: float | None
+    names: Sequence[str]
+    look: int
+    series: RoundSeries
 
 
-def communication_costs(rows: Sequence[Row]) -> list[CommunicationCost]:
-    """The costs of every method under every defence that trained for at least one round."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["round"] > 0 and row.get("numbers_up") is not None and row.get("numbers_down") is not None:
-            found.setdefault((row["method"], row["defense"]), []).append(row)
-    return [
-        CommunicationCost(
-            *key,
-            up=fmean(row["numbers_up"] for row in own),
-            down=fmean(row["numbers_down"] for row in own),
-            clients=fmean(_amount(row.get("clients")) for row in own),
-            rounds=max(row["round"] for row in own),
-            seconds=fmean(times)
-            if (times := [row["seconds"] for row in own if row.get("seconds") is not None])
-            else None,
-        )
-        for key, own in found.items()
-    ]
+def line_figure(name: str, title: str, ylabel: str, columns: Sequence[str], lines: Sequence[Line]) -> FigureBlock:
+    """Return one figure of a value over rounds, with its legend.
+
+    Args:
+        name: name of the file.
+        title: words above the figure.
+        ylabel: name of the axis; values of one that ends in "(%)" lie in [0, 100].
+        columns: names of the legend's columns that tell the lines from each other.
+        lines: at least one.
+    """
+    in_percent = ylabel.endswith("(%)")
+    rows = [[*line.names, *_landmarks(line.series, small=not in_percent)] for line in lines]
+    curves = [Curve(_key_label(line.names), line.look, line.series.points, line.series.band) for line in lines]
+    markers = [Marker(line.look, line=True) for line in lines]
+    legend = TableBlock("What the lines stand for", [*columns, ">first", ">highest", ">last"], rows, markers=markers)
+    spoken = [f"{', '.join(row[:-3])}: first {row[-3]}, highest {row[-2]}, last {row[-1]}." for row in rows]
+    alt = f"{title}. {' '.join(spoken)}"
+    band = "Lines are means over seeds; bands, or whiskers where there are few rounds, reach from lowest to highest."
+    seeds = band if any(line.series.band for line in lines) else "One seed: no band."
+    untrained = any(at == 0 for line in lines for at, _ in line.series.points)
+    start = "Round 0 is before training. " if untrained else ""
+    caption = f"{seeds} {start}In the legend, values with their rounds in brackets."
+    return FigureBlock(name, title, LineChart(ylabel, curves), alt, caption, legend)
 
 
-def _amount(clients: object) -> int:
-    """How many clients: `clients` holds their numbers, or how many there were."""
-    return clients if isinstance(clients, int) else len(clients) if isinstance(clients, list) else 0
+def _key_label(names: Sequence[str]) -> str:
+    """A line's name in the key of a chart that stands alone; no defense goes unsaid."""
+    return ", ".join(name for name in names if name != "none")
+
+
+def _landmarks(series: RoundSeries, *, small: bool) -> list[str]:
+    """First, highest and last value, with more digits where `small` figures may matter."""
+    points = series.points
+    digits = 3 if small and max(abs(value) for _, value in points) < 10 else 1
+    chosen = (points[0], max(points, key=lambda point: point[1]), points[-1])
+    return [f"{format_number(value, digits)} ({at:.0f})" for at, value in chosen]

@@ -31,7 +31,8 @@ from eval.report.load import PRIVACY, load, picture_file_names, read_pictures
 from eval.report.result_groups import NOT_ATTACKED
 from eval.report.results_table import Table
 from eval.report.sections import partition_notes, privacy
-from eval.report.sections.overview import NumberedGroups, mixed_code_warning
+from eval.report.sections.numbered_groups import NumberedGroups
+from eval.report.sections.overview import mixed_code_warning
 from eval.report.writer import write_report
 from eval.run import partition_files, privacy_claims
 from eval.run.attack_cell import IMAGES, PICTURES

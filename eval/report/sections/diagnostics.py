@@ -1,8 +1,13 @@
-"""What was measured beside accuracy (`federation.diagnostics`): over rounds, and between clients after the last."""
+"""The section's part on what was measured beside accuracy (`federation.diagnostics`).
+
+Losses, distances and cosines of clients' weights have a figure over rounds each; so has every number of the server's
+own step, client by client. Similarities and confidences are shown as they were after the last scored round.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from statistics import fmean
 
@@ -10,14 +15,18 @@ from eval.io.text import join
 from eval.metrics.score import Row
 from eval.report.blocks import Block, FigureBlock, Omission, TableBlock
 from eval.report.charts.specs import Heatmap
+from eval.report.charts.style import SERIES as COLORS
 from eval.report.formatting import format_number, format_percent
 from eval.report.load import Run
-from eval.report.round_series import RowValue
+from eval.report.round_series import Line, RoundSeries, RowValue, line_figure
 
 MAX_CLIENTS = 50
 """Clients whose similarities are drawn."""
+MAX_LINES = len(COLORS)
+"""Clients in one figure: as many as there are looks of lines."""
 EQUAL_WITHIN = 1e-6
 """How far below 1 the cosine of equal weights may come out."""
+SERVER_STEP = "Numbers of the server's step"
 
 
 def _loss(row: Row) -> float | None:
@@ -50,11 +59,31 @@ SERIES: Mapping[str, tuple[str, str, RowValue]] = {
     "similarity": ("Similarity of clients' weights", "cosine, mean over pairs", _similarity),
     "divergence": ("Divergence of clients' weights", "distance, mean over pairs and layers", _divergence),
 }
-"""Title, name of the axis and value of everything that has a curve over rounds."""
+"""Title, name of the axis and value of everything that has a figure over rounds, by the figure's name."""
+
+
+def series_of_methods(run: Run) -> list[tuple[str, str, str, RowValue]]:
+    """Return (name, title, name of the axis, value) of the figures over rounds that have a line for each method."""
+    names = dict.fromkeys(name for row in run.rounds for name in row.get("diagnostics") or {})
+    own = []
+    for i, name in enumerate(names, 1):
+        words = name.replace("_", " ")
+        own.append((f"diagnostic-{i}", f"{words.capitalize()} over rounds", words, partial(_diagnostic, name=name)))
+    return [*own, *((name, *figure) for name, figure in SERIES.items())]
+
+
+def _diagnostic(row: Row, name: str) -> float | None:
+    """A number that the method itself names (`Method.diagnostics`)."""
+    values = row.get("diagnostics")
+    value = values.get(name) if isinstance(values, dict) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def blocks(run: Run) -> list[Block]:
-    """Similarities and confidences after the last scored round of every training's first seed."""
+    """Return similarities and confidences of the end of training, and figures of the server's step.
+
+    The end is the last scored round of every training's first seed.
+    """
     last: dict[tuple[str, str], Row] = {}
     for row in run.rounds:
         key = (row["method"], row["defense"])
@@ -63,7 +92,7 @@ def blocks(run: Run) -> list[Block]:
     maps = [
         _similarity_figure(i, row) for i, row in enumerate(last.values(), 1) if len(row.get("similarity") or []) > 1
     ]
-    return [*maps, *_confidences(list(last.values()))]
+    return [*maps, *_confidences(list(last.values())), *_server_step(run)]
 
 
 def _similarity_figure(which: int, row: Row) -> Block:
@@ -108,3 +137,45 @@ def _confidences(rows: Sequence[Row]) -> list[Block]:
     columns = ["method", "defence", "images", "answer", ">how many", *ends]
     seeds = join(list(dict.fromkeys(f"{row['seed']}" for row in rows if row.get("confidence"))))
     return [TableBlock(f"Probability of the class named, after the last round (seed {seeds})", columns, lines)]
+
+
+def _server_step(run: Run) -> list[Block]:
+    """A figure of every number of every training that has some; one reason for those that have none."""
+    asked: dict[tuple[str, str], list[Row]] = {}
+    for row in run.rounds:
+        if row.get("server") is not None:
+            asked.setdefault((row["method"], row["defense"]), []).append(row)
+    figures: list[Block] = []
+    for subject, rows in asked.items():
+        for name in dict.fromkeys(name for row in rows for name in row["server"]):
+            figures.append(
+                _client_figure(f"server-{len(figures) + 1}", f"{name.capitalize()}: {', '.join(subject)}", name, rows)
+            )
+    silent = [", ".join(subject) for subject, rows in asked.items() if not any(row["server"] for row in rows)]
+    if silent:
+        figures.append(Omission(f"{SERVER_STEP}: {join(silent)}", "the method says nothing of single clients there"))
+    return figures
+
+
+def _client_figure(key: str, title: str, name: str, rows: Sequence[Row]) -> Block:
+    """One number over rounds, a line for each client."""
+    by_client = _by_client(name, rows)
+    if len(by_client) > MAX_LINES:
+        return Omission(title, f"more than {MAX_LINES} clients; the figures are in rounds.jsonl")
+    if not by_client:
+        return Omission(title, "none of its values is a number")
+    lines = [Line([f"client {client}"], look, series) for look, (client, series) in enumerate(by_client.items())]
+    return line_figure(key, title, name, ["whose"], lines)
+
+
+def _by_client(name: str, rows: Sequence[Row]) -> dict[int, RoundSeries]:
+    """A number over rounds for every client that took part in a scored round, by its number, ascending."""
+    by_client: dict[int, RoundSeries] = {}
+    for row in rows:
+        if name not in row["server"]:
+            continue
+        for client, value in zip(row["clients"], row["server"][name], strict=True):
+            if value is not None:
+                own = by_client.setdefault(client, RoundSeries(row["method"], row["defense"], {}))
+                own.values.setdefault(int(row["round"]), {})[row["seed"]] = float(value)
+    return dict(sorted(by_client.items()))

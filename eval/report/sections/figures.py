@@ -9,21 +9,21 @@ from typing import TypeVar
 
 from eval.io.text import join
 from eval.metrics.statistics import Interval
-from eval.report import curves
 from eval.report.blocks import Block, FigureBlock, Omission, Section, TableBlock
 from eval.report.charts.specs import Baseline, Curve, LineChart, Marker, Point, ScatterPlot, Strip, StripPlot
 from eval.report.formatting import FURTHER_ACCURACIES, format_interval, format_number
+from eval.report.load import Run
 from eval.report.result_groups import BASELINES, ResultGroup, baseline_means
-from eval.report.round_series import RowValue, accuracy_interval, collect_series, diagnostic_names, format_accuracy
-from eval.report.sections import diagnostics as measured
-from eval.report.sections import server_step
-from eval.report.sections.overview import NumberedGroups
+from eval.report.round_series import Line, RowValue, collect_series, line_figure
+from eval.report.sections import diagnostics
+from eval.report.sections.numbered_groups import NumberedGroups
+from eval.report.training_results import accuracy_interval, format_accuracy
 
 T = TypeVar("T")
 MAX_LINES = 8
 """Lines in one figure; more are spread over a figure for every defence."""
 DRAWN_BASELINES = ("mean", "nearest")
-"""Floors drawn as lines: the best constant picture, and the best picture that could be had before."""
+"""Baselines drawn as lines: the best constant image, and the best image that could be had before."""
 
 
 def section(numbered: NumberedGroups) -> Section:
@@ -109,35 +109,23 @@ def _strips(numbered: NumberedGroups) -> list[Block]:
 
 
 def _training(numbered: NumberedGroups) -> list[Block]:
-    """Accuracy and diagnostics over rounds."""
-    rows = numbered.run.rounds
-    if not rows:
+    """Accuracies and diagnostics over rounds."""
+    run = numbered.run
+    if not run.rounds:
         return [Omission("accuracy over rounds", "there is no rounds.jsonl")]
     blocks = _series_figures(
-        numbered, "accuracy", "Accuracy over rounds", "accuracy (%)", partial(_percent, column="accuracy")
+        run, "accuracy", "Accuracy over rounds", "accuracy (%)", partial(_percent, column="accuracy")
     )
     if not blocks:
         blocks = [Omission("accuracy over rounds", "rounds.jsonl holds no second round with an accuracy")]
-    blocks += _series_figures(
-        numbered,
-        "accuracy-local",
-        "Accuracy right after local training",
-        "accuracy (%)",
-        partial(_percent, column="accuracy_local"),
-    )
-    for name, words in FURTHER_ACCURACIES.items():
-        column = f"accuracy_{name}"
-        title = f"Accuracy {words}"
-        blocks += _series_figures(
-            numbered, column.replace("_", "-"), title, "accuracy (%)", partial(_percent, column=column)
-        )
-    for i, name in enumerate(diagnostic_names(rows), 1):
-        words = name.replace("_", " ")
-        value = partial(_diagnostic, name=name)
-        blocks += _series_figures(numbered, f"diagnostic-{i}", f"{words.capitalize()} over rounds", words, value)
-    for name, (title, ylabel, measure) in measured.SERIES.items():
-        blocks += _series_figures(numbered, name, title, ylabel, measure)
-    return [*blocks, *measured.blocks(numbered.run), *server_step.blocks(numbered.run)]
+    further = {"local": "right after local training", **FURTHER_ACCURACIES}
+    for name, words in further.items():
+        value: RowValue = partial(_percent, column=f"accuracy_{name}")
+        figure_name = f"accuracy-{name.replace('_', '-')}"
+        blocks += _series_figures(run, figure_name, f"Accuracy {words}", "accuracy (%)", value)
+    for name, title, ylabel, value in diagnostics.series_of_methods(run):
+        blocks += _series_figures(run, name, title, ylabel, value)
+    return [*blocks, *diagnostics.blocks(run)]
 
 
 def _percent(row: Mapping[str, object], column: str) -> float | None:
@@ -145,26 +133,21 @@ def _percent(row: Mapping[str, object], column: str) -> float | None:
     return 100 * float(value) if isinstance(value, int | float) else None
 
 
-def _diagnostic(row: Mapping[str, object], name: str) -> float | None:
-    values = row.get("diagnostics")
-    value = values.get(name) if isinstance(values, dict) else None
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _series_figures(numbered: NumberedGroups, name: str, title: str, ylabel: str, value: RowValue) -> list[Block]:
+def _series_figures(run: Run, name: str, title: str, ylabel: str, value: RowValue) -> list[Block]:
     """Figures of a value over rounds; none where no method has two rounds of it."""
-    found = collect_series(numbered.run.rounds, value)
-    if not any(len(course.values) > 1 for course in found):
+    collected = collect_series(run.rounds, value)
+    if not any(len(series.values) > 1 for series in collected):
         return []
-    subjects = list(dict.fromkeys((row["method"], row["defense"]) for row in numbered.run.rounds))
+    subjects = list(dict.fromkeys((row["method"], row["defense"]) for row in run.rounds))
     methods = list(dict.fromkeys(method for method, _ in subjects))
-    lots = _split_by_defense({(course.method, course.defense): course for course in found})
+    parts = _split_by_defense({(series.method, series.defense): series for series in collected})
     blocks: list[Block] = []
-    for suffix, words, lot in lots:  # a method looks the same in all of them
-        own = list(lot.values())
-        series = [methods.index(c.method) if len(lots) > 1 else subjects.index((c.method, c.defense)) for c in own]
-        labels = {"method": [course.method for course in own], "defence": [course.defense for course in own]}
-        blocks.append(curves.line_figure(f"{name}{suffix}", title + words, ylabel, labels, own, series))
+    for suffix, words, part in parts:
+        lines = []
+        for subject, series in part.items():  # where there are several figures, a method looks the same in all
+            look = methods.index(series.method) if len(parts) > 1 else subjects.index((series.method, series.defense))
+            lines.append(Line(subject, look, series))
+        blocks.append(line_figure(f"{name}{suffix}", title + words, ylabel, ["method", "defence"], lines))
     return blocks
 
 

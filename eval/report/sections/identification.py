@@ -7,7 +7,7 @@ from eval.metrics.lineup import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.report.blocks import Block, DefinitionList, Omission, TableBlock
 from eval.report.formatting import NO_VALUE, format_percent
 from eval.report.result_groups import IdentificationRate, ResultGroup
-from eval.report.sections.overview import NumberedGroups
+from eval.report.sections.numbered_groups import NumberedGroups
 
 READING = [
     (

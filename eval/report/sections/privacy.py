@@ -17,7 +17,7 @@ from eval.report.blocks import Block, DefinitionList, Note, Omission, Paragraph,
 from eval.report.formatting import format_error, format_number, format_percent
 from eval.report.load import PRIVACY, Run
 from eval.report.result_groups import ResultGroup
-from eval.report.sections.overview import NumberedGroups
+from eval.report.sections.numbered_groups import NumberedGroups
 from eval.report.settings import section as section_of
 
 CONFIDENCE = 0.95

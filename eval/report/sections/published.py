@@ -9,10 +9,10 @@ from eval.report.blocks import Block, DefinitionList, TableBlock
 from eval.report.formatting import ACCURACY_NAMES, NO_VALUE, format_interval, format_number, format_percent
 from eval.report.load import Run
 from eval.report.result_groups import ResultGroup, lpips_column
-from eval.report.round_series import communication_costs, format_accuracy
 from eval.report.sections.findings import subject_label
-from eval.report.sections.overview import NumberedGroups
+from eval.report.sections.numbered_groups import NumberedGroups
 from eval.report.sections.rounds_to_accuracy import communication_share, matches_label, only_rounds
+from eval.report.training_results import communication_costs, format_accuracy
 
 OF_PICTURES = {"psnr": "PSNR (dB)", "ssim": "SSIM", "lpips": "LPIPS"}
 OF_MODELS = {name: f"accuracy {words}" for name, words in ACCURACY_NAMES.items()}

@@ -27,9 +27,9 @@ from eval.report.result_groups import (
     lpips_column,
     share_reaching,
 )
-from eval.report.round_series import communication_costs, format_accuracy
 from eval.report.sections import identification, published, rounds_to_accuracy
-from eval.report.sections.overview import NumberedGroups
+from eval.report.sections.numbered_groups import NumberedGroups
+from eval.report.training_results import communication_costs, format_accuracy
 from fl.simulation.protocol import NOTHING_SENT
 
 BYTES, MEBI = 4, 2**20

@@ -22,7 +22,7 @@ from eval.report.assemble import build_report
 from eval.report.blocks import DefinitionList, Paragraph, Report
 from eval.report.load import load
 from eval.report.sections import privacy
-from eval.report.sections.overview import NumberedGroups
+from eval.report.sections.numbered_groups import NumberedGroups
 from fl.client import Client
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
