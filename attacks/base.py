@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from attacks.network.double_backward import why_not
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl
-from attacks.verification import checkable, checked
+from attacks.verification import can_replay, confirm
 from fl.aggregated_view import as_one
 from fl.registry import Registry, UnknownNameError
 from fl.settings import current_names
@@ -31,11 +32,11 @@ __all__ = [
     "Preset",
     "Reconstruction",
     "Result",
-    "ViewAttack",
-    "attacked",
+    "ViewRewriter",
     "attacks",
     "build",
     "label",
+    "run_checked",
 ]
 
 attacks = Registry["Attack"]("attack", "attacks")
@@ -67,7 +68,7 @@ class Attack:
     """What it does, in words for a reader who knows none of the papers."""
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Published settings by name: `build({"name": "ig", "preset": "paper"})`."""
-    groups: ClassVar[bool] = False
+    supports_groups: ClassVar[bool] = False
     """Whether it takes a view of a group of clients (secure aggregation); else only where that is as of one client."""
 
     def __call__(self, view: ServerView, *, seed: int = 0, control: SearchControl | None = None) -> Result:
@@ -85,12 +86,12 @@ class Attack:
             ValueError: a tensor of the update has another shape or type than what the server sent, or is sparse or
                 complex (says which), the number of images is below 1 although some were fed, or labels are not theirs.
         """
-        _check(view)
-        return attacked(self, [view], [seed], control)[0]
+        _check_view(view)
+        return run_checked(self, [view], [seed], control)[0]
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Attack several views, each with its own seed; equal to attacking one at a time."""
-        single = [self.single(view) for view in views]
+        single = [self.single_client_view(view) for view in views]
         return [
             view if isinstance(view, NotApplicable) else self.one(view, seed)
             for view, seed in zip(single, seeds, strict=True)
@@ -104,23 +105,23 @@ class Attack:
         """Return about how long the attack takes on these views in one process, or None where it can't tell."""
         return None
 
-    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+    def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """The views that are best attacked together, by their indices: what may be spread over processes."""
         return [[i] for i in range(len(views))]
 
-    def beforehand(self) -> Batch | None:
+    def auxiliary_images(self) -> Batch | None:
         """Images that the attacker has before it sees any update, and which are none of those attacked."""
         return None
 
-    def checked(self, view: ServerView, result: Result) -> Result:
+    def confirm(self, view: ServerView, result: Result) -> Result:
         """The result, verified only where the whole update bears it out (`attacks.verification`)."""
-        return checked(view, result)
+        return confirm(view, result)
 
-    def single(self, view: ServerView) -> ServerView | NotApplicable:
+    def single_client_view(self, view: ServerView) -> ServerView | NotApplicable:
         """The view as one of a single client, for an attack that knows no groups; else as it is, if it is finite."""
         if not finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
-        if not view.parts or self.groups:
+        if not view.parts or self.supports_groups:
             return view
         found = as_one(view)
         return (
@@ -133,7 +134,7 @@ class Attack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewAttack(Attack):
+class ViewRewriter(Attack):
     """An attack that rewrites a view into an easier one, which another attack can take over: `peel+ig`."""
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
@@ -145,17 +146,17 @@ class ViewAttack(Attack):
         rewritten = self.rewrite(view)
         if isinstance(rewritten, NotApplicable):
             return rewritten
-        return self.unwrap(view, rewritten, Reconstruction(inputs=None))
+        return self.lift_result(view, rewritten, Reconstruction(inputs=None))
 
-    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+    def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result on the rewritten view as one on the first view."""
         return result
 
-    def lead(
+    def attack_rewritten(
         self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
     ) -> list[Result]:
         """What `then` makes of the rewritten views, attacked in one batch, checked where the first view can't be."""
-        single = [self.single(view) for view in views]
+        single = [self.single_client_view(view) for view in views]
         rewritten = [view if isinstance(view, NotApplicable) else self.rewrite(view) for view in single]
         open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
         found = runner(then, control)([rewritten[i] for i in open_to], [seeds[i] for i in open_to])  # type: ignore[misc]
@@ -163,10 +164,10 @@ class ViewAttack(Attack):
         for i, result in zip(open_to, found, strict=True):
             easier = rewritten[i]
             assert isinstance(easier, ServerView)
-            if not (easier.threat.knows_optimizer or checkable(views[i])):
-                result = self.checked(easier, result)
+            if not (easier.threat.knows_optimizer or can_replay(views[i])):
+                result = self.confirm(easier, result)
             if isinstance(result, Reconstruction):
-                result = self.unwrap(views[i], easier, result)
+                result = self.lift_result(views[i], easier, result)
             results[i] = result
         return results
 
@@ -180,7 +181,7 @@ def runner(
     return partial(attack.run_controlled, control=control)
 
 
-def attacked(
+def run_checked(
     attack: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
 ) -> list[Result]:
     """What `attack` makes of several views, held to what every attack owes: a result for each, and nothing changed.
@@ -192,7 +193,7 @@ def attacked(
         TypeError: it returned something else, or changed a view's tensors in place.
     """
     name = getattr(attack, "name", type(attack).__name__)  # of a class that is not registered in this process
-    before = [_versions(view) for view in views]
+    before = [_tensor_versions(view) for view in views]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
             results = runner(attack, control)(views, seeds)
@@ -205,13 +206,13 @@ def attacked(
         raise TypeError(f"expected a result of attack {name!r} for each of {len(views)} views")
     for result in results:
         _check_result(name, result)
-    if [_versions(view) for view in views] != before:
+    if [_tensor_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
     checked = getattr(attack, "checked", lambda view, result: result)
-    return [_compared(view, checked(view, result)) for view, result in zip(views, results, strict=True)]
+    return [_note_unknown_labels(view, checked(view, result)) for view, result in zip(views, results, strict=True)]
 
 
-def _compared(view: ServerView, result: Result) -> Result:
+def _note_unknown_labels(view: ServerView, result: Result) -> Result:
     """The result, with a note where its labels are not among those that the server knows, in whatever order."""
     known, found = view.labels, getattr(result, "labels", None)
     if not isinstance(result, Reconstruction) or known is None or found is None or not known.ndim == found.ndim == 1:
@@ -222,7 +223,7 @@ def _compared(view: ServerView, result: Result) -> Result:
     return replace(result, note="; ".join(filter(None, (result.note, odd))))
 
 
-def _versions(view: ServerView) -> list[int]:
+def _tensor_versions(view: ServerView) -> list[int]:
     """How often each tensor that was sent, or sent back, was changed in place."""
     parts = pytree.tree_leaves([dict(view.shared), dict(view.update)])
     return [part._version for part in parts if isinstance(part, Tensor) and not part.is_inference()]
@@ -239,7 +240,7 @@ def _check_result(name: str, result: object) -> None:
             raise TypeError(f"expected {what} of attack {name!r} as a tensor, got {type(value).__name__}")
 
 
-def _check(view: ServerView) -> None:
+def _check_view(view: ServerView) -> None:
     """What is put into a view by hand is most often off: `fl.simulation.capture.from_update` checks all of it."""
     if not isinstance(view, ServerView):
         hint = ": fl.simulation.capture.from_batch returns the view and the truth" if isinstance(view, tuple) else ""
@@ -295,7 +296,7 @@ class Chain(Attack):
     then: Attack
 
     def __post_init__(self) -> None:
-        if not isinstance(self.first, ViewAttack):
+        if not isinstance(self.first, ViewRewriter):
             raise ValueError(f"expected an attack that rewrites views before '+', got {self.first.name!r}")
 
     @classmethod
@@ -305,32 +306,32 @@ class Chain(Attack):
         assert isinstance(built, Chain)
         return cls(first=built.first, then=type(built.then).example())  # type: ignore[attr-defined]
 
-    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+    def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Those of the attack on the rewritten views."""
-        return self.then.portions(views)
+        return self.then.view_batches(views)
 
-    def beforehand(self) -> Batch | None:
+    def auxiliary_images(self) -> Batch | None:
         """Those of the attack on the rewritten views."""
-        return self.then.beforehand()
+        return self.then.auxiliary_images()
 
-    def checked(self, view: ServerView, result: Result) -> Result:
-        """The result, by the first view where that can be asked; else the rewritten one has been (`lead`)."""
-        return super().checked(view, result) if checkable(view) else result
+    def confirm(self, view: ServerView, result: Result) -> Result:
+        """The result, by the first view where that can be asked; else `attack_rewritten` has asked the other."""
+        return super().confirm(view, result) if can_replay(view) else result
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Rewrite every view, attack those that could be, in one batch."""
-        assert isinstance(self.first, ViewAttack)
-        return self.first.lead(self.then, views, seeds)
+        assert isinstance(self.first, ViewRewriter)
+        return self.first.attack_rewritten(self.then, views, seeds)
 
     def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
         """Rewrite every view, attack those that could be within what `control` allows."""
-        assert isinstance(self.first, ViewAttack)
-        return self.first.lead(self.then, views, seeds, control)
+        assert isinstance(self.first, ViewRewriter)
+        return self.first.attack_rewritten(self.then, views, seeds, control)
 
     def estimate_seconds(self, views: Sequence[ServerView]) -> float | None:
         """Return about how long the attack on the rewritten views takes."""
-        assert isinstance(self.first, ViewAttack)
-        single = [self.first.single(view) for view in views]
+        assert isinstance(self.first, ViewRewriter)
+        single = [self.first.single_client_view(view) for view in views]
         rewritten = [self.first.rewrite(view) for view in single if isinstance(view, ServerView)]
         return self.then.estimate_seconds([view for view in rewritten if isinstance(view, ServerView)])
 
@@ -348,12 +349,12 @@ def build(spec: str | Mapping[str, Any] | Attack) -> Attack:
     settings = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = str(settings.get("name", ""))
     if "+" not in name:
-        return attacks.build(_unfolded(settings))
+        return attacks.build(_with_preset(settings))
     first, _, then = name.partition("+")
     return Chain(first=attacks.build(first), then=build({**settings, "name": then}))
 
 
-def _unfolded(settings: dict[str, Any]) -> dict[str, Any]:
+def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with those of their preset written out."""
     if "preset" not in settings:
         return settings
@@ -368,3 +369,10 @@ def _unfolded(settings: dict[str, Any]) -> dict[str, Any]:
 def label(attack: Attack) -> str:
     """The short name of an attack: `ig`, `peel+ig`."""
     return f"{label(attack.first)}+{label(attack.then)}" if isinstance(attack, Chain) else attack.name
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ViewAttack":
+        warnings.warn("attacks.base.ViewAttack is now called ViewRewriter", DeprecationWarning, stacklevel=2)
+        return ViewRewriter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

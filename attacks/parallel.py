@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from attacks.base import Attack, Result, attacked
+from attacks.base import Attack, Result, run_checked
 from attacks.search_control import SearchControl
 from fl.runtime.main_guard import leave_if_unguarded
 from fl.runtime.packing import Packed, pack, unpack, unportable
@@ -24,10 +24,10 @@ POLL = 0.2
 """Seconds between two looks at what other threads have done."""
 
 
-class Spread:
+class AttackPool:
     """Runs attacks in several processes, which start once there is work for longer than that takes.
 
-    What is computed together is the attack's to say (`Attack.portions`), so two processes or twenty give the same bits,
+    The attack says what is computed together (`Attack.view_batches`), so two processes or twenty give the same bits,
     those of one at as many threads as a worker has (`fl.runtime.workers.threads`). Nothing is spread on a GPU.
 
     Args:
@@ -65,29 +65,29 @@ class Spread:
             views: what the server saw.
             seeds: one for each.
             tick: told how many more views are done.
-            known: results by the view's number that are there already; portions of these alone are left out.
-            keep: given every portion's numbers and results once it is done, by one of several threads.
+            known: results by the view's number that are there already; batches of these alone are left out.
+            keep: given every batch's numbers and results once it is done, by one of several threads.
             control: time limit of searches and progress of those in this process; None for neither.
 
         Raises:
             RuntimeError: a worker process died.
         """
-        portions = attack.portions(views)
-        done = [portion for portion in portions if all(i in known for i in portion)]
-        left = deque(portion for portion in portions if not all(i in known for i in portion))
-        job = _Job(attack, views, seeds, left, tick, keep, control)
-        job.results.update({i: known[i] for portion in done for i in portion})
-        job.tell()
+        batches = attack.view_batches(views)
+        done = [batch for batch in batches if all(i in known for i in batch)]
+        left = deque(batch for batch in batches if not all(i in known for i in batch))
+        job = _AttackJob(attack, views, seeds, left, tick, keep, control)
+        job.results.update({i: known[i] for batch in done for i in batch})
+        job.report_progress()
         on_cpu = all(view.device.type == "cpu" for view in views)
         helpers = min(self.workers, len(job.open)) - 1 if on_cpu else 0
         began = time.monotonic()
         with ThreadPoolExecutor(max(helpers, 1)) as hands:
-            others = [hands.submit(self._help, job) for _ in range(helpers)]
+            others = [hands.submit(self._run_worker_thread, job) for _ in range(helpers)]
             try:
                 with alike() if self.workers > 1 and on_cpu else nullcontext():
-                    job.work(_here, told=True)
+                    job.work(_run_here, told=True)
                 job.over.set()
-                job.await_(others)
+                job.wait_for(others)
             except BaseException:  # a key pressed at this process among them
                 job.stop()
                 self.close()
@@ -102,25 +102,25 @@ class Spread:
                 self._pool.close()
             self._pool = self._ready = None
 
-    def _help(self, job: _Job) -> None:
-        """Have a worker take portions, once it is there, as long as there are any."""
-        if job.over.wait(max(self.patience, 0.0)) or not job.portable():
+    def _run_worker_thread(self, job: _AttackJob) -> None:
+        """Have a worker take batches, once it is there, as long as there are any."""
+        if job.over.wait(max(self.patience, 0.0)) or not job.can_be_sent():
             return
-        ready = self._started()
+        ready = self._ready_pool()
         while not ready.done():
             if job.over.wait(POLL):
                 return
-        job.work(self._elsewhere)
+        job.work(self._run_in_worker)
 
-    def _started(self) -> Future[None]:
+    def _ready_pool(self) -> Future[None]:
         """Done when a worker is there."""
         with self._starting:
             if self._pool is None or self._ready is None:
                 self._pool = Workers(self.workers - 1)
-                self._ready = self._pool.submit(_nothing)
+                self._ready = self._pool.submit(_do_nothing)
             return self._ready
 
-    def _elsewhere(
+    def _run_in_worker(
         self, attack: Attack, views: list[ServerView], seeds: list[int], control: SearchControl | None
     ) -> list[Result]:
         """What a worker makes of the views."""
@@ -128,7 +128,7 @@ class Spread:
         if pool is None:
             raise RuntimeError("the workers were told to end")
         left = None if control is None else control.seconds_left
-        found: list[Result] = unpack(pool.result(pool.submit(_unpacked, pack((attack, views, seeds, left)))))
+        found: list[Result] = unpack(pool.result(pool.submit(_run_packed, pack((attack, views, seeds, left)))))
         return found
 
 
@@ -137,7 +137,7 @@ Keep = Callable[[Sequence[int], Sequence[Result]], None]
 
 
 @dataclass
-class _Job:
+class _AttackJob:
     """What is still to be attacked, and what has come of the rest; several threads work on it."""
 
     attack: Attack
@@ -152,25 +152,23 @@ class _Job:
     counted: int = 0
 
     def work(self, run: Run, *, told: bool = False) -> None:
-        """Take one portion after the other until none is left; where one fails, nobody takes another."""
+        """Take one batch after the other until none is left; where one fails, nobody takes another."""
         while self.open:
             try:
-                portion = self.open.popleft()
+                batch = self.open.popleft()
             except IndexError:  # another thread was first
                 return
             try:
-                found = run(
-                    self.attack, [self.views[i] for i in portion], [self.seeds[i] for i in portion], self.control
-                )
-                self.keep(portion, found)
+                found = run(self.attack, [self.views[i] for i in batch], [self.seeds[i] for i in batch], self.control)
+                self.keep(batch, found)
             except BaseException:
                 self.stop()
                 raise
-            self.results.update(zip(portion, found, strict=True))
+            self.results.update(zip(batch, found, strict=True))
             if told:
-                self.tell()
+                self.report_progress()
 
-    def portable(self) -> bool:
+    def can_be_sent(self) -> bool:
         """Whether another process can be given what is attacked: classes made in a function, say, it can't import."""
         reason = unportable((self.attack, [*self.views[:1]], [*self.seeds[:1]]))
         if reason:
@@ -178,20 +176,20 @@ class _Job:
         return not reason
 
     def stop(self) -> None:
-        """No other portion is taken."""
+        """No other batch is taken."""
         self.open.clear()
         self.over.set()
 
-    def await_(self, others: Iterable[Future[None]]) -> None:
+    def wait_for(self, others: Iterable[Future[None]]) -> None:
         """Until the other threads have done their work."""
         left = set(others)
         while left:
             done, left = wait(left, timeout=POLL, return_when=FIRST_COMPLETED)
             for one in done:
                 one.result()
-            self.tell()
+            self.report_progress()
 
-    def tell(self) -> None:
+    def report_progress(self) -> None:
         """How many views were done since it was last told."""
         done = len(self.results)
         if done > self.counted:
@@ -199,18 +197,18 @@ class _Job:
         self.counted = done
 
 
-def _here(attack: Attack, views: list[ServerView], seeds: list[int], control: SearchControl | None) -> list[Result]:
+def _run_here(attack: Attack, views: list[ServerView], seeds: list[int], control: SearchControl | None) -> list[Result]:
     """What this process makes of the views."""
-    return attacked(attack, views, seeds, control)
+    return run_checked(attack, views, seeds, control)
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Be there."""
 
 
-def _unpacked(packed: Packed) -> Packed:
+def _run_packed(packed: Packed) -> Packed:
     """What this process makes of an attack and what it is given."""
     attack, views, seeds, seconds_left = unpack(packed)
     control = None if seconds_left is None else SearchControl(time_limit=seconds_left)
-    return pack(attacked(attack, views, seeds, control))
+    return pack(run_checked(attack, views, seeds, control))

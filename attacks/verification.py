@@ -17,14 +17,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attacks.labels.assignment import whose
+from attacks.labels.assignment import assign_labels
 from attacks.result import Reconstruction, Result
-from attacks.update.earlier_rounds import same_images
-from attacks.update.layer_signal import Signal, view_below_classifier
+from attacks.update.earlier_rounds import rounds_on_same_images
+from attacks.update.layer_signal import LayerSignal, view_below_classifier
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.rescaling import in_unit
-from attacks.update.training_phases import training
-from attacks.update.update_rule import looks_like
+from attacks.update.rescaling import rescale_to_unit
+from attacks.update.training_phases import training_phases
+from attacks.update.update_rule import guess_update_rule
 from fl.defense import Defense
 from fl.parametrization import Parametrisation
 from fl.predict import predict
@@ -33,24 +33,24 @@ from fl.tensors import LowRank, dense
 from fl.types import Candidate
 from fl.view import ServerView
 
-BLUR = 0.25 / 255
+MAX_PIXEL_ERROR = 0.25 / 255
 """Root mean square of what a picture that counts as right may be off by, in pixel units: a quarter of a level."""
-DRAWS = 2
+BLUR_DRAWS = 2
 """Blurred pictures that tell how far that puts a prediction off."""
-OFTEN = 3.0
+ERROR_FACTOR = 3.0
 """How many times the expected error is no surprise."""
-COMPUTED, FINEST = 64.0, 1e-9
+COMPUTED_SPACINGS, MIN_RELATIVE_ERROR = 64.0, 1e-9
 """What a gradient may be off by for the order its sums were taken in, in units of its type's spacing after 1, and at
 least what is asked of no attack."""
-DARKER = 0.02
+BRIGHTNESS_CHANGE = 0.02
 """A change of brightness that must show, or the picture is not borne out: 40 dB for one of full brightness."""
-ROUGH = 0.1
+PARTIAL_TOLERANCE = 0.1
 """What a picture of which only some pixels are fixed may leave of any tensor."""
-CLASSES = 100
+MAX_TRIED_LABELS = 100
 """Labels that are tried where none was found, at most."""
 
 
-def checked(view: ServerView, result: Result) -> Result:
+def confirm(view: ServerView, result: Result) -> Result:
     """The result, `verified` only where the update bears it out, or where its rule is stated and nothing contradicts.
 
     Args:
@@ -60,13 +60,16 @@ def checked(view: ServerView, result: Result) -> Result:
     unstated = not view.threat.knows_optimizer
     if not isinstance(result, Reconstruction) or not (result.verified or (unstated and result.fixed is not None)):
         return result
-    answer = borne_out(view, result)
-    if answer is False and (earlier := same_images(view)):  # the picture may be that of one of these
-        answer = _best([borne_out(past, result) for past in earlier])
-    if answer or (answer is None and not unstated and as_large(view, result) is not False):
+    answer = explains_update(view, result)
+    if answer is False and (earlier := rounds_on_same_images(view)):  # the picture may be that of one of these
+        answer = _best([explains_update(past, result) for past in earlier])
+    if answer or (answer is None and not unstated and explains_size(view, result) is not False):
         return result
-    words = f"{CONTRADICTED} ({looks_like(view) or GUESSES})" if answer is False else UNTOLD if unstated else SIZE
-    note = "; ".join(filter(None, (result.note, words)))
+    if answer is False:
+        reason = f"{CONTRADICTED} ({guess_update_rule(view) or POSSIBLE_RULES})"
+    else:
+        reason = RULE_UNKNOWN if unstated else SIZE_CONTRADICTED
+    note = "; ".join(filter(None, (result.note, reason)))
     return replace(result, verified=False if answer is False else None, fixed=None, note=note)
 
 
@@ -74,21 +77,21 @@ CONTRADICTED = (
     "not confirmed: the picture explains what it was read from, but one step of SGD on it does not make the rest of "
     "the update"
 )
-GUESSES = "another optimizer, clipping by tensor, step sizes by layer, other weights before, or a turned sign?"
+POSSIBLE_RULES = "another optimizer, clipping by tensor, step sizes by layer, other weights before, or a turned sign?"
 """What may be the reason where sizes alone do not tell."""
-UNTOLD = (
+RULE_UNKNOWN = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
     "state it (method, --method) to rely on that"
 )
-SIZE = (
+SIZE_CONTRADICTED = (
     "not confirmed: one step as stated makes an update of another size from it, and nothing else in the update tells "
     "how bright it is; check the step size and the optimizer"
 )
 
 
-def checkable(view: ServerView) -> bool:
+def can_replay(view: ServerView) -> bool:
     """Whether one step on a picture can be taken in this view: all that it depends on but the images is known."""
-    steps = [step for steps in training(view)[1] or () for step in steps]
+    steps = [step for steps in training_phases(view)[1] or () for step in steps]
     whole = len(steps) == 1 and sum(steps[0]) == view.batch_size
     return (
         (whole or (view.batch_size == 1 and bool(steps)))
@@ -100,18 +103,18 @@ def checkable(view: ServerView) -> bool:
     )
 
 
-def borne_out(view: ServerView, result: Reconstruction) -> bool | None:
+def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
     """Whether the update is one step on the result's images, and on no darker or brighter ones; None if nothing tells.
 
     Where the classifier is private, the layers below the last one that is shared are asked.
     """
     images = result.inputs
-    if images is None or len(images) != view.batch_size or not checkable(view):
+    if images is None or len(images) != view.batch_size or not can_replay(view):
         return None
     whole = result.verified is True
     if view.private:
         below = view_below_classifier(view)
-        if not isinstance(below, ServerView) or below.private or not isinstance(below.method, Signal):
+        if not isinstance(below, ServerView) or below.private or not isinstance(below.method, LayerSignal):
             return None
         errors = ObservedUpdate(view).relative_rounding
         signal = errors.get(f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
@@ -121,13 +124,13 @@ def borne_out(view: ServerView, result: Reconstruction) -> bool | None:
     return _best([check.passes(images, labels) for labels in _labels(view, result)])
 
 
-def as_large(view: ServerView, result: Reconstruction) -> bool | None:
+def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     """Whether the update is as large as the stated step makes it of the result's images; None if that is not known.
 
     It is asked where no direction tells how bright images are (one layer and two classes, say).
     """
     images = result.inputs
-    if images is None or len(images) != view.batch_size or view.private or not checkable(view):
+    if images is None or len(images) != view.batch_size or view.private or not can_replay(view):
         return None
     check = _Check(view, ObservedUpdate(view).relative_rounding, result.verified is True)
     return _best([check.as_large(images, labels) for labels in _labels(view, result)])
@@ -144,7 +147,7 @@ def _labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
     """Labels that the images may have (N,), the likeliest first."""
     several = result.inputs is not None and len(result.inputs) > 1
     # the server knows the labels of several images in no order: those found stand in the order of the images
-    known = [result.labels, whose(view, view.update, result.inputs), view.labels] if several else [view.labels]  # type: ignore[arg-type]
+    known = [result.labels, assign_labels(view, view.update, result.inputs), view.labels] if several else [view.labels]  # type: ignore[arg-type]
     known = known if several or view.labels is not None else [result.labels]
     found = [labels for labels in known if labels is not None]
     if not view.method.uses_labels:
@@ -152,7 +155,7 @@ def _labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
     if found:
         yield from found
     elif view.batch_size == 1:
-        yield from torch.arange(min(view.task.num_classes, CLASSES))[:, None]
+        yield from torch.arange(min(view.task.num_classes, MAX_TRIED_LABELS))[:, None]
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class _Check:
 
     @cached_property
     def _unit(self) -> float:
-        return in_unit({**self.update.in_double(self.view.update)})[1]
+        return rescale_to_unit({**self.update.in_double(self.view.update)})[1]
 
     @cached_property
     def rounding(self) -> dict[str, float]:
@@ -189,8 +192,8 @@ class _Check:
         eps = torch.finfo(self.view.dtype).eps
         sizes = {name: float(value.norm()) for name, value in self.observed.items()}
         nothing = eps * 1e-3 * math.hypot(*sizes.values())
-        computed = max(COMPUTED * eps, FINEST)
-        return {n: max((OFTEN * self.errors[n] + computed) * size, nothing) for n, size in sizes.items()}
+        computed = max(COMPUTED_SPACINGS * eps, MIN_RELATIVE_ERROR)
+        return {n: max((ERROR_FACTOR * self.errors[n] + computed) * size, nothing) for n, size in sizes.items()}
 
     def passes(self, images: Tensor, labels: Tensor) -> bool | None:
         """Whether these images make the update, and it tells how bright they are; None where it does not tell."""
@@ -215,14 +218,14 @@ class _Check:
     def _allowed(self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float) -> dict[str, float]:
         """How far each tensor of a prediction for images that count as right may be from the observed one."""
         if not self.whole:
-            return {n: self.rounding[n] + ROUGH * float(self.observed[n].norm()) for n in made}
+            return {n: self.rounding[n] + PARTIAL_TOLERANCE * float(self.observed[n].norm()) for n in made}
         squares = dict.fromkeys(made, 0.0)
-        for number in range(DRAWS):
+        for number in range(BLUR_DRAWS):
             noise = torch.randn(images.shape, generator=stream(number, "borne out"), dtype=torch.float64)
-            blurred = images + BLUR * noise.to(images)
+            blurred = images + MAX_PIXEL_ERROR * noise.to(images)
             for name, value in self._made(blurred, labels).items():
-                squares[name] += float((factor * (value - made[name])).square().sum()) / DRAWS
-        return {n: self.rounding[n] + OFTEN * math.sqrt(squares[n]) for n in made}
+                squares[name] += float((factor * (value - made[name])).square().sum()) / BLUR_DRAWS
+        return {n: self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]) for n in made}
 
     def _shows(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
         """Whether some tensor tells, by its direction alone, that the update is not of these images."""
@@ -238,7 +241,7 @@ class _Check:
         """The images darker and brighter: what another step size for a layer's bias makes of them."""
         mean, _ = self.view.task.normalisation(images)
         for middle in [torch.zeros_like(mean), *([mean] if bool(mean.any()) else [])]:
-            for change in (-DARKER, DARKER):
+            for change in (-BRIGHTNESS_CHANGE, BRIGHTNESS_CHANGE):
                 yield middle + (images - middle) * (1 + change)
 
     def _made(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
-from attacks.labels.recovery import single
+from attacks.labels.recovery import single_label
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView
@@ -66,7 +66,7 @@ class Analytic(Attack):
         if not layer.images and layer.steps != 1:
             return NotApplicable(f"{layer.name!r} is not given the image, and its input changes from step to step")
         x, known, left = _rank_one(layer)
-        labels, note = single(view)
+        labels, note = single_label(view)
         private: Tensors = {} if layer.images else {"features": x.to(view.dtype)}
         return Reconstruction(
             inputs=layer.pixels(x[None]) if layer.images else None,

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.labels.recovery import single
+from attacks.labels.recovery import single_label
 from attacks.network.interlayer_maps import Scaling
 from attacks.network.layer_chain import graph_of
 from attacks.network.linear_layers import Origin
 from attacks.network.operation_recognition import factors, made_of, merged, recognized, weighs
 from attacks.network.operation_trace import Graph, Ref, Segment
-from attacks.update.float_rounding import rounding
-from attacks.update.step_gradient import exact_gradient
-from attacks.update.training_phases import training
+from attacks.update.float_rounding import relative_rounding
+from attacks.update.step_gradient import exact_step_gradient
+from attacks.update.training_phases import training_phases
 from fl.ranges import OpenShare
 from fl.seeds import stream
 from fl.tensors import dense
@@ -72,7 +72,7 @@ class April(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
-        gradient = exact_gradient(view, batches=True)
+        gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
         found = graph_of(view, view.device)
@@ -84,7 +84,7 @@ class April(Attack):
         for name in (tokens.position, tokens.weight):
             if name not in gradient:
                 return NotApplicable(f"the gradient of {name} was not sent")
-        count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
+        count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
         if count != 1:
             return NotApplicable(
                 f"the signals of {count} images are summed in the gradient of {tokens.position}: it takes one"
@@ -101,7 +101,7 @@ class April(Attack):
     def _solved(self, view: ServerView, tokens: Tokens, signal: Tensor, weight: Tensor) -> Reconstruction:
         """The picture, from signals (D, T) and the patch layer's gradient (D, F)."""
         left, sizes, right = torch.linalg.svd(signal, full_matrices=False)
-        doubt = sum(rounding(view, name) for name in (tokens.position, tokens.weight))
+        doubt = sum(relative_rounding(view, name) for name in (tokens.position, tokens.weight))
         told = sizes > max(SMALLEST, NOISE * doubt) * sizes[0]
         patches = right[told].mT @ ((left[:, told].mT @ weight) / sizes[told, None])
         off = float((weight - signal @ patches).norm() / weight.norm())
@@ -110,7 +110,7 @@ class April(Attack):
         off = max(off, float((weight - signal @ again).norm() / weight.norm()))
         condition = float(sizes[0] / sizes[-1]) if bool(told.all()) else float("inf")
         sharp = PEAK * max(doubt, off) * condition * float(pixels.square().mean().sqrt()) <= LEVEL
-        labels, note = single(view)
+        labels, note = single_label(view)
         if not bool(told.all()):
             few = f"what flows back into {len(told)} patches has {int(told.sum())} independent directions alone"
             note = "; ".join(filter(None, (note, few)))

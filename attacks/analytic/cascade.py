@@ -16,14 +16,14 @@ from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
 from attacks.analytic.recursive.conv_equations import Returned, equations, pooling, statistics
 from attacks.analytic.recursive.relu_separation import first_told, told_apart
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.labels.assignment import whose
-from attacks.labels.recovery import single
+from attacks.labels.assignment import assign_labels
+from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import Stage, named, unroll
-from attacks.update.earlier_rounds import USED, same_images
-from attacks.update.float_rounding import ROUNDED, rounding
-from attacks.update.rescaling import in_unit
-from attacks.update.step_gradient import exact_gradient
-from attacks.update.training_phases import training
+from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
+from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
+from attacks.update.rescaling import rescale_to_unit
+from attacks.update.step_gradient import exact_step_gradient
+from attacks.update.training_phases import training_phases
 from fl.tensors import dense
 from fl.view import ServerView
 
@@ -77,7 +77,7 @@ class Cascade(Attack):
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
         best, taken, tried = self._round(view), view, False
-        for earlier in same_images(view):
+        for earlier in rounds_on_same_images(view):
             if isinstance(best, Reconstruction) and best.verified:
                 break
             other, tried = self._round(earlier), True
@@ -87,7 +87,7 @@ class Cascade(Attack):
 
     def _round(self, view: ServerView) -> Result:
         """What one round gives away."""
-        gradient = exact_gradient(view, batches=True)
+        gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
         place = _place(view)
@@ -96,7 +96,7 @@ class Cascade(Attack):
             return stages
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
         sent = named(stages, {n: dense(g).detach().to(place, torch.float64) for n, g in gradient.items()})
-        even, _ = in_unit({**sent})
+        even, _ = rescale_to_unit({**sent})
         gradients = {n: dense(g) for n, g in even.items()}
         top = first_told(stages, gradients)
         if top is None:
@@ -113,15 +113,15 @@ class Cascade(Attack):
         refused = _refusal(stages[: top + 1], gradients)
         if refused is not None:
             return refused
-        count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
+        count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
         first = _single(stages, gradients, top) if count == 1 else _several(stages, gradients, top, count)
         if isinstance(first, NotApplicable):
             return first
         found = _descend(view, stages, gradients, top, first)
         if count == 1:
-            labels, note = single(view)
+            labels, note = single_label(view)
             return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
-        return found if found.inputs is None else replace(found, labels=whose(view, gradients, found.inputs))
+        return found if found.inputs is None else replace(found, labels=assign_labels(view, gradients, found.inputs))
 
 
 def _place(view: ServerView) -> torch.device:
@@ -142,7 +142,7 @@ def _of_round(result: Result, taken: int, last: int) -> Result:
         return result
     whence = f"the picture is that of round {taken}" if taken != last else ""
     note = "; ".join(filter(None, (result.note, whence)))
-    return replace(result, knowledge=(*result.knowledge, USED), note=note)
+    return replace(result, knowledge=(*result.knowledge, EARLIER_ROUNDS), note=note)
 
 
 def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> NotApplicable | None:
@@ -222,7 +222,7 @@ def _descend(
     values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
     kept: tuple[int, int] | None = None
     spread = torch.zeros_like(values)
-    flows = max(first.off, rounding(view, stages[top].sent("bias")))  # off by this, in every layer below
+    flows = max(first.off, relative_rounding(view, stages[top].sent("bias")))  # off by this, in every layer below
     notes: list[str] = []
     for i in range(top, -1, -1):
         stage = stages[i]
@@ -236,13 +236,13 @@ def _descend(
             left = weight - signal.mT @ values
             share = float(left.norm() / weight.norm())
             residuals[stage.name] = torch.tensor([share, first.left * (i == top)], dtype=weight.dtype)
-            off = max(share, ROUNDED * torch.finfo(view.dtype).eps, first.off)
+            off = max(share, RMS_ROUNDING * torch.finfo(view.dtype).eps, first.off)
             if not off < MISSED:
                 verified = False
                 notes.append(f"{stage.name}: its gradient explained up to {off:.1e}")
             signal, spread = signal @ stage.layer.weight.detach(), torch.full_like(values, off)
         else:
-            off = max(off, rounding(view, stage.sent("weight")))
+            off = max(off, relative_rounding(view, stage.sent("weight")))
             known = replace(
                 equations(view, stage, stages[i + 1], gradients, returned, kept), gradient_noise=off, signal_noise=flows
             )

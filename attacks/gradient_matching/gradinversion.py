@@ -17,7 +17,7 @@ from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS, Problem, Variables
 from attacks.gradient_matching.engine.regularizers import Regularizer
-from attacks.update.training_phases import training
+from attacks.update.training_phases import training_phases
 from fl.client import Client
 from fl.ranges import Count, CountFrom0, Weight
 from fl.tensors import Tensors
@@ -280,7 +280,7 @@ def _batches(view: ServerView, name: str) -> int:
         counted = int(view.buffers_after[counter] - view.buffers[counter])
         if counted > 0:
             return counted
-    return sum(len(steps) for steps in training(view)[1] or ()) or 1
+    return sum(len(steps) for steps in training_phases(view)[1] or ()) or 1
 
 
 def candidate_moments(view: ServerView, candidate: Candidate, client: Client, weights: Mapping[str, Tensor]) -> Moments:

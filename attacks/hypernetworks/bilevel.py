@@ -111,7 +111,7 @@ class Bilevel(Attack):
         """A few iterations of each level."""
         return cls(lower_iterations=5, iterations=5)
 
-    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+    def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Those that fill a stack."""
         return split_into_portions(views, self.stack, self.restarts)
 
@@ -148,7 +148,7 @@ class Bilevel(Attack):
 
     def _opened(self, view: ServerView) -> Opened | NotApplicable:
         """The hypernetwork's update without decay, or why this attack says nothing about the view."""
-        single = self.single(view)
+        single = self.single_client_view(view)
         if isinstance(single, NotApplicable):
             return single
         if single.batch_size is None:

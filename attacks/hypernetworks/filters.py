@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
+from attacks.base import NotApplicable, Reconstruction, ViewRewriter, attacks
 from attacks.hypernetworks.filter_equations import FilterUpdate
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import astray, rescaled, training
-from attacks.update.update_rule import signs_only
+from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient, training_phases
+from attacks.update.update_rule import is_sign_compressed
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.filter_hypernetwork import (
     EMBEDDINGS,
@@ -85,7 +85,7 @@ class Solved:
 
 @attacks.register("filters")
 @dataclass(frozen=True, kw_only=True)
-class FilterPeel(ViewAttack):
+class FilterPeel(ViewRewriter):
     """Reads the embeddings of HyperFedNet (Chen et al., 2024) off its update as far as the numbers reach.
 
     One hypernetwork serves many filters, so unlike HyperFL's its update is a sum over them (see `FilterUpdate`):
@@ -129,7 +129,7 @@ class FilterPeel(ViewAttack):
             easier = replace(view, private_init={**(view.private_init or {}), **solved.embeddings})
         return replace(easier, received={**easier.received, FOUND: solved.private()})
 
-    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+    def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with embeddings and filters; those that the next attack moved on stay as it left them."""
         solved = self.solve(view)
         assert isinstance(solved, Solved)
@@ -171,7 +171,7 @@ def plain_view(view: ServerView, solved: Solved) -> ServerView:
     Before the first round, private values whose start is known are known, too.
     """
     assert solved.gradient is not None
-    (phase,), _ = training(view)
+    (phase,), _ = training_phases(view)
     groups = phase.assign(view.shared)
     group = next(group for name, group in groups.items() if name.startswith(HYPERNET))
     owners = {n: groups.get(n) if n in view.shared else group for n in solved.gradient}  # the others are generated
@@ -207,7 +207,7 @@ def _starting(view: ServerView) -> bool:
 
 def _steps(view: ServerView) -> int | None:
     """Local steps, None if unknown."""
-    (phase,), schedule = training(view)
+    (phase,), schedule = training_phases(view)
     return phase.steps if schedule is None else sum(map(len, schedule))
 
 
@@ -218,21 +218,21 @@ def _obstacle(view: ServerView) -> str | None:
         return "no hypernetwork makes single filters: there is nothing to peel"
     if not any(name.startswith(HYPERNET) for name in view.update):
         return "the hypernetwork is not sent"
-    if (reason := astray(view)) is not None:
+    if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
     if not method.plain_loss(view.client.task, view.round):
         return f"{method.name} has a loss of its own that a plain view does not have"
-    phases, _ = training(view)
+    phases, _ = training_phases(view)
     if len(phases) != 1:
         return "it takes one phase of SGD"
-    if (reason := rescaled(phases)) is not None:
+    if (reason := adaptive_optimizer_obstacle(phases)) is not None:
         return reason
     owners = phases[0].assign(dict.fromkeys(name for name in view.update if name.startswith(HYPERNET)))
     if len({id(group) for group in owners.values()}) > 1:
         return "parts of the hypernetwork are trained apart: their ratios are not the gradients'"
     if not view.client.defense.keeps_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
-    if signs_only(view):
+    if is_sign_compressed(view):
         return "only signs are sent: they say nothing of sums"
     return None
 
@@ -247,7 +247,7 @@ def _change(view: ServerView) -> Tensors | NotApplicable:
 
 def _updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpdate]:
     """The equations of every hypernetwork, by the shape of its basic filter."""
-    result, steps = {}, sum(map(len, training(view)[1] or ())) or 1
+    result, steps = {}, sum(map(len, training_phases(view)[1] or ())) or 1
     rounding = 4 * steps * torch.finfo(view.dtype).eps if view.rounded else 0.0
     for shape, weights in embedded(view.private).items():
         tiles = [view.private[embeddings_name(shape, weight)] for weight in weights]

@@ -11,8 +11,8 @@ import torch
 from attacks.hypernetworks.rank_one_equations import HypernetUpdate, layers
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import astray, rescaled
-from attacks.update.update_rule import signs_only
+from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
+from attacks.update.update_rule import is_sign_compressed
 from fl.defense import overrides
 from fl.models.hypernetworks.hypernetwork import TRUNK_WEIGHT, Hypernetwork
 from fl.privacy.private_method import Private
@@ -115,16 +115,16 @@ def _obstacle(view: ServerView) -> str | None:
     kept = [n for n in layers(generator.generates(view.client.task), bias=generator.bias) if n not in view.update]
     if kept:
         return f"the hypernetwork is not sent, or not all of it: {kept[0]!r} is missing"
-    if (reason := astray(view)) is not None and not _noise_before(view):
+    if (reason := deviation_from_loss_gradient(view)) is not None and not _noise_before(view):
         return reason
     phases = method.phases(view.client.task, view.round)
     owners = _training(view)
     if len(owners) != 1:
         return f"expected one phase that trains the hypernetwork, got {len(owners)}"
-    if (reason := rescaled([phases[owners[0]]])) is not None:
+    if (reason := adaptive_optimizer_obstacle([phases[owners[0]]])) is not None:
         return reason
     if not view.client.defense.keeps_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
-    if signs_only(view):
+    if is_sign_compressed(view):
         return "only signs are sent: they satisfy the equations of an outer product whatever its factors are"
     return None

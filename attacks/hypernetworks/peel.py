@@ -10,15 +10,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from attacks.base import NotApplicable, Reconstruction, Result, ViewAttack, attacks
+from attacks.base import NotApplicable, Reconstruction, Result, ViewRewriter, attacks
 from attacks.hypernetworks.hypernet_view import Opened, open_view
 from attacks.hypernetworks.layer_inputs import given
 from attacks.hypernetworks.rank_one_equations import HypernetUpdate
 from attacks.rewriting.headless import Headless
-from attacks.update.earlier_rounds import with_past
-from attacks.update.layer_signal import Signal
+from attacks.update.earlier_rounds import with_history
+from attacks.update.layer_signal import LayerSignal
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import astray, rested, training
+from attacks.update.training_phases import deviation_from_loss_gradient, freeze_untrained, training_phases
 from fl.defense import Defense
 from fl.method import Method
 from fl.methods.centaur import Centaur
@@ -98,7 +98,7 @@ class Peeled:
 
     def read(self) -> Tensors:
         """The same with what layers were given, where one step without noise tells (`layer_inputs`)."""
-        if self.opened.steps != 1 or astray(self.view) is not None:
+        if self.opened.steps != 1 or deviation_from_loss_gradient(self.view) is not None:
             return self.private()
         return {**self.private(), **given(self.view, self.extractor, self.gradient)}
 
@@ -109,7 +109,7 @@ class Peeled:
 
 @attacks.register("peel")
 @dataclass(frozen=True, kw_only=True)
-class Peel(ViewAttack):
+class Peel(ViewRewriter):
     """Reads embedding, extractor and its gradient off the update of a hypernetwork that sees one embedding.
 
     A linear layer with one input x and bias sends (delta x^T, delta), so x = dW^T db / |db|^2. HyperFL's hypernetwork
@@ -158,7 +158,7 @@ class Peel(ViewAttack):
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         """The view of the generated network, its classifier private or cut off; where it is, with earlier rounds."""
         easier = self._rewrite(view)
-        return with_past(view, easier, self._rewrite) if isinstance(easier, ServerView) else easier
+        return with_history(view, easier, self._rewrite) if isinstance(easier, ServerView) else easier
 
     def _rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         peeled = self.solve(view)
@@ -173,13 +173,13 @@ class Peel(ViewAttack):
             return chosen
         return replace(chosen, received={**chosen.received, PEELED: peeled.read()})
 
-    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+    def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the recovered embedding and extractor."""
-        if isinstance(rewritten.method, Signal):
-            result = Headless().unwrap(view, rewritten, result)
+        if isinstance(rewritten.method, LayerSignal):
+            result = Headless().lift_result(view, rewritten, result)
         return replace(result, private={**result.private, **rewritten.received[PEELED]})
 
-    def checked(self, view: ServerView, result: Result) -> Result:
+    def confirm(self, view: ServerView, result: Result) -> Result:
         """The result as it is: where sizes between tensors are open, both layers have been asked (`_apart`)."""
         return result
 
@@ -244,17 +244,17 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
     direct = [n for n in view.shared if n in names]  # a shared classifier
     if direct and opened.steps != 1:
         return NotApplicable("a shared classifier moves at another rate than the generated weights: one step only")
-    noisy = astray(view) is not None
+    noisy = deviation_from_loss_gradient(view) is not None
     if noisy and any(view.method.scope(n, view.client.task) is Scope.PRIVATE for n in opened.moving(names)):
         return NotApplicable("each image's gradient is clipped together with that of the private classifier")
     method, update = _one_step(peeled, direct) if opened.steps == 1 else _several_steps(peeled)
     kept = [n for n in view.private if n in names or n in view.client.task.buffers]
     private = {n: view.private[n] for n in kept if method.scope(n, view.client.task) is Scope.PRIVATE}
-    start = view.private_init if len(training(view)[0]) == 1 else None  # else the classifier has moved on before
+    start = view.private_init if len(training_phases(view)[0]) == 1 else None  # else the classifier has moved on before
     part = slice(opened.phase, opened.phase + 1)
     return replace(
         view,
-        task=rested(view),
+        task=freeze_untrained(view),
         method=method,
         defense=view.defense.rescaled(),
         shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.update.layer_signal import SIGNAL, Signal
+from attacks.base import NotApplicable, Reconstruction, ViewRewriter, attacks
+from attacks.update.layer_signal import LAYER_SIGNAL, LayerSignal
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.step_gradient import exact_gradient
+from attacks.update.step_gradient import exact_step_gradient
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models.hyperfedzero import JoinedNet, ZeroNet
 from fl.tensors import Tensors, dense
@@ -44,7 +44,7 @@ class Pair(nn.Module):
 
 @attacks.register("unembed")
 @dataclass(frozen=True, kw_only=True)
-class Unembed(ViewAttack):
+class Unembed(ViewRewriter):
     """Leaves the two small networks that embed an image of HyperFedZero's (Zhou et al., 2025), and nothing random.
 
     For one image in one step of SGD. Extractor f and noise network end in linear layers, whose bias gradients are
@@ -78,7 +78,7 @@ class Unembed(ViewAttack):
         rewritten = self.rewrite(view)
         if isinstance(rewritten, NotApplicable):
             return rewritten
-        read = rewritten.received[SIGNAL]
+        read = rewritten.received[LAYER_SIGNAL]
         e, left = dense(read["e"]).double(), float(dense(read["left"]))
         sure = left < FITS and abs(float(e.sum()) - 1) < FITS and float(e.min()) > -FITS
         found: Tensors = {"embedding": read["e"]}
@@ -88,7 +88,7 @@ class Unembed(ViewAttack):
         """The view of the embedding networks, without labels and noise."""
         if not isinstance(view.method, HyperFedZero):
             return NotApplicable(f"it opens hyperfedzero, not {view.method.name}")
-        gradient = exact_gradient(view)
+        gradient = exact_step_gradient(view)
         if isinstance(gradient, NotApplicable):
             return gradient
         net = _network(view)
@@ -108,9 +108,9 @@ class Unembed(ViewAttack):
             model, layer, delta = Pair(net), "joined", signals
         return _cut(view, model, layer, gradient, {**e, "delta": delta})
 
-    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+    def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result with the image's embedding under `embedding`, and its label."""
-        e = dense(rewritten.received[SIGNAL]["e"])
+        e = dense(rewritten.received[LAYER_SIGNAL]["e"])
         result = replace(result, private={**result.private, "embedding": e}, labels=view.labels)
         if result.inputs is None or view.labels is not None:
             return result
@@ -157,7 +157,7 @@ def _cut(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read
     names = [name for name, _ in model.named_parameters()]
     return replace(
         view,
-        method=Signal(layer=layer, train_mode=view.method.train_mode),
+        method=LayerSignal(layer=layer, train_mode=view.method.train_mode),
         defense=view.defense.rescaled(),
         task=replace(view.task, model=model, head="no head."),
         shared={name: view.shared[f"{EMBEDDER}{name}"] for name in names},
@@ -168,7 +168,7 @@ def _cut(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read
         draws=None,
         buffers={},
         scaled=False,  # the signals have the update's own factor
-        received={SIGNAL: read},
+        received={LAYER_SIGNAL: read},
         history=(),
     )
 

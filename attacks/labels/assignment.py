@@ -16,11 +16,11 @@ from fl.tensors import dense
 from fl.types import frozen
 from fl.view import ServerView
 
-FITS = 0.1
+MAX_DIRECTION_DISTANCE = 0.1
 """Distance of two unit vectors over the classes up to which a label explains what an image left in the classifier."""
 
 
-def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tensor | None:
+def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tensor | None:
     """The label of each of the images (N,) int64 that one step was taken on, or None where the update does not tell.
 
     The gradient of a linear classifier's weight is the mean of `(p_i - y_i) h_i^T`. The images give their features h_i
@@ -45,7 +45,7 @@ def whose(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tens
     wanted = torch.softmax(outputs, -1) - nn.functional.one_hot(labels, len(columns))
     unit = nn.functional.normalize
     far = (unit(columns.mT, dim=-1) - unit(wanted, dim=-1)).norm(dim=-1)
-    return labels.to(view.device) if bool((far <= FITS).all()) else None
+    return labels.to(view.device) if bool((far <= MAX_DIRECTION_DISTANCE).all()) else None
 
 
 def order_matters(view: ServerView) -> bool:

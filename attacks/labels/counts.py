@@ -7,37 +7,37 @@ import math
 import torch
 from torch import Tensor
 
-FEW = -12.0
+LOG_ODDS_OF_ANY_COUNTS = -12.0
 """Logarithm of the odds that a client's classes come in any numbers. Without it clients of two classes lost half of
 their labels; from -10 to -15 batches of all classes and of few come out alike, with more those of all get worse."""
 
 
-def surprise(counts: Tensor) -> float:
+def prior_deviance(counts: Tensor) -> float:
     """Minus twice the logarithm of the chance of `counts` (K,).
 
-    Images are of every class with equal chance, or, far less likely (`FEW`), of classes in any numbers: a client may
+    Images are of every class with equal chance, or, far less likely, of classes in any numbers: a client may
     have few, and then nothing is held against it but that.
     """
-    return -2 * float(torch.logaddexp(_alike(counts), _any(counts)))
+    return -2 * float(torch.logaddexp(_log_multinomial(counts), _log_any_counts(counts)))
 
 
-def _alike(counts: Tensor) -> Tensor:
+def _log_multinomial(counts: Tensor) -> Tensor:
     """Logarithm of a multinomial's chance of `counts` (K,), all classes alike."""
     images = counts.sum()
     return torch.lgamma(images + 1) - torch.lgamma(counts + 1).sum() - images * math.log(len(counts))
 
 
-def _any(counts: Tensor) -> Tensor:
+def _log_any_counts(counts: Tensor) -> Tensor:
     """Logarithm of the chance that all `counts` (K,) of their sum are as likely, times that chance of these."""
     images, classes = counts.sum(), torch.tensor(float(len(counts))).to(counts)
-    return FEW + torch.lgamma(images + 1) + torch.lgamma(classes) - torch.lgamma(images + classes)
+    return LOG_ODDS_OF_ANY_COUNTS + torch.lgamma(images + 1) + torch.lgamma(classes) - torch.lgamma(images + classes)
 
 
-def nearest(signals: Tensor, target: Tensor, images: int, least: Tensor, doubt: float = 0.0) -> Tensor:
+def map_counts(signals: Tensor, target: Tensor, images: int, least: Tensor, doubt: float = 0.0) -> Tensor:
     """The likeliest whole counts >= `least` (K,), `images` in all, if `signals` (M, K) times them is about `target`.
 
     Likeliest if entries of the target (M,) are off by normal noise of variance `doubt`, and the counts are as
-    `surprise` has them: the squared distance and `doubt` times it are least together. Without doubt it is the nearest.
+    `prior_deviance` has them: the squared distance and `doubt` times it are least together.
     Images are given out one by one where they help most, then moved between classes as long as that helps: once as if
     there were no doubt, once as if classes were alike, of which the likelier one is taken.
 
@@ -48,11 +48,16 @@ def nearest(signals: Tensor, target: Tensor, images: int, least: Tensor, doubt: 
         least: whole numbers that add up to no more.
         doubt: in squared units of the target.
     """
-    found = [_moved(signals, target, _given(signals, target, images, least, d), least, doubt) for d in {0.0, doubt}]
-    return min(found, key=lambda counts: float((signals @ counts - target).square().sum()) + doubt * surprise(counts))
+    found = [
+        _refine_counts(signals, target, _greedy_counts(signals, target, images, least, d), least, doubt)
+        for d in {0.0, doubt}
+    ]
+    return min(
+        found, key=lambda counts: float((signals @ counts - target).square().sum()) + doubt * prior_deviance(counts)
+    )
 
 
-def _given(signals: Tensor, target: Tensor, images: int, least: Tensor, doubt: float) -> Tensor:
+def _greedy_counts(signals: Tensor, target: Tensor, images: int, least: Tensor, doubt: float) -> Tensor:
     """Counts (K,) as images are given out one by one."""
     gram, reach = signals.mT @ signals, signals.mT @ target
     counts = least.clone()
@@ -61,15 +66,15 @@ def _given(signals: Tensor, target: Tensor, images: int, least: Tensor, doubt: f
     return counts
 
 
-def _moved(signals: Tensor, target: Tensor, counts: Tensor, least: Tensor, doubt: float) -> Tensor:
+def _refine_counts(signals: Tensor, target: Tensor, counts: Tensor, least: Tensor, doubt: float) -> Tensor:
     """Counts (K,) with images moved between classes one by one as long as that helps."""
     gram, reach = signals.mT @ signals, signals.mT @ target
     own, counts = gram.diagonal(), counts.clone()
     pairs = own + own[:, None] - 2 * gram
-    floor, free = 1e-9 * float(target @ target), _any(counts)
+    floor, free = 1e-9 * float(target @ target), _log_any_counts(counts)
     while True:
         slope = 2 * (gram @ counts - reach)
-        alike = _alike(counts)
+        alike = _log_multinomial(counts)
         rarer = counts.clamp_min(1).log()[:, None] - counts.log1p()
         likelier = torch.logaddexp(alike + rarer, free) - torch.logaddexp(alike, free)
         change = slope - slope[:, None] + pairs - 2 * doubt * likelier

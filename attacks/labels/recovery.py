@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.labels.counts import nearest
+from attacks.labels.counts import map_counts
 from attacks.update.classifier_update import (
     SIGN_WARNING_NO_LABELS,
     classifier_names,
@@ -17,7 +17,7 @@ from attacks.update.classifier_update import (
     is_update_sign_flipped,
 )
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import astray, rescaled, training
+from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient, training_phases
 from fl.defense import overrides
 from fl.seeds import stream
 from fl.tensors import Tensors, add, dense
@@ -38,7 +38,7 @@ POINTS = 16
 """Interpolated heads between the start and the end of a round, at most."""
 
 
-def idlg(observed: ObservedUpdate) -> Tensor | None:
+def idlg_label(observed: ObservedUpdate) -> Tensor | None:
     """The label of a single image (1,), or None where the view does not give it away.
 
     Under cross entropy the logit gradient p - y is negative for the true class alone (iDLG, Zhao et al. 2020, Eq. 3).
@@ -54,7 +54,7 @@ def idlg(observed: ObservedUpdate) -> Tensor | None:
     if view.batch_size != 1:
         return None
     weight, bias = classifier_tensors(view, update)
-    normalised = rescaled(training(view)[0]) is not None
+    normalised = adaptive_optimizer_obstacle(training_phases(view)[0]) is not None
     if bias is not None:
         if normalised and int((bias < 0).sum()) != 1:  # no size tells which of several it is
             return None
@@ -66,7 +66,7 @@ def idlg(observed: ObservedUpdate) -> Tensor | None:
     return most if len(most) == 1 else None
 
 
-def recovered(observed: ObservedUpdate) -> Tensor | None:
+def recover_labels(observed: ObservedUpdate) -> Tensor | None:
     """The labels of all images (N,), in ascending order, or None where the view does not give them away.
 
     One image: the iDLG rule. Several: with n_k of N images in class k, the bias's gradient is g_k = mean p_k - n_k / N
@@ -111,10 +111,12 @@ def recovered(observed: ObservedUpdate) -> Tensor | None:
         if not view.method.plain_loss(view.client.task, view.round):
             return None  # other features than the images' are in the classifier's gradient
     if view.batch_size == 1:
-        moved = any(name.startswith("memory/") for name in view.private) and astray(view) is not None
+        moved = (
+            any(name.startswith("memory/") for name in view.private) and deviation_from_loss_gradient(view) is not None
+        )
         # what is remembered may outweigh the loss in the bias
-        return None if moved or is_update_sign_flipped(view, update) else idlg(observed)
-    if rescaled(training(view)[0]) is not None:
+        return None if moved or is_update_sign_flipped(view, update) else idlg_label(observed)
+    if adaptive_optimizer_obstacle(training_phases(view)[0]) is not None:
         return _by_signs(view, update)
     head = _Head.of(observed)
     if head is None or view.batch_size is None:
@@ -139,10 +141,10 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
         return view.labels
     if overrides(view.client.defense, "transform_batch"):
         return None  # what is fed is known to be changed, labels with it: those read off would be whole ones
-    return recovered(ObservedUpdate(view)) if rule == "auto" else None
+    return recover_labels(ObservedUpdate(view)) if rule == "auto" else None
 
 
-def single(view: ServerView) -> tuple[Tensor | None, str]:
+def single_label(view: ServerView) -> tuple[Tensor | None, str]:
     """The label (1,) of a view of one image, known or read off its update, and what is to be noted of it."""
     odd = view.labels is None and is_update_sign_flipped(view, ObservedUpdate(view).change)
     return fixed_labels(
@@ -157,8 +159,8 @@ def _by_signs(view: ServerView, update: Tensors) -> Tensor | None:
     class is negative only if an image is of it. Further steps mix.
     """
     bias = classifier_tensors(view, update)[1]
-    steps = [step for steps in training(view)[1] or () for step in steps]
-    plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
+    steps = [step for steps in training_phases(view)[1] or () for step in steps]
+    plain = deviation_from_loss_gradient(view) is None and view.method.plain_loss(view.client.task, view.round)
     if bias is None or len(steps) != 1 or not plain or overrides(view.client.defense, "transform_update"):
         return None
     negative = (bias < 0).nonzero().flatten()
@@ -207,7 +209,7 @@ class _Head:
         """From an update without decay, or None where it says nothing of labels."""
         view, update = observed.view, observed.change
         name, bias_name = classifier_names(view, update)
-        plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
+        plain = deviation_from_loss_gradient(view) is None and view.method.plain_loss(view.client.task, view.round)
         if name is None or not plain or name not in view.shared:
             return None
         spread = _spread(view, name)
@@ -318,12 +320,12 @@ class _Head:
         signals = (predictions.mT - torch.eye(len(predictions)).to(predictions))[self.sent] / images
         target = self.bias[self.sent]
         if self.sized:
-            counts = nearest(signals, target, images, least, doubt)
+            counts = map_counts(signals, target, images, least, doubt)
             return counts, float((signals @ counts - target).norm() / target.norm())
         best, least_left = least, float("inf")
         for size in torch.logspace(-5, 0, SIZES, base=2, dtype=torch.float64).tolist():
             # no class has more than all images: the bias's lowest entry can't lie below -1
-            counts = nearest(signals, target * (size / float(-target.min())), images, least)
+            counts = map_counts(signals, target * (size / float(-target.min())), images, least)
             made = signals @ counts
             left = float((made / made.norm() - target / target.norm()).norm())
             if left < least_left:
@@ -336,7 +338,7 @@ def _spread(view: ServerView, name: str) -> tuple[float, Tensor, bool] | None:
 
     None where the classifier does not move in one phase of SGD.
     """
-    phases, schedule = training(view)
+    phases, schedule = training_phases(view)
     if schedule is None:
         return None
     moving = [(p, s) for p, s in zip(phases, schedule, strict=True) if s and name in p.assign({name: 0})]

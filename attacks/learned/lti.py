@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 
 from attacks.base import Attack, NotApplicable, Preset, Reconstruction, Result, attacks
-from attacks.labels.recovery import single
+from attacks.labels.recovery import single_label
 from attacks.learned.inversion_network import InversionNetwork, SimulatedClient, client_key, train
 from fl.data import Dataset, Source
 from fl.data.sources.embedded import Faces
@@ -91,7 +91,7 @@ class LearningToInvert(Attack):
         """A few steps on small faces."""
         return cls(auxiliary=Faces(size=8), iterations=5, batch=4, width=8, hashed=64)
 
-    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+    def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """All together, for what is trained for one reads the others, too."""
         return [range(len(views))] if views else []
 
@@ -107,10 +107,10 @@ class LearningToInvert(Attack):
             return [NotApplicable(f"{data.name} has no images in its part {self.part!r}")] * len(views)
         return [
             view if isinstance(view, NotApplicable) else self.refuse(view, data) or self._read(view, data, public, mark)
-            for view in map(self.single, views)
+            for view in map(self.single_client_view, views)
         ]
 
-    def beforehand(self) -> Batch | None:
+    def auxiliary_images(self) -> Batch | None:
         """The public images."""
         return None if self.auxiliary is None else self._part(self.auxiliary.load())
 
@@ -147,7 +147,7 @@ class LearningToInvert(Attack):
             while len(_TRAINED) > KEPT:
                 del _TRAINED[next(iter(_TRAINED))]
         inverter = _TRAINED[key]
-        told, note = single(view) if view.batch_size == 1 else (None, "")
+        told, note = single_label(view) if view.batch_size == 1 else (None, "")
         used = {
             f"public images ({data.name}, {self.part})": True,
             "order": view.order is not None,

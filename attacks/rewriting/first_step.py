@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewAttack, attacks, runner
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, ViewRewriter, attacks, runner
 from attacks.labels.assignment import order_matters
 from attacks.labels.recovery import fixed_labels
-from attacks.rewriting.surrogate import APPROXIMATE, Surrogate, mean_gradient, movement, steps
+from attacks.rewriting.surrogate import ONE_STEP_SURROGATE, Surrogate, count_local_steps, mean_gradient, total_step_size
 from attacks.search_control import SearchControl
-from attacks.update.training_phases import training
+from attacks.update.training_phases import training_phases
 from fl.aggregated_view import in_turn
 from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
@@ -26,11 +26,11 @@ from fl.tensors import Tensors, combine, norm, scaled, total
 from fl.types import Candidate
 from fl.view import ServerView
 
-EXPLAINED = 1e-5
+MAX_UNEXPLAINED = 1e-5
 """Share of the update left unexplained below which a reconstruction is taken to explain all of it."""
-FALLING = 0.7
+PROGRESS_FACTOR = 0.7
 """Share of what was left unexplained that a correction has to come below to count as progress."""
-FEW = 4
+MAX_PERMUTED_IMAGES = 4
 """Images up to which all arrangements are simulated: attacks return them in an order of their own."""
 PATIENCE = 2
 """Corrections without progress after which the search ends."""
@@ -38,7 +38,7 @@ PATIENCE = 2
 
 @attacks.register("first-step")
 @dataclass(frozen=True, kw_only=True)
-class FirstStep(ViewAttack):
+class FirstStep(ViewRewriter):
     """Takes all local steps for the first, then corrects that by what the reconstruction says of the others.
 
     The mean gradient along a round differs from the one at the network sent by what the network's moving adds. That
@@ -73,26 +73,26 @@ class FirstStep(ViewAttack):
         easier = Surrogate(along=0.0).rewrite(view)
         if isinstance(easier, NotApplicable):
             return easier
-        if steps(view) == 1:
+        if count_local_steps(view) == 1:
             return view
         if easier.private:
             return NotApplicable("the classifier is private: what it made of later steps can't be simulated")
         if view.schedule is None:
             return NotApplicable("the number of local steps is unknown: they can't be simulated")
-        fed = {size for phase in training(view)[1] or () for step in phase for size in step if size}
+        fed = {size for phase in training_phases(view)[1] or () for step in phase for size in step if size}
         if view.order is None and fed != {view.batch_size}:
             return NotApplicable("batches are smaller than all images and their order is unknown")
         size = _size(view)
         method = FedAvg(lr=size, steps=1, batch_size=None, train_mode=view.method.train_mode)
         return replace(easier, method=method, update=scaled(easier.update, size), history=())
 
-    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+    def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result; of several steps not corrected no check of it can tell more than that the approximation fits."""
-        if steps(view) == 1:
+        if count_local_steps(view) == 1:
             return result
-        return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
+        return replace(result, knowledge=(*result.knowledge, ONE_STEP_SURROGATE), verified=None, fixed=None)
 
-    def lead(
+    def attack_rewritten(
         self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
     ) -> list[Result]:
         """Reconstruct and correct in turns, those still open in one batch."""
@@ -107,13 +107,13 @@ class FirstStep(ViewAttack):
         return [search.result() if isinstance(search, _Search) else search for search in searches]
 
     def _opened(self, view: ServerView, seed: int) -> _Search | NotApplicable:
-        single = self.single(view)
+        single = self.single_client_view(view)
         easier = self.rewrite(single) if isinstance(single, ServerView) else single
         if isinstance(easier, NotApplicable):
             return easier
         assert isinstance(single, ServerView)
-        labels = None if steps(single) == 1 else fixed_labels(single, "auto")
-        if labels is None and steps(single) != 1:
+        labels = None if count_local_steps(single) == 1 else fixed_labels(single, "auto")
+        if labels is None and count_local_steps(single) != 1:
             return NotApplicable("the labels are unknown and not in the update: later steps can't be simulated")
         return _Search(single, seed, easier, labels)
 
@@ -151,7 +151,7 @@ class _Search:
     @property
     def open(self) -> bool:
         """Whether another reconstruction may help."""
-        return not self.over and self.idle <= PATIENCE and self.left > 0.1 * EXPLAINED
+        return not self.over and self.idle <= PATIENCE and self.left > 0.1 * MAX_UNEXPLAINED
 
     def take(self, result: Result) -> None:
         """Compare a result with the update, and correct the view by it."""
@@ -165,7 +165,7 @@ class _Search:
         found = [(arranged, *self._simulated(arranged)) for arranged in self._arranged(result)]
         arranged, mean, unit, left, guess = min(found, key=lambda one: (not one[2] > 0, one[3]))
         self.history.append(left)
-        self.idle = 0 if left < FALLING * self.left else self.idle + 1
+        self.idle = 0 if left < PROGRESS_FACTOR * self.left else self.idle + 1
         if left < self.left:
             self.best, self.left = arranged, left
         self.over = not unit > 0  # it would point back, or nowhere
@@ -185,7 +185,7 @@ class _Search:
         labels = result.labels if own else self.labels
         assert labels is not None
         count = len(labels)
-        open_to = count <= FEW and (order_matters(self.view) or not own)
+        open_to = count <= MAX_PERMUTED_IMAGES and (order_matters(self.view) or not own)
         made = []
         for turn in permutations(range(count)) if open_to else [tuple(range(count))]:
             index = torch.tensor(turn, device=labels.device)
@@ -208,18 +208,18 @@ class _Search:
     def result(self) -> Result:
         """The best found, and whether it explains the update."""
         assert self.best is not None
-        if isinstance(self.best, NotApplicable) or steps(self.view) == 1:
+        if isinstance(self.best, NotApplicable) or count_local_steps(self.view) == 1:
             return self.best
         used = {"labels": self.view.labels is not None, "order": order_matters(self.view)}
         known = tuple(name for name, was in used.items() if was and self.history and name not in self.best.knowledge)
         if not self.history:
-            return replace(self.best, knowledge=(*self.best.knowledge, APPROXIMATE), verified=None, fixed=None)
-        done = self.left < EXPLAINED
+            return replace(self.best, knowledge=(*self.best.knowledge, ONE_STEP_SURROGATE), verified=None, fixed=None)
+        done = self.left < MAX_UNEXPLAINED
         return replace(
             self.best,
             objective=self.left,
             history=tuple(self.history),
-            knowledge=(*self.best.knowledge, *known, *(() if done else (APPROXIMATE,))),
+            knowledge=(*self.best.knowledge, *known, *(() if done else (ONE_STEP_SURROGATE,))),
             verified=self.best.verified if done else False,
             fixed=self.best.fixed if done else None,
         )
@@ -227,9 +227,9 @@ class _Search:
 
 def _size(view: ServerView) -> float:
     """How far the round's steps move a parameter together: one step of that size hides no rounding of the update."""
-    phases, schedule = training(view)
+    phases, schedule = training_phases(view)
     owners = {tuple(phase.assign({name: 0}).get(name) for phase in phases) for name in view.update}
-    return max(movement(phases, schedule, mine) for mine in owners)
+    return max(total_step_size(phases, schedule, mine) for mine in owners)
 
 
 def _mean(view: ServerView, predicted: Tensors) -> Tensors:

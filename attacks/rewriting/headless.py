@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.labels.recovery import single
-from attacks.update.layer_signal import SIGNAL, view_below_classifier
+from attacks.base import NotApplicable, Reconstruction, ViewRewriter, attacks
+from attacks.labels.recovery import single_label
+from attacks.update.layer_signal import LAYER_SIGNAL, view_below_classifier
 from fl.view import ServerView
 
 
 @attacks.register("headless")
 @dataclass(frozen=True, kw_only=True)
-class Headless(ViewAttack):
+class Headless(ViewRewriter):
     """Cuts off everything above the extractor's last linear layer; for one step on one image.
 
     The layer's bias gradient is delta = dL/d(output), exactly what flows back into the layers below, and its weight
@@ -36,10 +36,10 @@ class Headless(ViewAttack):
         """The view of the network up to the layer, without labels, and with earlier rounds on the same image."""
         return view_below_classifier(view, self.layer)
 
-    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+    def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the layer's input under `features`, and the label where the classifier's update tells it."""
-        private = {**result.private, "features": rewritten.received[SIGNAL]["features"]}
+        private = {**result.private, "features": rewritten.received[LAYER_SIGNAL]["features"]}
         known = () if view.labels is None or "labels" in result.knowledge else ("labels",)
-        labels, note = single(view)
+        labels, note = single_label(view)
         notes = "; ".join(filter(None, (result.note, note)))
         return replace(result, private=private, labels=labels, note=notes, knowledge=(*result.knowledge, *known))

@@ -8,10 +8,15 @@ from typing import ClassVar
 
 import torch
 
-from attacks.base import NotApplicable, Reconstruction, ViewAttack, attacks
-from attacks.update.earlier_rounds import with_past
+from attacks.base import NotApplicable, Reconstruction, ViewRewriter, attacks
+from attacks.update.earlier_rounds import with_history
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import astray, rescaled, rested, training
+from attacks.update.training_phases import (
+    adaptive_optimizer_obstacle,
+    deviation_from_loss_gradient,
+    freeze_untrained,
+    training_phases,
+)
 from fl.local.optimizers import OptimState, optimise
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -22,13 +27,13 @@ from fl.tensors import Tensors, add, times
 from fl.types import Group, Phase, Schedule
 from fl.view import ServerView
 
-APPROXIMATE = "one-step surrogate (approximate)"
+ONE_STEP_SURROGATE = "one-step surrogate (approximate)"
 """What a result on a rewritten view says under `knowledge`."""
 
 
 @attacks.register("surrogate")
 @dataclass(frozen=True, kw_only=True)
-class Surrogate(ViewAttack):
+class Surrogate(ViewRewriter):
     """Takes all local steps for one, on all images at once (surrogate model extension, Zhu et al., ICML 2023).
 
     The update without its decay, divided by what a constant gradient of 1 would have moved (step sizes and momentum
@@ -65,20 +70,20 @@ class Surrogate(ViewAttack):
             return NotApplicable("the number of images is unknown: give one by the setting images")
         if images == 0:
             return NotApplicable("no image was fed")
-        reason = obstacle(view)
+        reason = surrogate_obstacle(view)
         if reason is not None:
             return NotApplicable(reason)
         gradient = mean_gradient(view)
         if isinstance(gradient, NotApplicable):
             return gradient
         kind = FedPer if view.private else FedAvg
-        phases, _ = training(view)
+        phases, _ = training_phases(view)
         known = view.labels is not None and len(view.labels) == images
         clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
-        along = 0.0 if exact(view) else self.along
+        along = 0.0 if is_single_step(view) else self.along
         easier = replace(
             view,
-            task=rested(view),
+            task=freeze_untrained(view),
             method=kind(lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode),
             defense=view.defense.rescaled(),
             shared={n: add(w, view.update[n], -along) if n in view.update else w for n, w in view.shared.items()},
@@ -96,34 +101,34 @@ class Surrogate(ViewAttack):
         )
         mine = easier.client.task.parameters  # without what a method has put beside the network
         shared, update = ({n: v for n, v in part.items() if n in mine} for part in (easier.shared, gradient))
-        return with_past(view, replace(easier, shared=shared, update=update), self.rewrite)
+        return with_history(view, replace(easier, shared=shared, update=update), self.rewrite)
 
-    def unwrap(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
+    def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result; of several steps no check of it can tell more than that the approximation fits."""
-        if exact(view):
+        if is_single_step(view):
             return result
-        return replace(result, knowledge=(*result.knowledge, APPROXIMATE), verified=None, fixed=None)
+        return replace(result, knowledge=(*result.knowledge, ONE_STEP_SURROGATE), verified=None, fixed=None)
 
 
-def steps(view: ServerView) -> int | None:
+def count_local_steps(view: ServerView) -> int | None:
     """Local steps on at least one image, None if unknown."""
-    _, schedule = training(view)
+    _, schedule = training_phases(view)
     return None if schedule is None else sum(map(any, (step for phase in schedule for step in phase)))
 
 
-def exact(view: ServerView) -> bool:
+def is_single_step(view: ServerView) -> bool:
     """Whether there is one step, and on all images: a method may look at more than it trains on."""
-    fed = [sum(step) for phase in training(view)[1] or () for step in phase if any(step)]
+    fed = [sum(step) for phase in training_phases(view)[1] or () for step in phase if any(step)]
     return len(fed) == 1 and view.batch_size in {None, *fed}
 
 
-def obstacle(view: ServerView) -> str | None:
+def surrogate_obstacle(view: ServerView) -> str | None:
     """Why a view's local training can't be taken for one step of plain FedAvg or FedPer, or None."""
     if not view.update:
         return "nothing is shared"
     if not finite(view.update):  # an earlier view, which is then left out
         return "the update has numbers that are not finite"
-    if (reason := astray(view)) is not None:
+    if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
     if type(view.method.parametrisation) is not Parametrisation:
         return "the network's weights are generated: peel it first"
@@ -136,8 +141,8 @@ def obstacle(view: ServerView) -> str | None:
 
 def mean_gradient(view: ServerView) -> Tensors | NotApplicable:
     """The mean of the gradients along the round, by name; up to a factor where clipping or the schedule hides it."""
-    phases, schedule = training(view)
-    if (reason := rescaled(phases)) is not None:
+    phases, schedule = training_phases(view)
+    if (reason := adaptive_optimizer_obstacle(phases)) is not None:
         return NotApplicable(f"only SGD's update is a sum of gradients: {reason}")
     sent = {n: v for n, v in view.update.items() if n in view.shared}
     if schedule is None and (len(phases) > 1 or any(g.weight_decay for g in phases[0].groups)):
@@ -146,13 +151,13 @@ def mean_gradient(view: ServerView) -> Tensors | NotApplicable:
     groups = {id(group) for mine in owners.values() for group in mine if group is not None}
     if len(groups) > 1 and any(group.max_norm is not None for phase in phases for group in phase.groups):
         return NotApplicable("several groups of parameters are clipped apart: their sizes can't be compared")
-    moves = {mine: movement(phases, schedule, mine) for mine in set(owners.values())}
+    moves = {mine: total_step_size(phases, schedule, mine) for mine in set(owners.values())}
     change = ObservedUpdate(view).change
     gradient = {n: times(change[n], 1 / moves[mine]) for n, mine in owners.items() if moves[mine]}
     return gradient or NotApplicable("nothing that is shared is trained")
 
 
-def movement(phases: Sequence[Phase], schedule: Schedule | None, owners: Sequence[Group | None]) -> float:
+def total_step_size(phases: Sequence[Phase], schedule: Schedule | None, owners: Sequence[Group | None]) -> float:
     """How far local SGD moves a parameter against a constant gradient of 1, its decay included.
 
     SGD is linear, so this is the sum of the weights that the parameter's gradients have in the update. Steps without an

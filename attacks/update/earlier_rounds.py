@@ -10,11 +10,11 @@ from fl.simulation.nonfinite_updates import finite
 from fl.types import Phase
 from fl.view import ServerView
 
-USED = "earlier rounds"
+EARLIER_ROUNDS = "earlier rounds"
 """What a result's `knowledge` says of them."""
 
 
-def same_images(view: ServerView) -> tuple[ServerView, ...]:
+def rounds_on_same_images(view: ServerView) -> tuple[ServerView, ...]:
     """The earlier views of the same images, oldest first: those of rounds in which a client feeds all it has, unmixed.
 
     That images stay the same (no augmentation, no new ones) is taken for granted.
@@ -22,7 +22,7 @@ def same_images(view: ServerView) -> tuple[ServerView, ...]:
     phases = view.method.phases(view.client.task, view.round)
     if view.schedule is None or overrides(view.client.defense, "transform_batch"):
         return ()
-    if not all(_whole(phase, steps) for phase, steps in zip(phases, view.schedule, strict=False)):
+    if not all(_feeds_everything(phase, steps) for phase, steps in zip(phases, view.schedule, strict=False)):
         return ()
     return tuple(
         past
@@ -31,7 +31,7 @@ def same_images(view: ServerView) -> tuple[ServerView, ...]:
     )
 
 
-def _whole(phase: Phase, steps: Sequence[Sequence[int]]) -> bool:
+def _feeds_everything(phase: Phase, steps: Sequence[Sequence[int]]) -> bool:
     """Whether a phase feeds all that the client has, in whatever order."""
     if phase.sampler == "poisson":
         return False
@@ -40,18 +40,18 @@ def _whole(phase: Phase, steps: Sequence[Sequence[int]]) -> bool:
     return max(steps[0]) < phase.batch_size  # a first batch that is not full is all there is
 
 
-def repeated(view: ServerView) -> tuple[ServerView, ...]:
+def comparable_rounds(view: ServerView) -> tuple[ServerView, ...]:
     """The earlier views of the same images that a search can compare as well, oldest first.
 
     Where anything is private no view counts, as it moves on between the rounds and would have to be searched for in
     each.
     """
-    return () if view.private else same_images(view)
+    return () if view.private else rounds_on_same_images(view)
 
 
-def with_past(view: ServerView, easier: ServerView, rewrite: Callable[[ServerView], object]) -> ServerView:
+def with_history(view: ServerView, easier: ServerView, rewrite: Callable[[ServerView], object]) -> ServerView:
     """`easier` with the earlier views of the same images, rewritten as `view` was; what can't be is left out."""
     if easier.private:
         return easier
-    past = [rewrite(replace(earlier, history=())) for earlier in same_images(view)]
+    past = [rewrite(replace(earlier, history=())) for earlier in rounds_on_same_images(view)]
     return replace(easier, history=tuple(p for p in past if isinstance(p, ServerView) and not p.private))

@@ -8,27 +8,27 @@ from torch import Tensor
 from fl.tensors import dense
 from fl.view import ServerView
 
-ROUNDED = 0.25
+RMS_ROUNDING = 0.25
 """Rounding to the nearest number, root mean square, relative to the spacing after 1."""
-ON_GRID = 0.95
+MIN_SHARE_ON_GRID = 0.95
 """Share of a parameter whose update leads from one number of its type to another. Differences of models miss by a
 thousandth, where a weight is far smaller than its update and the difference is rounded once more; computed updates
 are there by chance, one in hundreds."""
-COARSE, MISSING = 8, 0.01
+COARSE_SPACINGS, MAX_SHARE_OF_ZEROS = 8, 0.01
 """Spacings that half of all updates are a whole number of only where they were rounded more coarsely than the weights
 are; and share of zeros, of units that moved at all, above which numbers were left out."""
 
 
-def rounding(view: ServerView, name: str) -> float:
+def relative_rounding(view: ServerView, name: str) -> float:
     """Share of a parameter's gradient that is rounding, which a difference of weights is known to no better than."""
-    step = ROUNDED * torch.finfo(view.dtype).eps
+    step = RMS_ROUNDING * torch.finfo(view.dtype).eps
     if not view.rounded:
         return step
     moved, start = dense(view.update[name]).norm(), dense(view.shared[name]).norm()
     return float(step * (1 + start / moved)) if bool(moved > 0) else step
 
 
-def grain(view: ServerView, name: str) -> Tensor | None:
+def relative_entry_rounding(view: ServerView, name: str) -> Tensor | None:
     """How far rounding may put each number of a parameter's update off, relative to the root mean square of all.
 
     A small weight lies on a finer grid than a large one, so that its gradient is known better. None where the update is
@@ -40,13 +40,13 @@ def grain(view: ServerView, name: str) -> Tensor | None:
         return None
     start, moved = (dense(part[name]).detach().to("cpu", torch.float64) for part in (view.shared, view.update))
     after = (start - moved).to(view.dtype)
-    if not (after.double() == start - moved).double().mean() > ON_GRID:
+    if not (after.double() == start - moved).double().mean() > MIN_SHARE_ON_GRID:
         return None
     largest = torch.maximum(after.abs(), moved.abs().to(view.dtype))
     spacing = (largest.nextafter(largest.new_tensor(torch.inf)) - largest).double()
     alive = moved.flatten(1).any(1) if moved.ndim > 1 else moved != 0  # nothing reaches a unit at rest
     there, steps = moved[alive] != 0, moved[alive] / spacing[alive]
-    coarse = (steps / COARSE).frac() == 0
-    if not there.double().mean() > 1 - MISSING or not coarse[there].double().mean() < 0.5:
+    coarse = (steps / COARSE_SPACINGS).frac() == 0
+    if not there.double().mean() > 1 - MAX_SHARE_OF_ZEROS or not coarse[there].double().mean() < 0.5:
         return None
     return spacing / 12**0.5 / moved.square().mean().sqrt()

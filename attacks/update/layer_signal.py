@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from attacks.result import NotApplicable
-from attacks.update.earlier_rounds import with_past
+from attacks.update.earlier_rounds import with_history
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.rescaling import in_unit
-from attacks.update.step_gradient import obstacle
+from attacks.update.rescaling import rescale_to_unit
+from attacks.update.step_gradient import single_step_obstacle
 from fl.method import Method, Step
 from fl.network import Network
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Group, Phase, Scope, Task
 from fl.view import ServerView
 
-SIGNAL = "signal"
+LAYER_SIGNAL = "signal"
 """The payload of a rewritten view that holds `delta` and `features`: read off the update, not sent by the server."""
 
 
-class _Tap:
+class _OutputTap:
     """Keeps one module's output and gives it back in place of the whole model's."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _Tap:
         return value
 
 
-def tapped(model: nn.Module, layer: str, head: str) -> nn.Module:
+def truncate_at(model: nn.Module, layer: str, head: str) -> nn.Module:
     """A copy of `model` that returns the output of its module `layer` and has no parameters under `head`.
 
     The other parameters keep their names.
@@ -48,14 +48,14 @@ def tapped(model: nn.Module, layer: str, head: str) -> nn.Module:
         if name and f"{name}.".startswith(head) and any(True for _ in module.parameters()):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, nn.Identity())
-    tap = _Tap()
+    tap = _OutputTap()
     model.get_submodule(layer).register_forward_hook(tap.keep)
     model.register_forward_hook(tap.give)
     return model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signal(Method):
+class LayerSignal(Method):
     """One step on `<delta, output of a linear layer>`: the loss whose gradient is the network's own below that layer.
 
     Attributes:
@@ -69,7 +69,7 @@ class Signal(Method):
 
     def client_model(self, task: Task) -> nn.Module:
         """The network up to the layer."""
-        return tapped(task.model, self.layer, task.head)
+        return truncate_at(task.model, self.layer, task.head)
 
     def scope(self, name: str, task: Task) -> Scope:
         """All there is of it is shared."""
@@ -85,7 +85,7 @@ class Signal(Method):
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """The layer's outputs (1, out) weighted by the signal that flowed back (out,)."""
-        return (network(batch.inputs) * dense(step.received[SIGNAL]["delta"])).sum()
+        return (network(batch.inputs) * dense(step.received[LAYER_SIGNAL]["delta"])).sum()
 
 
 def view_below_classifier(view: ServerView, layer: str | None = None) -> ServerView | NotApplicable:
@@ -103,14 +103,14 @@ def view_below_classifier(view: ServerView, layer: str | None = None) -> ServerV
         return _below_classifier(view, layer)
 
     cut = below(view)
-    return with_past(view, cut, below) if isinstance(cut, ServerView) else cut
+    return with_history(view, cut, below) if isinstance(cut, ServerView) else cut
 
 
 def _below_classifier(view: ServerView, layer: str | None) -> ServerView | NotApplicable:
-    reason = obstacle(view)
+    reason = single_step_obstacle(view)
     if reason is not None:
         return NotApplicable(reason)
-    layer = layer or _last_linear(view)
+    layer = layer or _last_linear_below_classifier(view)
     if layer is None:
         return NotApplicable("no linear layer with a bias outside the classifier is in the update")
     observed = ObservedUpdate(view)
@@ -124,13 +124,13 @@ def _below_classifier(view: ServerView, layer: str | None) -> ServerView | NotAp
     if not bool(delta.any()):
         return NotApplicable(f"no signal flows back into {layer!r}: its bias moved by no more than rounding")
     # a prediction is as small as the signal, and a difference of weights rounded as they are: that would hide it
-    gradient, _ = in_unit({**gradient, SIGNAL: observed.before_defense(bias, delta)})
-    delta, signal = dense(gradient[bias]), dense(gradient.pop(SIGNAL))
+    gradient, _ = rescale_to_unit({**gradient, LAYER_SIGNAL: observed.before_defense(bias, delta)})
+    delta, signal = dense(gradient[bias]), dense(gradient.pop(LAYER_SIGNAL))
     features = delta @ dense(gradient[weight]) / (delta @ delta)
-    return _cut(view, layer, gradient, signal, features)
+    return _truncated_view(view, layer, gradient, signal, features)
 
 
-def _last_linear(view: ServerView) -> str | None:
+def _last_linear_below_classifier(view: ServerView) -> str | None:
     """The last linear layer with a bias outside the classifier whose gradient was sent."""
     found = None
     for name, module in view.task.model.named_modules():
@@ -140,10 +140,10 @@ def _last_linear(view: ServerView) -> str | None:
     return found
 
 
-def _cut(
+def _truncated_view(
     view: ServerView, layer: str, gradient: Tensors, delta: Tensor, features: Tensor
 ) -> ServerView | NotApplicable:
-    model = tapped(view.client.predictor, layer, view.task.head)
+    model = truncate_at(view.client.predictor, layer, view.task.head)
     weights = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
     probe = torch.full((1, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
     try:
@@ -154,7 +154,7 @@ def _cut(
         return NotApplicable(f"{layer!r} sees more than one input per image", limit=True)
     grads = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
     below = [n for n, g in zip(weights, grads, strict=True) if g is not None]
-    method = Signal(layer=layer, train_mode=view.method.train_mode)
+    method = LayerSignal(layer=layer, train_mode=view.method.train_mode)
     buffers = dict(model.named_buffers())
     return replace(
         view,
@@ -169,6 +169,6 @@ def _cut(
         draws=None,
         buffers={n: v for n, v in view.buffers.items() if n in buffers},
         scaled=False,  # the signal has the update's own factor
-        received={SIGNAL: {"delta": delta, "features": features}},
+        received={LAYER_SIGNAL: {"delta": delta, "features": features}},
         history=(),
     )

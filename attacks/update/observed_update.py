@@ -20,10 +20,10 @@ from torch import Tensor
 
 from attacks.result import NotApplicable
 from attacks.update.classifier_update import is_update_sign_flipped
-from attacks.update.float_rounding import ROUNDED
-from attacks.update.rescaling import in_unit
-from attacks.update.training_phases import astray, rescaled, training
-from attacks.update.update_rule import SIGNS, signs_only
+from attacks.update.float_rounding import RMS_ROUNDING
+from attacks.update.rescaling import rescale_to_unit
+from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient, training_phases
+from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
 from fl.defense import Defense, overrides
 from fl.local.weight_decay import decay_shares, without_decay
 from fl.predict import predict
@@ -68,7 +68,7 @@ class ObservedUpdate:
         return tuple(name for name in self.view.shared if name not in known)
 
     def _shares_of(self, part: Part | ServerView) -> dict[str, float]:
-        return decay_shares(*training(self.view, part), self.view.shared)
+        return decay_shares(*training_phases(self.view, part), self.view.shared)
 
     def without_decay(self, values: Tensors, view: ServerView | None = None) -> Tensors:
         """Return an update without the part that weight decay makes, as far as the defense lets that part through.
@@ -106,7 +106,7 @@ class ObservedUpdate:
         """
         defense = self.view.client.defense.rescaled()
         again = dense(defense.passed({name: signal}, {name: self.view.update[name]})[name])
-        norms = {n: dense(v).norm() for n, v in in_unit({"sent": signal, "again": again})[0].items()}
+        norms = {n: dense(v).norm() for n, v in rescale_to_unit({"sent": signal, "again": again})[0].items()}
         return signal * (norms["sent"] / norms["again"]) if bool(again.any()) else signal
 
     # ---- gradient and scale ------------------------------------------------------------------------------------------
@@ -117,17 +117,17 @@ class ObservedUpdate:
         Where the update is a difference of weights, a tensor no longer than its rounding is zero.
         """
         view = self.view
-        phases, schedule = training(view)
+        phases, schedule = training_phases(view)
         if schedule is None:
             return NotApplicable("the number of local steps is unknown")
         active = [phase for phase, steps in zip(phases, schedule, strict=True) if steps]
         if len(active) != 1:
             return NotApplicable(f"expected one phase of local training, got {len(active)}")
         (phase,) = active
-        if (reason := rescaled([phase])) is not None:
+        if (reason := adaptive_optimizer_obstacle([phase])) is not None:
             return NotApplicable(reason)
-        if signs_only(view):
-            return NotApplicable(SIGNS)
+        if is_sign_compressed(view):
+            return NotApplicable(SIGNS_ONLY)
         groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
         moved = {n: value for n, value in self.change.items() if n in groups}
         if view.rounded:
@@ -155,7 +155,7 @@ class ObservedUpdate:
 
     def moving_phases(self, name: str) -> list[tuple[Phase, int | None]]:
         """Return the phases in which a shared tensor moves, and how many steps each has, as far as that is known."""
-        phases, schedule = training(self.view)
+        phases, schedule = training_phases(self.view)
         counts = [p.steps for p in phases] if schedule is None else [len(steps) for steps in schedule]
         return [(p, n) for p, n in zip(phases, counts, strict=True) if n != 0 and name in p.assign({name: None})]
 
@@ -170,9 +170,9 @@ class ObservedUpdate:
     def relative_rounding(self) -> dict[str, float]:
         """How far each tensor of `change` is off for having been rounded, relative to its norm; 0 where that is 0."""
         view, change = self.view, self.in_double(self.view.update)
-        step = ROUNDED * torch.finfo(view.dtype).eps
+        step = RMS_ROUNDING * torch.finfo(view.dtype).eps
         sent = {SENT + name: dense(view.update[name]).double() for name in change}
-        even, unit = in_unit({**change, **sent})
+        even, unit = rescale_to_unit({**change, **sent})
         found = {}
         for name in change:
             size, whole = float(dense(even[name]).norm()), float(dense(even[SENT + name]).norm())
@@ -188,7 +188,7 @@ class ObservedUpdate:
         logits itself is recognized by the update that it would make of gray images.
         """
         view, count = self.view, self.view.batch_size
-        plain = astray(view) is None and view.method.plain_loss(view.client.task, view.round)
+        plain = deviation_from_loss_gradient(view) is None and view.method.plain_loss(view.client.task, view.round)
         if not plain or type(view.client.defense) is not Defense or view.private or view.parts or count is None:
             return False
         if not is_update_sign_flipped(view, self.change, count):

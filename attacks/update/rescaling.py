@@ -7,7 +7,7 @@ import math
 from fl.tensors import LowRank, Tensors, Value, scaled
 
 
-def in_unit(values: Tensors) -> tuple[Tensors, float]:
+def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:
     """`values` by their largest entry (of outer products, about that), and the power of two that was divided by.
 
     A power of two changes no digit of them; where all are zero, or one is not finite, it is 1.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import astray, training
+from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.defense import overrides
 from fl.parametrization import Parametrisation
 from fl.tensors import Tensors
 from fl.view import ServerView
 
 
-def obstacle(view: ServerView, *, batches: bool = False) -> str | None:
+def single_step_obstacle(view: ServerView, *, batches: bool = False) -> str | None:
     """Why the classifier can't be cut off, or None; `batches` are left to an attack that tells their images apart."""
     if not view.update:
         return "nothing is shared"
-    if (reason := astray(view)) is not None:
+    if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
     if type(view.method.parametrisation) is not Parametrisation:
         return "the network's weights are generated: peel it first"
@@ -23,7 +23,7 @@ def obstacle(view: ServerView, *, batches: bool = False) -> str | None:
         return f"the defence {view.defense.name} puts layers of its own into the network"
     if not view.task.head:
         return "the network has no classifier to cut off"
-    steps = [step for steps in training(view)[1] or () for step in steps]
+    steps = [step for steps in training_phases(view)[1] or () for step in steps]
     if len(steps) != 1:
         several = "it takes one local step: where several are short, `first-step` works out the first"
         return several if view.schedule is not None else "the number of local steps is unknown"
@@ -35,12 +35,12 @@ def obstacle(view: ServerView, *, batches: bool = False) -> str | None:
     return None
 
 
-def exact_gradient(view: ServerView, *, batches: bool = False) -> Tensors | NotApplicable:
+def exact_step_gradient(view: ServerView, *, batches: bool = False) -> Tensors | NotApplicable:
     """The gradient of a view's one step where it is known up to one factor for all tensors, or why it is not.
 
     Of one image, unless the caller takes `batches`.
     """
-    if (reason := obstacle(view, batches=batches)) is not None:
+    if (reason := single_step_obstacle(view, batches=batches)) is not None:
         return NotApplicable(reason)
     if not view.client.defense.keeps_ratios():
         return NotApplicable(f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update")

@@ -11,7 +11,9 @@ from fl.types import Phase, Schedule, Task, frozen
 from fl.view import Part, ServerView
 
 
-def training(view: ServerView, part: Part | ServerView | None = None) -> tuple[tuple[Phase, ...], Schedule | None]:
+def training_phases(
+    view: ServerView, part: Part | ServerView | None = None
+) -> tuple[tuple[Phase, ...], Schedule | None]:
     """Return the phases whose steps move what the network predicts by, and their part of the schedule.
 
     Args:
@@ -27,16 +29,16 @@ def training(view: ServerView, part: Part | ServerView | None = None) -> tuple[t
     return tuple(phases[p] for p in chosen), None if schedule is None else tuple(schedule[p] for p in chosen)
 
 
-def astray(view: ServerView) -> str | None:
+def deviation_from_loss_gradient(view: ServerView) -> str | None:
     """That the client steps along something else than the gradient of its method's loss, or None if it does not."""
-    _, schedule = training(view)
+    _, schedule = training_phases(view)
     if view.method.plain_gradient(None if schedule is None else sum(map(len, schedule))):
         return None
     why = f": {view.method.detour}" if view.method.detour else ""
     return f"{view.method.name} does not step along the gradient of its loss alone{why}"
 
 
-def rescaled(phases: Iterable[Phase]) -> str | None:
+def adaptive_optimizer_obstacle(phases: Iterable[Phase]) -> str | None:
     """That an optimiser of local training divides every number by a size of its own, or None where it is SGD.
 
     Its step is then no multiple of a gradient, and no equation of gradients holds for it.
@@ -47,7 +49,7 @@ def rescaled(phases: Iterable[Phase]) -> str | None:
     return f"{odd} rescales every number apart: its step is not the gradient's direction; {SEARCH_HINT}"
 
 
-def rested(view: ServerView) -> Task:
+def freeze_untrained(view: ServerView) -> Task:
     """The task with what the method keeps frozen frozen in its network, too: the plain method would train it."""
     still = frozen(view.client.task.model).keys() - frozen(view.task.model).keys()
     if not still:

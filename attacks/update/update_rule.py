@@ -14,46 +14,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.update.training_phases import rescaled, training
+from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from fl.defense import Defense, Unknown
 from fl.tensors import LowRank
 from fl.view import ServerView
 
-FEW = 8
+MIN_ENTRIES = 8
 """Entries that are not zero, below which sizes say nothing: a scale of one number is always of one size."""
-UNITS = 8.0
+MIN_SPACINGS = 8.0
 """Steps of the weights' grid that an entry must be away from zero: below, it is as large as rounding made it."""
-ALIKE, SAME = 5e-2, 1e-3
+LOOSE_SIZE_TOLERANCE, SIZE_TOLERANCE = 5e-2, 1e-3
 """How far sizes may differ that count as about one (decay, and gradients as small as an optimizer's epsilon, move them
 a little), and that count as one."""
-SMALL, MOST, LEAST = 0.1, 0.9, 0.1
+NEGLIGIBLE_SIZE, MIN_SHARE_OF_LARGE, MIN_SHARE_OF_ALL = 0.1, 0.9, 0.1
 """Share of the largest size below which entries do not count; shares of the others, and of all, that must be of it."""
-CLOSE, ROWS, TENSORS = 1e-4, 4, 3
+BOUND_TOLERANCE, MIN_BOUNDED_ROWS, MIN_EQUAL_TENSORS = 1e-4, 4, 3
 """How near to each other rows' or tensors' sizes are that were cut to one, and how many of them are no chance."""
-LEVELS, ENOUGH = 24, 64
+MAX_LEVELS, MIN_ENTRIES_FOR_LEVELS = 24, 64
 """Sizes that a tensor of so many entries has where it was sent in few bits."""
-EVEN = 0.05
+LEVEL_TOLERANCE = 0.05
 """How far they may be from whole multiples of one step."""
 
 
-SIGNS = (
+SIGNS_ONLY = (
     "only signs are sent, or as good as (the first step of Adam, say): they look like a rank-one gradient whatever its "
     "factors are"
 )
 """Why equations of gradients do not hold then."""
 
 
-def signs_only(view: ServerView) -> bool:
+def is_sign_compressed(view: ServerView) -> bool:
     """Whether every tensor whose sizes say anything holds one size and its negative, zeros aside.
 
-    Each of them looks like a rank-one gradient then, whatever the factors are. Tensors of fewer than `FEW` numbers, or
-    of numbers that are no more than the rounding of a difference of weights, say nothing.
+    Each of them looks like a rank-one gradient then, whatever the factors are. Tensors of fewer than `MIN_ENTRIES`
+    numbers, or of numbers that are no more than the rounding of a difference of weights, say nothing.
     """
-    sizes = [tensor.sizes for tensor in _tensors(view)]
-    return bool(sizes) and all(bool((size >= (1 - SAME) * size.max()).all()) for size in sizes)
+    sizes = [tensor.sizes for tensor in _readable_tensors(view)]
+    return bool(sizes) and all(bool((size >= (1 - SIZE_TOLERANCE) * size.max()).all()) for size in sizes)
 
 
-def looks_like(view: ServerView) -> str:
+def guess_update_rule(view: ServerView) -> str:
     """In words, what made the update, where that is no step of SGD, and what to state; empty where it may be one.
 
     Where the view's own settings say as much (an adaptive optimizer, a defence), nothing is said.
@@ -61,17 +61,28 @@ def looks_like(view: ServerView) -> str:
     Args:
         view: of an update; whether its optimizer was stated does not matter.
     """
-    if rescaled(training(view)[0]) is not None or type(view.client.defense) not in {Defense, Unknown} or view.parts:
+    if (
+        adaptive_optimizer_obstacle(training_phases(view)[0]) is not None
+        or type(view.client.defense) not in {Defense, Unknown}
+        or view.parts
+    ):
         return ""
-    tensors = _tensors(view)
+    tensors = _readable_tensors(view)
     if not tensors:
         return ""
-    tests = (_signs, _clipped_by_value, _of_one_length, _by_layer, _centralised, _in_bits)
+    tests = (
+        _sees_signs,
+        _sees_clipping_by_value,
+        _sees_clipping_by_tensor,
+        _sees_layerwise_steps,
+        _sees_centralized_gradients,
+        _sees_quantization,
+    )
     return next(filter(None, (test(tensors) for test in tests)), "")
 
 
 @dataclass(frozen=True)
-class _Moved:
+class _TensorUpdate:
     """A tensor of an update whose sizes say something.
 
     Attributes:
@@ -94,19 +105,19 @@ class _Moved:
         return float(self.update.norm())
 
 
-def _tensors(view: ServerView) -> list[_Moved]:
-    """The dense tensors of an update with at least `FEW` entries that rounding did not make."""
+def _readable_tensors(view: ServerView) -> list[_TensorUpdate]:
+    """The dense tensors of an update with at least `MIN_ENTRIES` entries that rounding did not make."""
     found = []
     for name, value in view.update.items():
         start = view.shared.get(name)
         if isinstance(value, LowRank) or not isinstance(start, Tensor) or not bool(value.isfinite().all()):
             continue
         spacing = _spacing(start) if view.rounded else torch.zeros_like(start)
-        heard = (value != 0) & (value.abs() > UNITS * spacing)
+        heard = (value != 0) & (value.abs() > MIN_SPACINGS * spacing)
         # the larger half has to be heard, or what is left of the rest is a choice of the grid's
-        if int(heard.sum()) >= max(FEW, int((value != 0).sum()) // 2):
+        if int(heard.sum()) >= max(MIN_ENTRIES, int((value != 0).sum()) // 2):
             grain = float(spacing.max())
-            found.append(_Moved(name, start.double(), value.double(), value[heard].abs().double(), grain))
+            found.append(_TensorUpdate(name, start.double(), value.double(), value[heard].abs().double(), grain))
     return found
 
 
@@ -116,15 +127,15 @@ def _spacing(start: Tensor) -> Tensor:
     return sizes.nextafter(sizes.new_tensor(torch.inf)) - sizes
 
 
-def _signs(tensors: Sequence[_Moved]) -> str:
+def _sees_signs(tensors: Sequence[_TensorUpdate]) -> str:
     largest = [float(t.sizes.max()) for t in tensors]
     # what is far below moved by decay alone, or by a gradient no larger than an optimizer's epsilon
-    heard = [t.sizes[t.sizes > SMALL * top] for t, top in zip(tensors, largest, strict=True)]
-    near = sum(int((size >= (1 - ALIKE) * top).sum()) for size, top in zip(heard, largest, strict=True))
-    if near < MOST * sum(map(len, heard)) or near < LEAST * sum(len(t.sizes) for t in tensors):
+    heard = [t.sizes[t.sizes > NEGLIGIBLE_SIZE * top] for t, top in zip(tensors, largest, strict=True)]
+    near = sum(int((size >= (1 - LOOSE_SIZE_TOLERANCE) * top).sum()) for size, top in zip(heard, largest, strict=True))
+    if near < MIN_SHARE_OF_LARGE * sum(map(len, heard)) or near < MIN_SHARE_OF_ALL * sum(len(t.sizes) for t in tensors):
         return ""
     low, high = min(largest), max(largest)
-    if high > (1 + ALIKE) * low:
+    if high > (1 + LOOSE_SIZE_TOLERANCE) * low:
         return (
             "signs with a size of each tensor's own (scaled signs, LAMB): entries of a tensor are of one size; for "
             "scaled signs state the defence signsgd"
@@ -136,9 +147,9 @@ def _signs(tensors: Sequence[_Moved]) -> str:
     )
 
 
-def _clipped_by_value(tensors: Sequence[_Moved]) -> str:
-    rows = [_rows_at_bound(t) if t.update.ndim > 1 else 0 for t in tensors]
-    if max(rows) < ROWS:
+def _sees_clipping_by_value(tensors: Sequence[_TensorUpdate]) -> str:
+    rows = [_count_rows_at_bound(t) if t.update.ndim > 1 else 0 for t in tensors]
+    if max(rows) < MIN_BOUNDED_ROWS:
         return ""
     where = tensors[rows.index(max(rows))].name
     return (
@@ -147,20 +158,20 @@ def _clipped_by_value(tensors: Sequence[_Moved]) -> str:
     )
 
 
-def _rows_at_bound(tensor: _Moved) -> int:
+def _count_rows_at_bound(tensor: _TensorUpdate) -> int:
     """In how many rows of a matrix the largest size of all is reached.
 
     A gradient may reach it at several pixels of one row, which see the same; rows are of sizes of their own.
     """
     sizes = tensor.update.abs().flatten(1).amax(1)
     off = tensor.grain / float(sizes.max())
-    return int((sizes >= (1 - max(CLOSE, off)) * sizes.max()).sum()) if off <= SAME else 0
+    return int((sizes >= (1 - max(BOUND_TOLERANCE, off)) * sizes.max()).sum()) if off <= SIZE_TOLERANCE else 0
 
 
-def _of_one_length(tensors: Sequence[_Moved]) -> str:
+def _sees_clipping_by_tensor(tensors: Sequence[_TensorUpdate]) -> str:
     lengths = sorted((t.length for t in tensors), reverse=True)
-    same = [length for length in lengths if length >= (1 - CLOSE) * lengths[0]]
-    if len(same) < TENSORS:
+    same = [length for length in lengths if length >= (1 - BOUND_TOLERANCE) * lengths[0]]
+    if len(same) < MIN_EQUAL_TENSORS:
         return ""
     return (
         f"clipping or normalising by tensor: {len(same)} of {len(lengths)} tensors have the same norm, {same[0]:.3g}; "
@@ -168,28 +179,28 @@ def _of_one_length(tensors: Sequence[_Moved]) -> str:
     )
 
 
-def _by_layer(tensors: Sequence[_Moved]) -> str:
+def _sees_layerwise_steps(tensors: Sequence[_TensorUpdate]) -> str:
     if any(float((t.update - t.start).norm()) < 0.5 * t.length for t in tensors):
         return ""  # weights, and no difference of them
     ratios = [t.length / float(t.start.norm()) for t in tensors if bool(t.start.any())]
-    if len(ratios) < TENSORS or max(ratios) > (1 + SAME) * min(ratios):
+    if len(ratios) < MIN_EQUAL_TENSORS or max(ratios) > (1 + SIZE_TOLERANCE) * min(ratios):
         return ""
     return (
         f"step sizes by layer (LARS, LAMB): every tensor moved by {ratios[0]:.2g} of its norm; no method here moves so"
     )
 
 
-def _centralised(tensors: Sequence[_Moved]) -> str:
-    rows = [t for t in tensors if t.update.ndim > 1 and t.update[0].numel() > FEW]
+def _sees_centralized_gradients(tensors: Sequence[_TensorUpdate]) -> str:
+    rows = [t for t in tensors if t.update.ndim > 1 and t.update[0].numel() > MIN_ENTRIES]
     sums = [t.update.flatten(1).sum(1).norm() / t.update.flatten(1).abs().sum(1).norm() for t in rows]
-    if not sums or max(map(float, sums)) > SAME:
+    if not sums or max(map(float, sums)) > SIZE_TOLERANCE:
         return ""
     return "centralised gradients: each row of the weights' updates sums to zero; no method here centralises them"
 
 
-def _in_bits(tensors: Sequence[_Moved]) -> str:
-    large = [t for t in tensors if len(t.sizes) >= ENOUGH]
-    levels = [_levels(t.sizes) for t in large]
+def _sees_quantization(tensors: Sequence[_TensorUpdate]) -> str:
+    large = [t for t in tensors if len(t.sizes) >= MIN_ENTRIES_FOR_LEVELS]
+    levels = [_count_levels(t.sizes) for t in large]
     if not large or 0 in levels:
         return ""
     return (
@@ -198,12 +209,12 @@ def _in_bits(tensors: Sequence[_Moved]) -> str:
     )
 
 
-def _levels(sizes: Tensor) -> int:
+def _count_levels(sizes: Tensor) -> int:
     """How many sizes there are, if they are few and multiples of a step; else 0."""
     ordered = sizes.sort().values
-    apart = ordered.diff() > SAME * ordered[1:]
+    apart = ordered.diff() > SIZE_TOLERANCE * ordered[1:]
     levels = torch.cat([ordered[:1], ordered[1:][apart]])
-    if len(levels) > LEVELS:
+    if len(levels) > MAX_LEVELS:
         return 0
     counts = levels / torch.cat([levels[:1], levels.diff()]).min()
-    return len(levels) if bool(((counts - counts.round()).abs() < EVEN).all()) else 0
+    return len(levels) if bool(((counts - counts.round()).abs() < LEVEL_TOLERANCE).all()) else 0

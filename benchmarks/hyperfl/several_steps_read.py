@@ -15,7 +15,7 @@ import fl.data
 import fl.models
 from attacks.base import NotApplicable
 from attacks.hypernetworks.peel import Peel
-from attacks.labels.recovery import recovered
+from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from benchmarks.hyperfl.peel import error
 from fl.client import Client
@@ -177,12 +177,12 @@ def guesses(run: Federation, images: Batch, seed: int) -> Iterator[tuple[str, Te
     one = seen(0.01, steps=1, batch_size=None)
     bias = next(n for n, v in one.update.items() if n.startswith(one.task.head) and len(v.shape) == 1)
     yield "signs", (dense(one.update[bias]) < 0).nonzero().flatten()
-    yield "counts", recovered(ObservedUpdate(one))
+    yield "counts", recover_labels(ObservedUpdate(one))
     rest = {name: value for name, value in one.update.items() if name != bias}
-    yield "counts, no bias sent", recovered(ObservedUpdate(replace(one, update=rest)))
+    yield "counts, no bias sent", recover_labels(ObservedUpdate(replace(one, update=rest)))
     for lr in (0.01, 0.1):
         many = seen(lr, steps=4, batch_size=max(len(images) // 4, 1))
-        yield f"counts after 4 steps of {lr:g}", recovered(ObservedUpdate(many))
+        yield f"counts after 4 steps of {lr:g}", recover_labels(ObservedUpdate(many))
     draw = torch.Generator().manual_seed(seed)
     yield EVEN, torch.randperm(CLASSES, generator=draw).repeat(-(-len(images) // CLASSES))[: len(images)]
 

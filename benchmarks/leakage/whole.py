@@ -24,7 +24,7 @@ import attacks
 import fl.data
 import fl.models
 from attacks.base import Reconstruction
-from attacks.parallel import Spread
+from attacks.parallel import AttackPool
 from benchmarks.common import RESULTS, publish, table
 from eval.run.resources import default_workers
 from fl.client import Client
@@ -74,7 +74,7 @@ def evaluation(name: str, number: int, iterations: int, *, compiled: bool) -> tu
     views = victims(task, photographs("colour", 32, "cpu"), WHOLE[name], COUNT)
     attack = attacks.build({"name": name, **SETTINGS[name], "iterations": iterations, "compiled": compiled})
     began, before = time.perf_counter(), spent()
-    with closing(Spread(number, patience=0.0)) as spread:
+    with closing(AttackPool(number, patience=0.0)) as spread:
         found = spread.run(attack, views, range(COUNT))
     if not all(isinstance(one, Reconstruction) for one in found):
         raise RuntimeError("expected a reconstruction of every image")

@@ -224,7 +224,7 @@ def answers(case: Case) -> list[Answer]:
     for name in NETS[case.net].attacks:
         attack = build({"name": name, "samples": 2000} if name == "spear" else name)
         raw = attack.run([view], [0])[0]
-        result = attack.checked(view, raw)
+        result = attack.confirm(view, raw)
         if not isinstance(raw, Reconstruction) or not isinstance(result, Reconstruction) or raw.inputs is None:
             found.append(Answer(name, False, False, None))
             continue

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from attacks.parallel import Spread
+from attacks.parallel import AttackPool
 from benchmarks.reliability.page import Figure, record
 from eval.experiment import yaml_config
 from eval.io import yaml12
@@ -48,7 +48,7 @@ def go(path: Path, workers: int = 1) -> None:
     vars(time)["perf_counter"] = lambda: 0.0
     # workers are started at once, not when a run has taken as long as they take to start
     vars(engines)["START"] = 0.0
-    vars(runner)["Spread"] = partial(Spread, patience=0.0)
+    vars(runner)["Spread"] = partial(AttackPool, patience=0.0)
     experiment = yaml_config.read(yaml12.parse(CONFIG))
     folder = RunDir(path)
     with folder.locked(), folder.logged():

@@ -12,7 +12,7 @@ from typing import Any
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
-from attacks.parallel import Spread
+from attacks.parallel import AttackPool
 from attacks.verification import CONTRADICTED
 from eval.audit import attack_selection
 from eval.audit import output_folder as kept
@@ -207,7 +207,7 @@ def examine(
             behind it.
         workers: processes that updates are spread over; their number changes no result.
     """
-    with closing(Spread(workers)) as spread:
+    with closing(AttackPool(workers)) as spread:
         found, stopped = _examined(subjects, attacks, seed, out, told, spread, thrifty=thrifty)
     against = (
         f"{one.attack}: {one.words}" for own in found for one in own.outcomes if one.words.startswith(CONTRADICTED)
@@ -222,7 +222,7 @@ def _examined(
     seed: int,
     out: Path | None,
     told: Progress,
-    spread: Spread,
+    spread: AttackPool,
     *,
     thrifty: bool,
 ) -> tuple[list[Finding], str]:
@@ -262,7 +262,7 @@ def _examined(
 
 
 def _results(
-    label: str, attack: Attack, subjects: Mapping[int, Subject], seed: int, told: Progress, spread: Spread
+    label: str, attack: Attack, subjects: Mapping[int, Subject], seed: int, told: Progress, spread: AttackPool
 ) -> dict[int, Result]:
     """What one attack makes of updates, by their numbers."""
     views = [subject.view for subject in subjects.values()]

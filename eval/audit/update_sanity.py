@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attacks.update.classifier_update import classifier_tensors
-from attacks.update.update_rule import looks_like
+from attacks.update.update_rule import guess_update_rule
 from fl.predict import predict
 from fl.tensors import dense
 from fl.types import Candidate
@@ -31,7 +31,7 @@ def doubt(view: ServerView) -> str:
     Args:
         view: of a captured update.
     """
-    if rule := looks_like(view):
+    if rule := guess_update_rule(view):
         return f"the update does not look like a step of SGD on a gradient, but like {rule}"
     size, bias = view.batch_size, classifier_tensors(view, view.update)[1]
     if size is None or bias is None or view.private or view.parts or view.defense.name != "none":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.parallel import Spread
+from attacks.parallel import AttackPool
 from eval.io import jsonl
 from eval.metrics import self_verification
 from eval.metrics.baselines import nearest_reference, representable_bound
@@ -105,7 +105,7 @@ def run_attack_cell(
     seen: Observation,
     perceptual: Perceptual | None,
     folder: Path,
-    spread: Spread,
+    spread: AttackPool,
     tick: Callable[[int], None] = lambda _count: None,
 ) -> None:
     """Attack every victim; writes `images.jsonl` and, where there are images, `pictures.npz` into `folder`.
@@ -189,7 +189,7 @@ def _attacked(
     attack: Attack,
     views: Sequence[ServerView | NotApplicable],
     seeds: Sequence[int],
-    spread: Spread,
+    spread: AttackPool,
     folder: Path,
     tick: Callable[[int], None],
 ) -> list[Result]:

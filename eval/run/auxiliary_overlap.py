@@ -23,7 +23,7 @@ def check_no_overlap(attack: Attack, label: str, watched: Iterable[Tensor]) -> N
     Raises:
         ValueError: how many of the watched images the attack has beforehand, and what to do about it.
     """
-    images = attack.beforehand()
+    images = attack.auxiliary_images()
     if images is None:
         return
     sought = [mark for batch in watched for mark in _image_hashes(batch)]

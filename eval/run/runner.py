@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from attacks.parallel import Spread
+from attacks.parallel import AttackPool
 from eval.io import file_digests, jsonl
 from eval.io.errors import FAULTS
 from eval.report.sections import partition_notes
@@ -94,7 +94,7 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
     libraries), whatever was finished before. The caller holds the folder's lock.
     """
     options = options or Options()
-    with closing(Spread(options.workers)) as spread:
+    with closing(AttackPool(options.workers)) as spread:
         return _Run(plan, folder, options, progress, spread).run()
 
 
@@ -106,7 +106,7 @@ class _Run:
     folder: RunDir
     options: Options
     progress: Progress
-    spread: Spread
+    spread: AttackPool
     failures: dict[str, Failure] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
 

@@ -12,7 +12,9 @@ import torch
 from support import chains, worlds
 from torch import nn
 
-from attacks.base import Attack, NotApplicable, Reconstruction, attacked, build
+import attacks as attacks_package
+from attacks import base as attacks_base
+from attacks.base import Attack, NotApplicable, Reconstruction, ViewRewriter, build, run_checked
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
@@ -65,7 +67,7 @@ def test_a_result_is_owed_for_every_view() -> None:
             return super().run(views, seeds)[1:]
 
     with pytest.raises(TypeError, match="a result of attack 'own' for each of 2 views"):
-        attacked(Short(made=lambda view: NotApplicable("no")), [seen(), seen()], [0, 1])
+        run_checked(Short(made=lambda view: NotApplicable("no")), [seen(), seen()], [0, 1])
 
 
 def test_labels_that_are_not_those_known_are_noted() -> None:
@@ -113,3 +115,9 @@ def test_fused_attention_is_searched_through(attack: str) -> None:
     found = build({"name": attack, "iterations": 3})(view)
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
+
+
+def test_the_old_name_of_a_rewriter_of_views_warns() -> None:
+    for module in (attacks_package, attacks_base):
+        with pytest.warns(DeprecationWarning, match="ViewRewriter"):
+            assert module.ViewAttack is ViewRewriter

@@ -14,7 +14,7 @@ from support.attacking import ATTACKS
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, build
-from attacks.labels.recovery import recovered
+from attacks.labels.recovery import recover_labels
 from attacks.update.classifier_update import classifier_tensors, is_sign_flipped
 from attacks.update.observed_update import ObservedUpdate
 from fl.methods.fedavg import FedAvg
@@ -263,7 +263,7 @@ def test_a_network_that_turns_its_logits_round_is_searched() -> None:
     given = own(lambda net, x: -net.last(torch.relu(net.first(x.flatten(1)))))  # type: ignore[operator]
     assert classifier_tensors(given, given.update)[1] is not None
     assert is_sign_flipped(classifier_tensors(given, given.update)[1])  # type: ignore[arg-type]
-    assert recovered(ObservedUpdate(given)) is None
+    assert recover_labels(ObservedUpdate(given)) is None
     assert isinstance(build({"name": "ig", "iterations": 2})(given), Reconstruction)
 
 

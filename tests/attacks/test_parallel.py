@@ -1,4 +1,4 @@
-"""Attacks spread over processes: the same bits, and none of the processes outlives its use."""
+"""Attacks pool over processes: the same bits, and none of the processes outlives its use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.spreading import Telling, leaving
 import attacks
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.gradient_matching.engine.memory_estimate import trials_in_cache
-from attacks.parallel import Spread
+from attacks.parallel import AttackPool
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.methods.local import Local
@@ -27,12 +27,12 @@ from fl.view import ServerView
 
 
 @pytest.fixture(scope="module")
-def spread() -> Iterator[Spread]:
+def pool() -> Iterator[AttackPool]:
     """Two processes, and both are there."""
-    spread = Spread(2, patience=0.0)
-    spread._started().result()
-    yield spread
-    spread.close()
+    pool = AttackPool(2, patience=0.0)
+    pool._ready_pool().result()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def told(result: object) -> list[int]:
     ],
 )
 def test_the_number_of_processes_changes_no_bit(
-    spread: Spread, attack: Any, method: Any, monkeypatch: pytest.MonkeyPatch
+    pool: AttackPool, attack: Any, method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, built, here = views(7, method), attacks.build(attack), []
-    alone = Spread().run(built, given, range(7))
+    alone = AttackPool().run(built, given, range(7))
     assert all(isinstance(one, Reconstruction) for one in alone)
 
     def slowly(attack: Attack, views: list[ServerView], seeds: list[int], control: object) -> list[Result]:
@@ -80,8 +80,8 @@ def test_the_number_of_processes_changes_no_bit(
         time.sleep(1.0)
         return attack.run(views, seeds)
 
-    monkeypatch.setattr("attacks.parallel._here", slowly)
-    away = spread.run(built, given, range(7))
+    monkeypatch.setattr("attacks.parallel._run_here", slowly)
+    away = pool.run(built, given, range(7))
     assert 0 < len(here) < 7
     for one, other in zip(alone, away, strict=True):
         pairs = list(zip(tensors(one), tensors(other), strict=True))
@@ -90,12 +90,12 @@ def test_the_number_of_processes_changes_no_bit(
         assert repr(one) == repr(other)
 
 
-def test_both_processes_work_each_with_one_thread(spread: Spread) -> None:
+def test_both_processes_work_each_with_one_thread(pool: AttackPool) -> None:
     ticks: list[int] = []
     torch.set_num_threads(2)
     try:
         attack = telling(seconds=(0.3, 0.0), together=2)
-        found = [told(x) for x in spread.run(attack, views(9), range(10, 19), ticks.append)]
+        found = [told(x) for x in pool.run(attack, views(9), range(10, 19), ticks.append)]
     finally:
         after = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -107,11 +107,11 @@ def test_both_processes_work_each_with_one_thread(spread: Spread) -> None:
     assert sum(ticks) == 9
 
 
-def test_what_is_known_is_not_attacked_and_what_is_found_is_handed_on(spread: Spread) -> None:
+def test_what_is_known_is_not_attacked_and_what_is_found_is_handed_on(pool: AttackPool) -> None:
     kept: dict[int, Result] = {}
     given = views(6)
     known: dict[int, Result] = {1: NotApplicable("known"), 4: NotApplicable("known")}
-    results = spread.run(
+    results = pool.run(
         telling(seconds=(0.3, 0.0)), given, range(6), known=known, keep=lambda i, r: kept.update(zip(i, r, strict=True))
     )
     assert {i for i, result in enumerate(results) if isinstance(result, NotApplicable)} == {1, 4}
@@ -121,41 +121,41 @@ def test_what_is_known_is_not_attacked_and_what_is_found_is_handed_on(spread: Sp
 
 
 def test_short_work_starts_no_process(children: Callable[[], set[Any]]) -> None:
-    spread = Spread(2, patience=60.0)
-    found = spread.run(telling(seconds=(0.05, 0.0)), views(4), range(4))
+    pool = AttackPool(2, patience=60.0)
+    found = pool.run(telling(seconds=(0.05, 0.0)), views(4), range(4))
     assert {told(one)[0] for one in found} == {os.getpid()}
-    assert spread.patience < 60.0
+    assert pool.patience < 60.0
     assert not children()
 
 
 def test_patience_runs_out_over_several_calls() -> None:
-    spread = Spread(2, patience=0.15)
+    pool = AttackPool(2, patience=0.15)
     for _ in range(4):
-        spread.run(telling(seconds=(0.1, 0.0)), views(1), range(1))
-    assert spread.patience < 0
-    spread.close()
+        pool.run(telling(seconds=(0.1, 0.0)), views(1), range(1))
+    assert pool.patience < 0
+    pool.close()
 
 
 def test_what_goes_wrong_in_a_worker_is_raised_here_and_the_next_call_goes_on(
     children: Callable[[], set[Any]],
 ) -> None:
-    spread = Spread(2, patience=0.0)
+    pool = AttackPool(2, patience=0.0)
     slow = telling(seconds=(0.5, 0.0))
     for abroad, error, words in (("raise", ValueError, "no good"), ("die", RuntimeError, "died.*use fewer workers")):
-        spread._started().result()
+        pool._ready_pool().result()
         with pytest.raises(error, match=words):
-            spread.run(replace(slow, abroad=abroad), views(9), range(9))
-    assert [told(one)[-1] for one in spread.run(telling(), views(3), range(3))] == [0, 1, 2]
-    spread.close()
+            pool.run(replace(slow, abroad=abroad), views(9), range(9))
+    assert [told(one)[-1] for one in pool.run(telling(), views(3), range(3))] == [0, 1, 2]
+    pool.close()
     assert not children()
 
 
 def test_what_goes_wrong_here_ends_work_elsewhere_at_once(children: Callable[[], set[Any]]) -> None:
-    spread = Spread(2, patience=0.0)
-    spread._started().result()
+    pool = AttackPool(2, patience=0.0)
+    pool._ready_pool().result()
     began = time.monotonic()
     with pytest.raises(ValueError, match="no good"):
-        spread.run(telling(seconds=(1.0, 60.0), at_home="raise"), views(4), range(4))
+        pool.run(telling(seconds=(1.0, 60.0), at_home="raise"), views(4), range(4))
     assert time.monotonic() - began < 30
     assert not children()
 
@@ -170,7 +170,7 @@ def test_workers_that_are_done_leave_by_themselves(capfd: pytest.CaptureFixture[
 
 def test_workers_are_checked() -> None:
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
-        Spread(0)
+        AttackPool(0)
 
 
 ATTACKS = dict(attacks.attacks.examples())
@@ -179,22 +179,22 @@ ATTACKS = dict(attacks.attacks.examples())
 @pytest.mark.parametrize("name", ATTACKS)
 def test_portions_hold_every_view_once(name: str) -> None:
     given = views(5)
-    assert sorted(i for portion in ATTACKS[name].portions(given) for i in portion) == list(range(5))
-    assert ATTACKS[name].portions([]) == []
+    assert sorted(i for portion in ATTACKS[name].view_batches(given) for i in portion) == list(range(5))
+    assert ATTACKS[name].view_batches([]) == []
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_client_that_sends_nothing_is_refused_and_not_a_failure(name: str) -> None:
     given = views(2, Local.example())
     assert not given[0].update
-    results = Spread(1).run(ATTACKS[name], given, [0, 1])
+    results = AttackPool(1).run(ATTACKS[name], given, [0, 1])
     assert [type(result) for result in results] == [NotApplicable] * 2
 
 
 def test_portions_fill_stacks_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(count: int, **settings: int) -> list[int]:
         attack: Attack = attacks.build({"name": "ig", **settings})
-        return [len(portion) for portion in attack.portions([given] * count)]
+        return [len(portion) for portion in attack.view_batches([given] * count)]
 
     given = views(1)[0]
     assert trials_in_cache(given) > 32

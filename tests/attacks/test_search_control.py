@@ -16,7 +16,7 @@ from attacks.base import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine import fit_check
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import Variables
-from attacks.parallel import Spread
+from attacks.parallel import AttackPool
 from attacks.search_control import SearchControl, SearchMonitor, SearchProgress
 from fl.methods.fedavg import FedAvg
 from fl.types import ServerView
@@ -147,7 +147,7 @@ def test_a_search_takes_as_long_as_it_estimates(monkeypatch: pytest.MonkeyPatch)
 
 def test_workers_keep_to_the_time_limit_too() -> None:
     attack = attacks.build({"name": "ig", "iterations": 10**6})
-    spread = Spread(2, patience=0.0)
+    spread = AttackPool(2, patience=0.0)
     try:
         spread._started().result()
         begun = time.monotonic()

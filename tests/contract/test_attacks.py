@@ -17,7 +17,7 @@ from support.matrix import ROWS as METHODS
 from support.probes import Probe
 
 from attacks import NotApplicable, Reconstruction
-from attacks.base import ViewAttack
+from attacks.base import ViewRewriter
 from fl.client import Client
 from fl.defense import Defense, overrides
 from fl.methods.fedavg import FedAvg
@@ -120,7 +120,7 @@ def test_every_attack_answers_under_every_defence(name: str, column: str) -> Non
 def test_every_attack_has_a_victim_of_which_it_reconstructs(name: str) -> None:
     """Else nothing would be held to what stands above: that an attack refuses is the same with any truth."""
     results = (ATTACKS[name](victim(row)[0], seed=3) for row in KINDS if row not in VICTIMS)
-    rewrites = isinstance(ATTACKS[name], ViewAttack)  # the images are left to what follows
+    rewrites = isinstance(ATTACKS[name], ViewRewriter)  # the images are left to what follows
     assert any(isinstance(found, Reconstruction) and (rewrites or found.inputs is not None) for found in results)
 
 

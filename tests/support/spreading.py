@@ -38,7 +38,7 @@ class Telling(Attack):
     abroad: str = "tell"
     together: int = 1
 
-    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+    def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         return [range(i, min(i + self.together, len(views))) for i in range(0, len(views), self.together)]
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from attacks.analytic.recursive.layer_equations import Outputs, Solved, invert, slope_below, solve
 from attacks.analytic.recursive.top_signal import Gradients, Start, starts_of
 from attacks.base import Attack
-from attacks.labels.assignment import whose
+from attacks.labels.assignment import assign_labels
 from attacks.network.layer_chain import Stage, named, unroll
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
-from attacks.update.rescaling import in_unit
-from attacks.update.step_gradient import exact_gradient
-from attacks.update.training_phases import training
+from attacks.update.rescaling import rescale_to_unit
+from attacks.update.step_gradient import exact_step_gradient
+from attacks.update.training_phases import training_phases
 from fl.ranges import OpenShare, Positive
 from fl.tensors import dense
 from fl.view import ServerView
@@ -77,7 +77,7 @@ class Layerwise(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
-        gradient = exact_gradient(view, batches=self.batches)
+        gradient = exact_step_gradient(view, batches=self.batches)
         if isinstance(gradient, NotApplicable):
             return gradient
         stages = unroll(view)
@@ -85,9 +85,9 @@ class Layerwise(Attack):
             return stages
         observed = named(stages, {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()})
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
-        even, unit = in_unit({**observed})
+        even, unit = rescale_to_unit({**observed})
         gradients = {n: dense(g) for n, g in even.items()}
-        count = sum(sum(step) for steps in training(view)[1] or () for step in steps)
+        count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
         starts = starts_of(view, stages, observed, unit, count)
         if isinstance(starts, NotApplicable):
             return starts
@@ -148,7 +148,7 @@ class Layerwise(Attack):
             return replace(found, labels=start.labels.to(view.device), knowledge=known)
         sent = gradients.get(f"{stages[-1].name}.bias")
         odd = sent is not None and is_sign_flipped(sent, len(pixels))
-        labels = whose(view, gradients, pixels.to(view.device))
+        labels = assign_labels(view, gradients, pixels.to(view.device))
         return replace(found, labels=labels, note=SIGN_WARNING_NO_LABELS if odd else "")
 
 

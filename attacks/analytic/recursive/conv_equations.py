@@ -12,7 +12,7 @@ from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.recursive.layer_equations import Outputs, bend, invert
 from attacks.network.interlayer_maps import Reshape, Scaling
 from attacks.network.layer_chain import Stage
-from attacks.update.float_rounding import grain
+from attacks.update.float_rounding import relative_entry_rounding
 from fl.view import ServerView
 
 RESHAPING = (nn.Identity, nn.Flatten, Reshape)
@@ -173,7 +173,11 @@ def normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
 
 def _grain(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
     """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalisation is between."""
-    found = None if any(isinstance(m, Scaling) for m in stage.after) else grain(view, stage.sent("weight"))
+    found = (
+        None
+        if any(isinstance(m, Scaling) for m in stage.after)
+        else relative_entry_rounding(view, stage.sent("weight"))
+    )
     return None if found is None else stage.arranged("weight", found.to(gradient.device)).flatten(1)
 
 

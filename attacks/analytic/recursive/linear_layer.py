@@ -16,8 +16,8 @@ from attacks.network.linear_layers import FlatLayer, Origin, flat_layers, output
 from attacks.network.operation_trace import FAILURES
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import astray, rescaled
-from attacks.update.update_rule import SIGNS, signs_only
+from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
+from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
 from fl.defense import overrides
 from fl.method import Step
 from fl.network import Network
@@ -139,8 +139,8 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
         if not probe.tapped(name):
             reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
             return NotApplicable(reason, limit=True)
-        if signs_only(view):
-            return NotApplicable(SIGNS)
+        if is_sign_compressed(view):
+            return NotApplicable(SIGNS_ONLY)
         if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
             return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
         kinds = dict(zip(("weight", "bias"), names, strict=True))
@@ -165,11 +165,11 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
 def _obstacle(view: ServerView) -> str | None:
     if not view.update:
         return "nothing is shared"
-    if (reason := astray(view)) is not None:
+    if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
     if not view.client.defense.keeps_ratios():
         return f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
-    return rescaled(view.method.phases(view.client.task, view.round))
+    return adaptive_optimizer_obstacle(view.method.phases(view.client.task, view.round))
 
 
 def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from attacks.analytic.recursive.bias_free_classifier import biasless
 from attacks.analytic.recursive.relu_separation import first_told, told_apart
 from attacks.analytic.recursive.softmax_separation import Classified, few, likely, told_by_loss
-from attacks.labels.recovery import recovered
+from attacks.labels.recovery import recover_labels
 from attacks.network.layer_chain import Stage
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.rescaling import in_unit
+from attacks.update.rescaling import rescale_to_unit
 from fl.defense import overrides
 from fl.tensors import dense, scaled
 from fl.types import frozen
@@ -141,13 +141,13 @@ def _undefended(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
 
 def _guess(view: ServerView, count: int) -> Tensor | None:
     """The likeliest labels of all images, in ascending order."""
-    guess = recovered(ObservedUpdate(replace(view, batch_size=count)))
+    guess = recover_labels(ObservedUpdate(replace(view, batch_size=count)))
     return None if guess is None or len(guess) != count else guess.cpu()
 
 
 def _by_bend(stages: Sequence[Stage], observed: Gradients, count: int) -> Start | NotApplicable:
     """The signals of the first linear layer with a bias, told apart by the activation below."""
-    gradients = {n: dense(g) for n, g in in_unit({**observed})[0].items()}
+    gradients = {n: dense(g) for n, g in rescale_to_unit({**observed})[0].items()}
     top = first_told(stages, gradients)
     if top is None:
         return NotApplicable("no linear layer whose bias moved: nothing tells the images of the batch apart")

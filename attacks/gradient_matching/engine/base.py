@@ -38,7 +38,7 @@ from attacks.gradient_matching.engine.search_space import IMAGES, Space
 from attacks.labels.assignment import order_matters
 from attacks.labels.recovery import fixed_labels
 from attacks.search_control import SearchControl, SearchMonitor
-from attacks.update.earlier_rounds import USED, repeated
+from attacks.update.earlier_rounds import EARLIER_ROUNDS, comparable_rounds
 from attacks.update.hints import surrogate_hint
 from fl.ranges import Count, CountFrom0, Limit, Share, StepSize, Weight
 from fl.seeds import stream
@@ -125,7 +125,7 @@ class GradientMatching(Attack):
             as fast after a minute or two of compiling. Takes a C++ compiler, and rounds differently.
     """
 
-    groups: ClassVar[bool] = True
+    supports_groups: ClassVar[bool] = True
     coupled_restarts: ClassVar[bool] = False
     """Whether the restarts of a view look at each other, and so have to feed their images in the same order."""
 
@@ -199,7 +199,7 @@ class GradientMatching(Attack):
         """A few iterations of two restarts."""
         return cls(iterations=5, restarts=2)
 
-    def portions(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
+    def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Those that fill a stack."""
         return split_into_portions(views, self.stack, self.restarts)
 
@@ -392,7 +392,7 @@ class GradientMatching(Attack):
         space, terms = self.search_space(view), self.regularizers(view)
         compared = (self.objective, self.tv, self.landmarks, self.tv_units, space, terms, self.balance)
         now = Problem(view, labels, *compared)
-        searchable = [earlier for earlier in repeated(view) if self.refuse(earlier) is None]
+        searchable = [earlier for earlier in comparable_rounds(view) if self.refuse(earlier) is None]
         past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in searchable]
         return replace(now, earlier=tuple(rank_orders(problem, self.orders, 1)[0] for problem in past))
 
@@ -473,7 +473,7 @@ class GradientMatching(Attack):
             "order": view.order is not None,
             "draws": view.draws is not None,
             "private_init": bool(view.private and view.private_init),
-            USED: bool(problem.earlier),
+            EARLIER_ROUNDS: bool(problem.earlier),
         }
         return Reconstruction(
             inputs=problem.pixels(row[INPUTS]).clamp(0, 1),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attacks.update.rescaling import in_unit
+from attacks.update.rescaling import rescale_to_unit
 from fl.tensors import LowRank, Tensors, dense, length, norm, scaled, split, squared_distance
 
 
@@ -17,7 +17,7 @@ def normalize(observed: Tensors) -> tuple[Tensors, Tensor]:
     size = norm(observed)
     least = torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps
     if not bool(least <= size.square() < math.inf):  # squares run under or overflow
-        apart, unit = in_unit(observed)
+        apart, unit = rescale_to_unit(observed)
         if unit != 1:  # else all are zero
             found, own = normalize(apart)
             return found, own * unit

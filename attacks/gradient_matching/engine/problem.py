@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from attacks.gradient_matching.engine.objectives import OBJECTIVES, l2, normalize
 from attacks.gradient_matching.engine.regularizers import Regularizer, total_variation
 from attacks.gradient_matching.engine.search_space import IMAGES, Space
-from attacks.labels.recovery import recovered
+from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.aggregated_view import in_turn
 from fl.client import Client
@@ -110,7 +110,7 @@ class Problem:
     @cached_property
     def recovered_labels(self) -> Tensor | None:
         """The labels (N,) read off the classifier's update, in ascending order; None where it doesn't tell."""
-        return recovered(self.update)
+        return recover_labels(self.update)
 
     @cached_property
     def default_order(self) -> Tensor | None:

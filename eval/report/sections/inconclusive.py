@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attacks.base import NotApplicable, Result
-from attacks.verification import CONTRADICTED, SIZE, UNTOLD
+from attacks.verification import CONTRADICTED, RULE_UNKNOWN, SIZE_CONTRADICTED
 from eval.io.text import join
 from eval.metrics import self_verification
 from eval.metrics.score import Row
@@ -108,7 +108,7 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
 
 def _contradicted(note: str) -> str:
     """What an attack notes where the rest of the update does not bear its picture out, or nothing."""
-    begun = (CONTRADICTED, *(words.partition(";")[0] for words in (UNTOLD, SIZE)))
+    begun = (CONTRADICTED, *(words.partition(";")[0] for words in (RULE_UNKNOWN, SIZE_CONTRADICTED)))
     return next((part for part in note.split("; ") if part.startswith(begun)), "")
 
 

@@ -305,7 +305,7 @@ def test_what_it_recovered_travels_with_the_rewritten_view(monkeypatch: pytest.M
     rewritten = Peel(classifier="joint").rewrite(view)
     assert isinstance(rewritten, ServerView)
     monkeypatch.setattr(Peel, "solve", lambda *_: pytest.fail("solved a second time"))
-    found = Peel(classifier="joint").unwrap(view, rewritten, Reconstruction(inputs=None))
+    found = Peel(classifier="joint").lift_result(view, rewritten, Reconstruction(inputs=None))
     assert max(off(found, truth)) < 1e-12
 
 

@@ -105,7 +105,7 @@ def test_labels_follow_from_a_known_image() -> None:
         view, truth = run.observe(0)
         rewritten = Unembed().rewrite(view)
         assert isinstance(rewritten, ServerView)
-        result = Unembed().unwrap(view, rewritten, Reconstruction(inputs=truth.inputs))
+        result = Unembed().lift_result(view, rewritten, Reconstruction(inputs=truth.inputs))
         assert result.labels is not None
         assert result.labels.item() == label
 

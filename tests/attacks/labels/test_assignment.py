@@ -8,8 +8,8 @@ from torch import nn
 
 from attacks import Reconstruction
 from attacks.base import build
-from attacks.labels.assignment import whose
-from attacks.update.step_gradient import exact_gradient
+from attacks.labels.assignment import assign_labels
+from attacks.update.step_gradient import exact_step_gradient
 from fl.data.sources.embedded import Faces
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -41,22 +41,22 @@ def seen(count: int, method: Method = STEP, bias: bool = True) -> tuple[ServerVi
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_images_in_whatever_order_get_their_own_labels(count: int, bias: bool) -> None:
     view, truth = seen(count, bias=bias)
-    gradient = exact_gradient(view, batches=True)
+    gradient = exact_step_gradient(view, batches=True)
     assert isinstance(gradient, dict)
     for order in (torch.arange(count), torch.arange(count).flip(0)):
-        found = whose(view, gradient, truth.inputs[order])
+        found = assign_labels(view, gradient, truth.inputs[order])
         assert found is not None
         assert torch.equal(found, LABELS[:count][order])
 
 
 def test_images_that_left_something_else_get_none() -> None:
     view, truth = seen(2)
-    gradient = exact_gradient(view, batches=True)
+    gradient = exact_step_gradient(view, batches=True)
     assert isinstance(gradient, dict)
-    assert whose(view, gradient, torch.rand(truth.inputs.shape, generator=stream(0, "others"))) is None
-    assert whose(view, gradient, truth.inputs * float("nan")) is None
+    assert assign_labels(view, gradient, torch.rand(truth.inputs.shape, generator=stream(0, "others"))) is None
+    assert assign_labels(view, gradient, truth.inputs * float("nan")) is None
     twins = truth.inputs[:1].expand(2, -1, -1, -1)
-    assert whose(view, gradient, twins) is None
+    assert assign_labels(view, gradient, twins) is None
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from attacks.labels.counts import FEW, nearest, surprise
-from attacks.labels.recovery import recovered
+from attacks.labels.counts import LOG_ODDS_OF_ANY_COUNTS, map_counts, prior_deviance
+from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.models import build
 from fl.seeds import stream
@@ -27,10 +27,11 @@ def test_counts_are_the_likeliest_of_all(seed: int, doubt: float) -> None:
     def cost(counts: tuple[int, ...]) -> float:
         off = signals @ torch.tensor(counts, dtype=torch.float64) - target
         alike = math.factorial(7) / math.prod(map(math.factorial, counts)) / 3**7
-        return float(off @ off) - doubt * 2 * math.log(alike + math.exp(FEW) / math.comb(9, 2))  # or any of 36 deals
+        any_counts = math.exp(LOG_ODDS_OF_ANY_COUNTS) / math.comb(9, 2)  # of 36 deals
+        return float(off @ off) - doubt * 2 * math.log(alike + any_counts)
 
     every = [n for n in product(range(8), repeat=3) if sum(n) == 7 and n[2] >= 1]
-    found = tuple(int(n) for n in nearest(signals, target, 7, least, doubt))
+    found = tuple(int(n) for n in map_counts(signals, target, 7, least, doubt))
     assert cost(found) == pytest.approx(min(map(cost, every)), abs=1e-9)
     if doubt > 1:
         assert sorted(found) == [2, 2, 3]
@@ -38,9 +39,11 @@ def test_counts_are_the_likeliest_of_all(seed: int, doubt: float) -> None:
 
 def test_surprise_is_least_where_classes_are_alike() -> None:
     alike, apart = torch.tensor([2.0, 2, 2]), torch.tensor([4.0, 1, 1])
-    chances = [720 / multiple / 3**6 + math.exp(FEW) / 28 for multiple in (8, 24)]
-    assert surprise(apart) - surprise(alike) == pytest.approx(2 * math.log(chances[0] / chances[1]), rel=1e-5)
-    few = [surprise(torch.tensor([64.0 - n, n, 0])) for n in (0, 1, 20)]
+    chances = [720 / multiple / 3**6 + math.exp(LOG_ODDS_OF_ANY_COUNTS) / 28 for multiple in (8, 24)]
+    assert prior_deviance(apart) - prior_deviance(alike) == pytest.approx(
+        2 * math.log(chances[0] / chances[1]), rel=1e-5
+    )
+    few = [prior_deviance(torch.tensor([64.0 - n, n, 0])) for n in (0, 1, 20)]
     assert max(few) - min(few) < 1e-3  # of one class or of two, however many of each
 
 
@@ -58,7 +61,7 @@ def told(classes: list[int], *, bias: bool) -> tuple[float, float]:
         labels = torch.tensor(classes)[torch.randint(0, len(classes), (40,), generator=draw)]
         images = (prototypes[labels] + 0.4 * torch.randn(40, 1, 8, 8, generator=draw)).clamp(0, 1)
         view, _ = from_batch(given.model, images, labels, head="head.")
-        found = recovered(ObservedUpdate(view))
+        found = recover_labels(ObservedUpdate(view))
         assert found is not None
         true, even = Counter(labels.tolist()), Counter(list(range(5)) * 8)
         right += (Counter(found.tolist()) & true).total()

@@ -8,7 +8,7 @@ import torch
 from reference.label_counts import best_counts
 from support import worlds
 
-from attacks.labels.recovery import _Head, fixed_labels, idlg, recovered
+from attacks.labels.recovery import _Head, fixed_labels, idlg_label, recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from defenses.clip import Clip
 from defenses.compose import Chain
@@ -60,7 +60,7 @@ def test_one_image_has_the_sign_rule(label: int, bias: bool) -> None:
     for given in (task(3), build("lenet-zhu", num_classes=3, seed=0)):
         view, _ = victim([label], given=given if bias else biasless(given))
         assert named(view) == [label]
-        assert torch.equal(idlg(ObservedUpdate(view)), torch.tensor([label]))  # type: ignore[arg-type]
+        assert torch.equal(idlg_label(ObservedUpdate(view)), torch.tensor([label]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("label", range(2))
@@ -168,7 +168,7 @@ def test_what_gives_no_labels_away() -> None:
     assert named(replace(view, batch_size=None)) is None
     assert fixed_labels(view, "joint") is None
     assert fixed_labels(view, "random") is None
-    assert recovered(ObservedUpdate(replace(view, update={}))) is None
+    assert recover_labels(ObservedUpdate(replace(view, update={}))) is None
 
 
 def test_labels_are_counted_under_a_method_that_may_mask_features_and_does_not() -> None:
@@ -193,7 +193,7 @@ def test_a_classifier_that_did_not_move_names_no_label() -> None:
 
 def test_several_labels_are_not_counted_without_a_schedule() -> None:
     view, _ = victim([1, 2])
-    assert recovered(ObservedUpdate(replace(view, schedule=None))) is None
+    assert recover_labels(ObservedUpdate(replace(view, schedule=None))) is None
 
 
 def test_known_labels_come_first() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import worlds
 
-from attacks.labels.recovery import fixed_labels, idlg
+from attacks.labels.recovery import fixed_labels, idlg_label
 from attacks.update.observed_update import ObservedUpdate
 from defenses.noise import Noise
 from fl.data.augment import CropFlip
@@ -38,7 +38,7 @@ def test_the_sign_rule_errs_where_generated_features_are_in_the_gradient_and_wha
     for seed in range(6):
         for label in range(3):
             view, _ = fed(seed=seed).observe(0, data=labelled(label))
-            by_sign, found = idlg(ObservedUpdate(view)), fixed_labels(view, "auto")
+            by_sign, found = idlg_label(ObservedUpdate(view)), fixed_labels(view, "auto")
             assert by_sign is not None
             assert found is not None
             named.append(int(by_sign))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attacks import Attack, NotApplicable, Reconstruction, Result
 from attacks.base import build
 from attacks.rewriting.first_step import FirstStep
-from attacks.rewriting.surrogate import APPROXIMATE
+from attacks.rewriting.surrogate import ONE_STEP_SURROGATE
 from defenses.clip import Clip
 from fl.client import Client
 from fl.defense import Defense
@@ -88,7 +88,7 @@ def test_long_steps_are_never_called_solved() -> None:
     found = attack(view, "first-step+cascade")
     assert error(found, image) > 1e-2  # else this shows nothing
     assert found.verified is False
-    assert APPROXIMATE in found.knowledge
+    assert ONE_STEP_SURROGATE in found.knowledge
 
 
 def test_the_best_reconstruction_is_returned_and_no_correction_is_the_surrogate() -> None:
@@ -126,7 +126,7 @@ def test_images_that_come_in_another_order_are_put_in_their_places(threat: dict[
     work: dict[str, Any] = (
         {"batch_size": 1, "epochs": 2} if "knows_order" in threat else {"batch_size": None, "steps": 4}
     )
-    (found,) = FirstStep().lead(Mixed(), [seen(FedAvg(lr=3e-3, **work), images=3, **threat)], [0])
+    (found,) = FirstStep().attack_rewritten(Mixed(), [seen(FedAvg(lr=3e-3, **work), images=3, **threat)], [0])
     assert isinstance(found, Reconstruction)
     assert found.objective < 1e-8
     assert found.labels is not None
@@ -144,16 +144,16 @@ def test_a_part_of_the_images_is_handed_on_without_a_claim() -> None:
             return [Reconstruction(inputs=pictures(1), verified=True) for _ in views]
 
     view = seen(FedAvg(lr=3e-3, epochs=1, batch_size=1), images=3, knows_order=True)
-    (found,) = FirstStep().lead(Half(), [view], [0])
+    (found,) = FirstStep().attack_rewritten(Half(), [view], [0])
     assert isinstance(found, Reconstruction)
     assert found.verified is None
-    assert APPROXIMATE in found.knowledge
+    assert ONE_STEP_SURROGATE in found.knowledge
 
 
 def test_a_simulation_that_says_nothing_ends_the_search() -> None:
     view = seen(FedAvg(lr=3e-3, steps=5, batch_size=None), images=3)
     sure = {n: dense(w) * 1e6 if n.startswith("head") else w for n, w in view.shared.items()}
-    (found,) = FirstStep().lead(Mixed(), [replace(view, shared=sure)], [0])
+    (found,) = FirstStep().attack_rewritten(Mixed(), [replace(view, shared=sure)], [0])
     assert isinstance(found, Reconstruction)
     assert not found.verified
 

@@ -12,7 +12,7 @@ from torch import nn
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.rewriting.headless import Headless
-from attacks.update.layer_signal import SIGNAL, Signal, tapped
+from attacks.update.layer_signal import LAYER_SIGNAL, LayerSignal, truncate_at
 from fl.client import Client
 from fl.gradient import func_derivative
 from fl.method import Method
@@ -55,7 +55,7 @@ def test_the_true_image_gives_the_update_to_the_last_bits(method: Method) -> Non
     view, truth = victim(method)
     rewritten = cut(view)
     assert not rewritten.private
-    assert isinstance(rewritten.method, Signal)
+    assert isinstance(rewritten.method, LayerSignal)
     assert not any(name.startswith("head.") for name in {**rewritten.shared, **rewritten.update})
     for derivative in (func_derivative, None):
         extra = {} if derivative is None else {"derivative": derivative}
@@ -101,7 +101,7 @@ def test_the_layers_input_is_read_off() -> None:
                 break
             x = module(x)
     assert (dense(found.private["features"]) - x[0]).abs().max() < 1e-11
-    assert torch.equal(dense(cut(view).received[SIGNAL]["features"]), dense(found.private["features"]))
+    assert torch.equal(dense(cut(view).received[LAYER_SIGNAL]["features"]), dense(found.private["features"]))
 
 
 @pytest.mark.parametrize("method", [GENERATED, replace(GENERATED, head_epochs=0, max_norm=0.05)])
@@ -109,7 +109,7 @@ def test_after_a_peel_neither_classifier_nor_label_is_needed(method: HyperFL) ->
     view, truth = victim(method)
     peeled = build("peel")
     rewritten = peeled.rewrite(view)  # type: ignore[attr-defined]
-    assert isinstance(rewritten.method, Signal)
+    assert isinstance(rewritten.method, LayerSignal)
     assert cosine(predict(rewritten, truth_without_label(truth)), rewritten.update) > 1 - 1e-12
 
 
@@ -127,7 +127,7 @@ def test_the_tapped_model_keeps_names_and_leaves_the_original_alone() -> None:
     before = [name for name, _ in model.named_parameters()]
     x = worlds.images(2, "tap").inputs
     expected = model(x)
-    short = tapped(model, "body.fc1", "head.")
+    short = truncate_at(model, "body.fc1", "head.")
     assert [n for n, _ in short.named_parameters()] == [n for n in before if not n.startswith("head.")]
     assert short(x).shape == (2, 16)
     assert torch.equal(model(x), expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attacks
 from attacks.base import NotApplicable, Reconstruction
-from attacks.rewriting.surrogate import APPROXIMATE, Surrogate, movement, steps
+from attacks.rewriting.surrogate import ONE_STEP_SURROGATE, Surrogate, count_local_steps, total_step_size
 from fl.client import Client
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -119,7 +119,9 @@ def test_movement_is_that_of_torchs_optimiser(nesterov: bool, counts: list[int])
     phase = Phase(groups=(group,), momentum=0.7, nesterov=nesterov, epochs=1)
     schedule = (tuple((count,) for count in counts), ((4,),))
     still = Phase(groups=(Group(lr=1.0),), epochs=1)
-    assert movement([phase, still], schedule, [group, None]) == pytest.approx(naive(phase, group, counts), rel=1e-12)
+    assert total_step_size([phase, still], schedule, [group, None]) == pytest.approx(
+        naive(phase, group, counts), rel=1e-12
+    )
 
 
 def test_without_a_schedule_the_gradient_is_known_up_to_its_size() -> None:
@@ -201,17 +203,17 @@ def test_what_is_not_plain_sgd_is_refused(method: Method, why: str) -> None:
 def test_results_say_that_they_rest_on_an_approximation() -> None:
     several, _, _ = victim(FedAvg(lr=0.1, epochs=2, batch_size=2))
     single, _, _ = victim(FedAvg(lr=0.1, steps=1, batch_size=None), n=1)
-    assert (steps(several), steps(single)) == (4, 1)
+    assert (count_local_steps(several), count_local_steps(single)) == (4, 1)
     attack = attacks.build({"name": "surrogate+ig", "iterations": 3})
     approximate, exact = attack(several), attack(single)
     assert isinstance(approximate, Reconstruction)
     assert isinstance(exact, Reconstruction)
-    assert APPROXIMATE in approximate.knowledge
-    assert APPROXIMATE not in exact.knowledge
+    assert ONE_STEP_SURROGATE in approximate.knowledge
+    assert ONE_STEP_SURROGATE not in exact.knowledge
     sure = Reconstruction(inputs=None, verified=True, fixed=torch.ones(1, 1, 2, 2, dtype=torch.bool))
-    assert Surrogate().unwrap(several, rewritten(several), sure).verified is None
-    assert Surrogate().unwrap(several, rewritten(several), sure).fixed is None
-    assert Surrogate().unwrap(single, rewritten(single), sure).verified is True
+    assert Surrogate().lift_result(several, rewritten(several), sure).verified is None
+    assert Surrogate().lift_result(several, rewritten(several), sure).fixed is None
+    assert Surrogate().lift_result(single, rewritten(single), sure).verified is True
 
 
 @pytest.mark.parametrize("settings", [{"along": -0.1}, {"along": 1.1}, {"images": 0}])

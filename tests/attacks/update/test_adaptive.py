@@ -9,7 +9,7 @@ from torch import nn
 
 import attacks
 from attacks.base import NotApplicable, Reconstruction
-from attacks.labels.recovery import recovered
+from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialise
@@ -45,7 +45,7 @@ def test_equations_of_gradients_are_refused_with_what_can_be_tried(name: str, at
 @pytest.mark.parametrize("steps", [1, 3])
 def test_signs_tell_the_label_of_one_image(name: str, decay: float, steps: int) -> None:
     view, truth = view_of(name, decay=decay, steps=steps)
-    found = recovered(ObservedUpdate(view))
+    found = recover_labels(ObservedUpdate(view))
     assert found is None or torch.equal(found, truth.labels)
     assert found is not None or decay
 
@@ -53,11 +53,11 @@ def test_signs_tell_the_label_of_one_image(name: str, decay: float, steps: int) 
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_signs_tell_labels_that_differ_and_no_others(name: str) -> None:
     view, truth = view_of(name, images=3)
-    found = recovered(ObservedUpdate(view))
+    found = recover_labels(ObservedUpdate(view))
     assert found is not None
     assert torch.equal(found, truth.labels.sort().values)
     more, _ = view_of(name, images=11)
-    assert recovered(ObservedUpdate(more)) is None
+    assert recover_labels(ObservedUpdate(more)) is None
 
 
 def test_a_search_takes_the_same_step_on_its_guess() -> None:

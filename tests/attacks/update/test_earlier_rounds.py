@@ -13,7 +13,7 @@ from attacks import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS
-from attacks.update.earlier_rounds import USED, same_images
+from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from defenses.mixup import Mixup
 from defenses.noise import Noise
 from fl.client import Client
@@ -72,7 +72,7 @@ def test_the_image_explains_every_round_without_the_classifier(name: str, method
     assert len(fewer.history) == 1
     found = attacks.build({"name": f"{name}+ig", "iterations": 2})(view)
     assert isinstance(found, Reconstruction)
-    assert USED in found.knowledge
+    assert EARLIER_ROUNDS in found.knowledge
 
 
 def test_rounds_whose_classifier_is_searched_for_stay_apart() -> None:
@@ -81,7 +81,7 @@ def test_rounds_whose_classifier_is_searched_for_stay_apart() -> None:
     assert isinstance(easier, ServerView)
     assert easier.private
     assert not easier.history
-    assert len(same_images(view)) == 2
+    assert len(rounds_on_same_images(view)) == 2
 
 
 @pytest.mark.parametrize(("name", "method"), [("cascade", SLOW), ("cascade", APART), ("peel+cascade", GENERATED)])
@@ -94,16 +94,16 @@ def test_a_noisy_round_is_made_up_for_by_an_earlier_one(name: str, method: Metho
     assert isinstance(found, Reconstruction)
     assert found.verified
     assert error(found, photo) < 1e-5
-    assert USED in found.knowledge
+    assert EARLIER_ROUNDS in found.knowledge
     assert found.note == "the picture is that of round 0"
     assert isinstance(calm, Reconstruction)
-    assert USED not in calm.knowledge
+    assert EARLIER_ROUNDS not in calm.knowledge
 
 
 def test_rounds_count_where_a_client_is_known_to_feed_all_it_has() -> None:
     view, _ = kept(SLOW)
-    assert len(same_images(view)) == 2  # its one image does not fill a batch of 50
+    assert len(rounds_on_same_images(view)) == 2  # its one image does not fill a batch of 50
     full = replace(view, method=replace(SLOW, batch_size=1))
-    assert same_images(full) == ()  # it may have others
-    assert same_images(replace(view, schedule=None)) == ()
-    assert same_images(replace(view, defense=Mixup())) == ()  # blended anew in every round
+    assert rounds_on_same_images(full) == ()  # it may have others
+    assert rounds_on_same_images(replace(view, schedule=None)) == ()
+    assert rounds_on_same_images(replace(view, defense=Mixup())) == ()  # blended anew in every round

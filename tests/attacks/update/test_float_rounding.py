@@ -13,7 +13,7 @@ import attacks.analytic.cascade
 import fl.models
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.solution import LayerSolution
-from attacks.update.float_rounding import grain
+from attacks.update.float_rounding import relative_entry_rounding
 from fl.seeds import stream
 from fl.simulation.capture import from_update
 from fl.view import ServerView
@@ -33,7 +33,7 @@ def test_rounding_is_as_large_as_the_spacing_of_numbers_at_each_weight() -> None
     start = view_of().shared[NAME]
     step = 1e-3 * torch.randn(start.shape, generator=stream(0, "step"), dtype=torch.float64)
     view = view_of(step)
-    found = grain(view, NAME)
+    found = relative_entry_rounding(view, NAME)
     assert found is not None
     rounded = (view.update[NAME] - step) / found / step.square().mean().sqrt()  # type: ignore[operator]
     found_scale = found / found.square().mean().sqrt()
@@ -47,18 +47,20 @@ def test_rounding_is_as_large_as_the_spacing_of_numbers_at_each_weight() -> None
 def test_an_update_that_is_no_difference_of_models_has_no_grain() -> None:
     view = view_of()
     noise = 1e-3 * view.update[NAME].std() * torch.randn(view.shared[NAME].shape, generator=stream(0, "noise"))  # type: ignore[union-attr]
-    assert grain(view, NAME) is not None
-    assert grain(replace(view, update={**view.update, NAME: view.update[NAME] + noise}), NAME) is None  # type: ignore[operator]
+    assert relative_entry_rounding(view, NAME) is not None
+    assert relative_entry_rounding(replace(view, update={**view.update, NAME: view.update[NAME] + noise}), NAME) is None  # type: ignore[operator]
     for bits in (torch.float16, torch.bfloat16):
         fewer = {n: t.to(bits).float() for n, t in view.update.items()}  # type: ignore[union-attr]
-        assert grain(replace(view, update=fewer), NAME) is None
+        assert relative_entry_rounding(replace(view, update=fewer), NAME) is None
     step = view.update[NAME]
     pruned = torch.where(step.abs() > step.abs().quantile(0.1), step, 0)  # type: ignore[union-attr, operator, call-overload]
-    assert grain(replace(view, update={**view.update, NAME: pruned}), NAME) is None
+    assert relative_entry_rounding(replace(view, update={**view.update, NAME: pruned}), NAME) is None
     still = step * torch.ones(len(step), 1, 1, 1).index_fill(0, torch.tensor([3]), 0)  # type: ignore[arg-type, operator]
-    assert grain(replace(view, update={**view.update, NAME: still}), NAME) is not None  # a unit at rest
+    assert (
+        relative_entry_rounding(replace(view, update={**view.update, NAME: still}), NAME) is not None
+    )  # a unit at rest
     double = {n: {m: t.double() for m, t in part.items()} for n, part in (("a", view.shared), ("b", view.update))}  # type: ignore[union-attr]
-    assert grain(replace(view, shared=double["a"], update=double["b"]), NAME) is None
+    assert relative_entry_rounding(replace(view, shared=double["a"], update=double["b"]), NAME) is None
 
 
 @pytest.mark.parametrize("lr", [3e-3, 1e-3])
@@ -93,8 +95,8 @@ def test_cascade_tells_its_layers_how_each_number_is_rounded(monkeypatch: pytest
     view = view_of()
     attack(view)
     upper, lower = told
-    assert torch.equal(upper.rounding, grain(view, NAME).flatten(1))  # type: ignore[union-attr, arg-type]
-    assert torch.equal(lower.rounding, grain(view, "body.conv1.weight").flatten(1))  # type: ignore[union-attr, arg-type]
+    assert torch.equal(upper.rounding, relative_entry_rounding(view, NAME).flatten(1))  # type: ignore[union-attr, arg-type]
+    assert torch.equal(lower.rounding, relative_entry_rounding(view, "body.conv1.weight").flatten(1))  # type: ignore[union-attr, arg-type]
     steep = lower.target_std[lower.target > 0].view(-1)
     assert upper.target_std[upper.target > 0].unique().numel() == 1  # a linear layer above: one number for all
     assert float(steep.max()) > 2 * float(steep.min())  # where few positions see a feature it is known less well
@@ -114,7 +116,7 @@ def test_a_gradient_sent_by_itself_is_as_exact_however_small(size: float) -> Non
     found = attack(view)
     assert found.verified
     assert bool((((found.inputs - picture) * 255).round() == 0).all())  # type: ignore[operator]
-    assert grain(view, NAME) is None
+    assert relative_entry_rounding(view, NAME) is None
     lost = attacks.base.build("cascade")(replace(view, rounded=True))  # a difference of weights says nothing there
     assert isinstance(lost, attacks.base.NotApplicable)
     assert "no more than rounding" in lost.reason or "by more than rounding" in lost.reason

@@ -14,7 +14,7 @@ from support.private import EVERY, federation_of
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
-from attacks.labels.recovery import recovered
+from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.client import Client
 from fl.gradient import Gradient
@@ -77,7 +77,7 @@ def test_without_weight_the_term_is_none() -> None:
 
 def test_labels_are_counted_alike() -> None:
     plain, prox = (view(kind(**STEP), images=4) for kind in (FedAvg, FedProx))  # type: ignore[arg-type]
-    mine, theirs = recovered(ObservedUpdate(prox)), recovered(ObservedUpdate(plain))
+    mine, theirs = recover_labels(ObservedUpdate(prox)), recover_labels(ObservedUpdate(plain))
     assert mine is not None
     assert theirs is not None
     assert torch.equal(mine, theirs)

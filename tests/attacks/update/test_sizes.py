@@ -11,7 +11,7 @@ from torch import nn
 
 from attacks.base import Reconstruction, build
 from attacks.gradient_matching.engine.objectives import normalize
-from attacks.update.rescaling import in_unit
+from attacks.update.rescaling import rescale_to_unit
 from fl.seeds import stream
 from fl.simulation.capture import from_batch
 from fl.tensors import LowRank, Tensors, Term, dense, norm
@@ -68,7 +68,7 @@ def test_without_biases_a_size_that_no_logits_have_is_no_answer(size: float) -> 
 def test_a_unit_changes_no_digit(size: float) -> None:
     whole = LowRank(None, 0.0, (Term(size, torch.ones(1, 2).double(), torch.ones(1, 3).double()),), (2, 3))
     given: Tensors = {"a": torch.tensor([0.5, -1.0, 0.0]).double() * size, "b": whole}
-    found, unit = in_unit(given)
+    found, unit = rescale_to_unit(given)
     assert unit == 1 if size == 0 else 1 <= float(norm(found)) < 10
     for name, value in given.items():
         assert torch.equal(dense(found[name]) * unit, dense(value))

@@ -13,11 +13,11 @@ from torch import nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
-from attacks.labels.recovery import recovered
+from attacks.labels.recovery import recover_labels
 from attacks.rewriting.headless import Headless
-from attacks.rewriting.surrogate import Surrogate, exact, steps
+from attacks.rewriting.surrogate import Surrogate, count_local_steps, is_single_step
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import astray, training
+from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.client import Client
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -49,16 +49,20 @@ def seen(method: Method, n: int = 1, task: Task | None = None) -> ServerView:
 def test_phases_that_do_not_train_are_not_counted(method: type[FedAvg], settings: Any, count: int) -> None:
     beside = {"option": "I"} if method is Scaffold else {}
     view = seen(method(**settings, **beside), 4)
-    phases, schedule = training(view)
+    phases, schedule = training_phases(view)
     assert len(phases) == 1
     assert schedule is not None
-    assert sum(map(len, schedule)) == steps(view) == count
+    assert sum(map(len, schedule)) == count_local_steps(view) == count
     unknown = replace(view, schedule=None)
-    assert (len(training(unknown)[0]), training(unknown)[1], steps(unknown)) == (1, None, None)
+    assert (len(training_phases(unknown)[0]), training_phases(unknown)[1], count_local_steps(unknown)) == (
+        1,
+        None,
+        None,
+    )
 
 
 def test_two_phases_that_train_are_two() -> None:
-    phases, schedule = training(seen(HyperFL.example(), 4))
+    phases, schedule = training_phases(seen(HyperFL.example(), 4))
     assert len(phases) == 2
     assert schedule is not None
     assert all(schedule)
@@ -70,8 +74,8 @@ def test_only_the_methods_own_direction_is_known_to_be_plain(method: type[FedAvg
         def gradient(self, grad: Any, params: Any, batches: Any, step: Any) -> Any:
             return {name: value * 2.0 for name, value in super().gradient(grad, params, batches, step).items()}
 
-    assert astray(seen(method(**SEVERAL), 4)) is None
-    assert astray(seen(Other(**SEVERAL), 4)) is not None
+    assert deviation_from_loss_gradient(seen(method(**SEVERAL), 4)) is None
+    assert deviation_from_loss_gradient(seen(Other(**SEVERAL), 4)) is not None
 
 
 @pytest.mark.parametrize("method", [FedGen, GA], ids=lambda m: m.name)
@@ -101,7 +105,7 @@ def test_the_gate_of_a_mixture_gives_away_what_it_is_given() -> None:
 @pytest.mark.parametrize("settings", [ONE, SEVERAL], ids=["one", "several"])
 def test_what_is_read_off_is_what_fedavg_gives_away(method: type[FedAvg], settings: dict[str, Any]) -> None:
     ours, theirs = (seen(kind(**settings, **PLAIN, sampler="sequential"), 4) for kind in (method, FedAvg))
-    mine, plain = (recovered(ObservedUpdate(view)) for view in (ours, theirs))
+    mine, plain = (recover_labels(ObservedUpdate(view)) for view in (ours, theirs))
     assert plain is not None
     assert mine is not None
     assert torch.equal(mine, plain)
@@ -139,5 +143,5 @@ def test_one_step_on_some_of_the_images_that_were_looked_at(method: type[FedAvg]
     found = Headless()(view)
     assert isinstance(found, NotApplicable)
     assert "a client of one image" in found.reason
-    assert not exact(view)
-    assert exact(seen(method(**ONE), 2))
+    assert not is_single_step(view)
+    assert is_single_step(seen(method(**ONE), 2))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, build
-from attacks.update.update_rule import looks_like, signs_only
+from attacks.update.update_rule import guess_update_rule, is_sign_compressed
 from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import PLAIN, RULES
 from defenses.signsgd import SignSGD
@@ -67,7 +67,7 @@ def test_other_rules_are_named(rule: str, lr: float) -> None:
     x = torch.rand(1, 1, 8, 8, generator=stream(0, "image"))
     for net in (chains.initialised(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
         view = view_of(net, rule, lr, x)
-        assert looks_like(view).startswith(SAID[rule])
+        assert guess_update_rule(view).startswith(SAID[rule])
         assert SAID[rule] in update_sanity.doubt(view)
 
 
@@ -77,22 +77,22 @@ def test_other_rules_are_named(rule: str, lr: float) -> None:
 def test_plain_sgd_is_not(rule: str, lr: float, count: int) -> None:
     for net in (chains.initialised(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
         view = view_of(net, rule, lr, strokes(count))
-        assert looks_like(view) == ""
-        assert not signs_only(view)
+        assert guess_update_rule(view) == ""
+        assert not is_sign_compressed(view)
         zeroed = net[-1]
         assert isinstance(zeroed, nn.Linear)
         with torch.no_grad():  # a classifier that starts at zero sends equal sizes for all classes but those there
             zeroed.weight.zero_()
             zeroed.bias.zero_()
-        assert looks_like(view_of(net, rule, lr, strokes(count))) == ""
+        assert guess_update_rule(view_of(net, rule, lr, strokes(count))) == ""
 
 
 def test_what_is_stated_is_not_named() -> None:
     x = strokes()
     method = FedAvg(optimizer="adam", lr=1e-3, steps=1, batch_size=None)
-    assert looks_like(view_of(cnn(), "Adam", 1e-3, x))
-    assert not looks_like(view_of(cnn(), "Adam", 1e-3, x, method))
-    assert SIGNS in looks_like(view_of(cnn(), "Adam", 1e-3, x, FedAvg(lr=1e-3, steps=1, batch_size=None)))
+    assert guess_update_rule(view_of(cnn(), "Adam", 1e-3, x))
+    assert not guess_update_rule(view_of(cnn(), "Adam", 1e-3, x, method))
+    assert SIGNS in guess_update_rule(view_of(cnn(), "Adam", 1e-3, x, FedAvg(lr=1e-3, steps=1, batch_size=None)))
 
 
 def test_the_note_of_a_result_says_what_it_looks_like() -> None:
@@ -105,7 +105,7 @@ def test_the_note_of_a_result_says_what_it_looks_like() -> None:
 def test_weights_in_place_of_a_difference_are_no_step_sizes_by_layer() -> None:
     model = cnn()
     sent = {name: value.detach().clone() for name, value in model.named_parameters()}
-    assert "step sizes" not in looks_like(from_update(model, sent, input_shape=(1, 8, 8), num_classes=10))
+    assert "step sizes" not in guess_update_rule(from_update(model, sent, input_shape=(1, 8, 8), num_classes=10))
 
 
 # ---- signs alone -----------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Scaled(nn.Module):
 def test_a_matrix_of_one_number_is_no_sign(first) -> None:
     model = nn.Sequential(first(), nn.Flatten(), nn.Linear(64, 24), nn.LeakyReLU(0.2), nn.Linear(24, 10)).double()
     view, _ = from_batch(model, strokes().double(), torch.tensor([1]))
-    assert not signs_only(view)
+    assert not is_sign_compressed(view)
     for attack in ("rconv", "cascade", "headless"):
         result = build(attack)(view)
         assert not isinstance(result, NotApplicable) or "signs" not in result.reason
@@ -136,14 +136,14 @@ def test_an_update_of_a_unit_of_rounding_is_no_sign(lr: float) -> None:
     view = view_of(cnn(), "SGD", lr, strokes())
     moved = torch.cat([value.flatten() for value in view.update.values()])  # type: ignore[union-attr]
     assert float((moved == 0).float().mean()) > 0.3
-    assert not signs_only(view)
-    assert looks_like(view) == ""
+    assert not is_sign_compressed(view)
+    assert guess_update_rule(view) == ""
 
 
 @pytest.mark.parametrize("rule", ["Lion, signs", "signs, mean size by tensor", "Rprop"])
 def test_signs_are_signs(rule: str) -> None:
     view = view_of(cnn(), rule, 1e-2, strokes())
-    assert signs_only(view)
+    assert is_sign_compressed(view)
     for attack in ("analytic", "cascade", "headless"):
         result = build(attack)(view)
         assert isinstance(result, NotApplicable)
@@ -155,5 +155,5 @@ def test_a_defence_of_signs_that_is_unknown_is_seen() -> None:
         threat = ThreatModel(knows_defense=known)
         x = torch.rand(1, 1, 8, 8, generator=stream(0, "x")).double()
         view, _ = from_batch(cnn().double(), x, torch.tensor([1]), defense=SignSGD(step=0.1), threat=threat)
-        assert looks_like(view).startswith(said)
-        assert bool(looks_like(view)) is bool(said)
+        assert guess_update_rule(view).startswith(said)
+        assert bool(guess_update_rule(view)) is bool(said)

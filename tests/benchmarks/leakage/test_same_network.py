@@ -8,7 +8,7 @@ from support import worlds
 
 import attacks
 import fl.models
-from attacks.base import ViewAttack
+from attacks.base import ViewRewriter
 from benchmarks.leakage import same_network
 from fl.tensors import combine, dense, norm, scaled, total
 from fl.types import Batch
@@ -19,7 +19,7 @@ def opened(view: ServerView, *names: str) -> ServerView:
     """The view that attacks leave of it."""
     for name in names:
         attack = attacks.build(name)
-        assert isinstance(attack, ViewAttack)
+        assert isinstance(attack, ViewRewriter)
         easier = attack.rewrite(view)
         assert isinstance(easier, ServerView), easier
         view = easier

@@ -202,14 +202,14 @@ def test_worker_processes_find_imported_files(own, monkeypatch):
     plugins.import_plugins([str(own)])
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
     views = [from_batch(model, torch.full((1, 1, 4, 4), 0.5), torch.tensor([0]))[0] for _ in range(6)]
-    here = parallel._here
+    here = parallel._run_here
 
     def slowly(*given):
         time.sleep(1.0)
         return here(*given)
 
     monkeypatch.setattr(parallel, "_here", slowly)
-    processes = parallel.Spread(2, patience=0.0)
+    processes = parallel.AttackPool(2, patience=0.0)
     try:
         processes._started().result()
         found = processes.run(attacks.build("own-attack"), views, range(6))

@@ -14,7 +14,7 @@ from support.compare import assert_near, assert_same
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from attacks.labels.recovery import recovered
+from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.local.weight_decay import decay_shares
 from fl.methods.fedavg import FedAvg
@@ -174,5 +174,5 @@ def test_no_label_is_read_off_steps_that_memory_bends() -> None:
     plain = federation(FedAvg(lr=0.1, steps=1, batch_size=None)).observe(0, data=worlds.images(1, "one"))[0]
     run = federation(Scaffold(lr=0.1, steps=1, batch_size=None, option="I"))
     view = run.observe(0, data=worlds.images(1, "one"))[0]
-    assert recovered(ObservedUpdate(plain)) is not None
-    assert recovered(ObservedUpdate(view)) is None
+    assert recover_labels(ObservedUpdate(plain)) is not None
+    assert recover_labels(ObservedUpdate(view)) is None

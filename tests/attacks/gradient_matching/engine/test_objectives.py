@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 from attacks.gradient_matching.engine import objectives
 from attacks.gradient_matching.engine.objectives import OBJECTIVES, cosine, l1, l2, layerwise_cosine, normalize
 from attacks.gradient_matching.engine.regularizers import total_variation
-from attacks.labels.recovery import idlg
+from attacks.labels.recovery import idlg_label
 from attacks.update.observed_update import ObservedUpdate
 from fl.client import Client
 from fl.method import Download
@@ -136,13 +136,13 @@ def test_the_label_rule_reads_every_class(label: int) -> None:
     images = type(images)(images.inputs, torch.tensor([label]))
     download = Download(dict(task.parameters), dict(task.buffers))
     view, _, _ = observe(Client(task, FedAvg(lr=0.1, steps=1)), ClientState(), download, images)
-    found = idlg(ObservedUpdate(view))
+    found = idlg_label(ObservedUpdate(view))
     assert found is not None
     assert found.item() == label
     weight_only = {k: v for k, v in view.update.items() if k != "head.bias"}
-    assert idlg(ObservedUpdate(replace(view, update=weight_only))) is not None
+    assert idlg_label(ObservedUpdate(replace(view, update=weight_only))) is not None
     without_head = {k: v for k, v in view.update.items() if not k.startswith("head.")}
-    assert idlg(ObservedUpdate(replace(view, update=without_head))) is None
+    assert idlg_label(ObservedUpdate(replace(view, update=without_head))) is None
     assert math.isfinite(view.update["head.bias"].abs().sum().item())  # type: ignore[union-attr]
 
 
@@ -157,6 +157,6 @@ def test_the_label_rule_needs_no_bias_and_no_sign_of_the_features(label: int) ->
             torch.nn.init.normal_(p, std=0.3, generator=draw)
         image = torch.rand(1, 1, 8, 8, generator=draw, dtype=torch.float64)
         view, _ = from_batch(model, image, torch.tensor([label]))
-        found = idlg(ObservedUpdate(view))
+        found = idlg_label(ObservedUpdate(view))
         assert found is not None
         assert found.item() == label

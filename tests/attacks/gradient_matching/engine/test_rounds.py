@@ -15,7 +15,7 @@ from attacks.gradient_matching.engine.batch_order import assign_labels, rank_ord
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS, LABELS, Problem
 from attacks.rewriting.surrogate import Surrogate
-from attacks.update.earlier_rounds import repeated
+from attacks.update.earlier_rounds import comparable_rounds
 from fl.client import Client
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -183,7 +183,7 @@ def test_only_rounds_on_the_same_images_count() -> None:
     whole, _ = rounds(FedAvg(lr=0.3, epochs=1, batch_size=2), 2)
     some, _ = rounds(FedAvg(lr=0.3, steps=1, batch_size=2), 2)
     private, _ = rounds(FedPer(lr=0.3, epochs=1, batch_size=2), 2)
-    assert [len(repeated(view)) for view in (whole, some, private)] == [1, 0, 0]
+    assert [len(comparable_rounds(view)) for view in (whole, some, private)] == [1, 0, 0]
     for view, used in ((whole, True), (some, False), (private, False)):
         found = attacks.build({"name": "ig", "iterations": 2})(view)
         assert isinstance(found, Reconstruction)
