@@ -203,7 +203,7 @@ def _draw(screen: Console, found: Table) -> None:
     for row in found.baselines:
         grid.add_row(*map(cell, row[:-1]), style="dim")
     screen.print(grid)
-    told = [columns.index(name) for name in ("method", "defence", "attack") if name in columns]
+    told = [columns.index(name) for name in ("method", "defense", "attack") if name in columns]
     for row in found.rows:
         if row[-1] != "-":
             line(screen, f"{', '.join(row[i] for i in told)}: {row[-1]}")

@@ -15,7 +15,7 @@ MAX_GALLERIES = 24
 
 
 def build_report(folder: str | Path, *, show: bool = True) -> Report:
-    """The report of a run directory, as data.
+    """Return the report of a run directory, as data.
 
     Args:
         folder: that `hyperleak run` has written.

@@ -39,10 +39,10 @@ class Note:
 
 @dataclass(frozen=True)
 class FindingBlock:
-    """What is said of one method under one defence.
+    """What is said of one method under one defense.
 
     Attributes:
-        subject: the method and its defence.
+        subject: the method and its defense.
         verdict: in a few words.
         leaks: True if shown to leak, False if not shown, None if nothing can be said.
         lines: why.
@@ -76,12 +76,12 @@ class TableBlock:
 
     @property
     def column_names(self) -> list[str]:
-        """The columns without their marks."""
+        """Return the columns without their marks."""
         return [column.removeprefix(">") for column in self.columns]
 
     @property
     def numeric(self) -> list[bool]:
-        """Which columns hold figures."""
+        """Return which columns hold figures."""
         return [column.startswith(">") for column in self.columns]
 
 
@@ -109,12 +109,12 @@ class FigureBlock:
 
     @cached_property
     def wide(self) -> str:
-        """The SVG of a page, as matplotlib writes it; drawn when it is first asked for."""
+        """Return the SVG of a page, as matplotlib writes it; drawn when it is first asked for."""
         return render_svg(self.chart, self.widths[0])
 
     @cached_property
     def narrow(self) -> str:
-        """The SVG of a phone, as matplotlib writes it; drawn when it is first asked for."""
+        """Return the SVG of a phone, as matplotlib writes it; drawn when it is first asked for."""
         return render_svg(self.chart, self.widths[1])
 
 

@@ -45,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ComparisonLine:
-    """One method, defence, attack and round in one run.
+    """One method, defense, attack and round in one run.
 
     Attributes:
         method, defense, attack, round: what was done.
@@ -80,7 +80,7 @@ class Comparison:
     lines: list[ComparisonLine]
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Both tables as (title, columns, rows) of words."""
+        """Return both tables as (title, columns, rows) of words."""
         differing = [[key, *(_word(value) for value in values)] for key, values in self.settings.items()]
         return [
             ("Settings that differ", ["setting", *self.runs], differing),
@@ -88,7 +88,7 @@ class Comparison:
         ]
 
     def to_text(self) -> str:
-        """For a terminal: columns padded with blanks."""
+        """Return the tables for a terminal, columns padded with blanks."""
         parts = []
         for title, names, entries in self.tables():
             columns, *rows = ([visible(cell) for cell in row] for row in [names, *entries])
@@ -99,7 +99,7 @@ class Comparison:
         return "\n\n".join([*parts, NOTE.format(first=visible(self.runs[0]))]) + "\n"
 
     def to_markdown(self) -> str:
-        """As Markdown."""
+        """Return the tables as Markdown."""
         parts = []
         for title, columns, rows in self.tables():
             cells = [[in_markdown(cell) for cell in row] for row in [columns, *rows]]
@@ -109,17 +109,17 @@ class Comparison:
         return "\n\n".join([*parts, NOTE.format(first=in_markdown(self.runs[0]))]) + "\n"
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON values, without NaN."""
+        """Return the comparison as JSON values, without NaN."""
         settings = {key: [_finite(value) for value in values] for key, values in self.settings.items()}
         return {"runs": self.runs, "settings": settings, "lines": [_line_to_plain(line) for line in self.lines]}
 
     def to_json(self) -> str:
-        """As a JSON document."""
+        """Return the comparison as a JSON document."""
         return json.dumps(self.to_plain(), indent=2, allow_nan=False) + "\n"
 
 
 COLUMNS = (
-    *("method", "defence", "attack", "round", "run", "accuracy", "PSNR (dB)", "above best floor (dB)"),
+    *("method", "defense", "attack", "round", "run", "accuracy", "PSNR (dB)", "above best floor (dB)"),
     *("\N{GREATER-THAN OR EQUAL TO} 20 dB", "labels", "difference (dB)", "how"),
 )
 NOTE = (
@@ -160,7 +160,7 @@ def _compare_runs(runs: Sequence[Run], names: list[str]) -> Comparison:
 
 
 def psnr_difference(group: ResultGroup, first: ResultGroup) -> Difference | None:
-    """Mean PSNR of a group less that of another; None where either has no pictures."""
+    """Return mean PSNR of a group less that of another; None where either has no pictures."""
     if group.psnr is None or first.psnr is None:
         return None
     mine, other = (_named(side.image_rows) for side in (group, first))
@@ -170,7 +170,7 @@ def psnr_difference(group: ResultGroup, first: ResultGroup) -> Difference | None
 
 
 def _independent_difference(a: Interval, b: Interval) -> Interval:
-    """Difference of two independent means, its interval from theirs (MOVER; Zou and Donner, 2008, Eq. 2)."""
+    """Return the difference of two independent means (MOVER; Zou and Donner, 2008, Eq. 2)."""
     value, images, count = a.value - b.value, min(a.images, b.images), min(a.count, b.count)
     if a.low is None or a.high is None or b.low is None or b.high is None:
         return Interval(value, None, None, images, count)
@@ -188,7 +188,7 @@ def _named(rows: Sequence[Row]) -> list[Row]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents as tell them apart."""
+    """Return the folders' names, with as many of their parents as tell them apart."""
     parts = [path.resolve().parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(own[-depth:]) for own in parts]
@@ -198,7 +198,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all runs, with the value of each."""
+    """Return settings that are not the same in all runs, with the value of each."""
     flat = [_flat(run.settings.values) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
     table = {key: [settings.get(key, NOT_SET) for settings in flat] for key in keys}
@@ -206,7 +206,7 @@ def _settings(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Nested settings under dotted keys; entries of a list of settings go by their labels."""
+    """Return nested settings under dotted keys; entries of a list of settings go by their labels."""
     if isinstance(value, Mapping) and value:
         return {k: v for name, item in value.items() for k, v in _flat(item, f"{key}.{name}".lstrip(".")).items()}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -259,7 +259,7 @@ def _word(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """A setting as JSON has it: infinity and NaN, which it lacks, as words."""
+    """Return a setting as JSON has it: infinity and NaN, which it lacks, as words."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

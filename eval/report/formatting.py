@@ -24,14 +24,14 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u20
 
 
 def format_number(value: float | None, digits: int = 1, *, sign: bool = False) -> str:
-    """A figure with a true minus sign, or a dash where there is none."""
+    """Return a figure with a true minus sign, or a dash where there is none."""
     if value is None:
         return NO_VALUE
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def format_interval(found: Interval | None, digits: int = 1, *, sign: bool = False) -> str:
-    """`19.1 [17.9, 20.0]`; without brackets where there is no interval."""
+    """Return an interval as `19.1 [17.9, 20.0]`; without brackets where there is none."""
     if found is None:
         return NO_VALUE
     value = format_number(found.value, digits, sign=sign)
@@ -42,12 +42,12 @@ def format_interval(found: Interval | None, digits: int = 1, *, sign: bool = Fal
 
 
 def format_percent(value: float | None, digits: int = 0) -> str:
-    """A share as `85 %`."""
+    """Return a share as `85 %`."""
     return NO_VALUE if value is None else f"{value * 100:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
 def format_percent_interval(found: Interval | None, digits: int = 0) -> str:
-    """`25 % [7, 59]`; without brackets where there is no interval."""
+    """Return an interval as `25 % [7, 59]`; without brackets where there is none."""
     if found is None:
         return NO_VALUE
     value = format_percent(found.value, digits)
@@ -57,7 +57,7 @@ def format_percent_interval(found: Interval | None, digits: int = 0) -> str:
 
 
 def format_error(value: float | None) -> str:
-    """A relative error: `0.36`, or `7 x 10^-7` with proper signs; a dash where there is none."""
+    """Return a relative error: `0.36`, or `7 x 10^-7` with proper signs; a dash where there is none."""
     if value is None:
         return NO_VALUE
     if value == 0 or 1e-3 <= value < 1e4:

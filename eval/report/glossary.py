@@ -17,14 +17,14 @@ _PLACE = re.compile(
 
 
 def summarize(described: object) -> str:
-    """What a registered class does: in plain words where it has them, else its docstring's first line."""
+    """Return what a registered class does: in plain words where it has them, else its docstring's first line."""
     if words := getattr(described, "plain", ""):
         return str(words).rstrip(".")
     return (inspect.getdoc(described) or "").partition("\n")[0].rstrip(".")
 
 
 def citations(described: type) -> list[str]:
-    """The papers named in a class's docstring, in parentheses with a year; else those of the class it builds on."""
+    """Return the papers named in a class's docstring, in parentheses with a year; else those of its base."""
     for kind in described.__mro__:
         found = _CITED.findall(" ".join((kind.__doc__ or "").split()))
         papers = [paper.strip() for group in found for paper in _PLACE.sub("", group).split(";")]
@@ -34,7 +34,7 @@ def citations(described: type) -> list[str]:
 
 
 def papers_to_cite(setting: RunSettings) -> list[tuple[str, str]]:
-    """What to cite: (name, papers) of everything in the configuration that names a paper."""
+    """Return what to cite: (name, papers) of everything in the configuration that names a paper."""
     found: dict[str, str] = {}
     for registry, name in _names(setting):
         entry = _entry(registry, name)
@@ -44,7 +44,7 @@ def papers_to_cite(setting: RunSettings) -> list[tuple[str, str]]:
 
 
 def glossary(setting: RunSettings) -> list[tuple[str, str]]:
-    """What every method, defence and attack does, in a sentence, by label."""
+    """Return what every method, defense and attack does, in a sentence, by label."""
     from attacks.base import attacks
     from defenses import defenses
     from fl.method import methods
@@ -52,11 +52,11 @@ def glossary(setting: RunSettings) -> list[tuple[str, str]]:
     entries = []
     for kind, registry, specs in (
         ("method", methods, setting.methods),
-        ("defence", defenses, setting.defenses),
+        ("defense", defenses, setting.defenses),
         ("attack", attacks, setting.attacks),
     ):
         for name, spec in specs.items():
-            if kind == "defence" and spec.get("name") == "none":
+            if kind == "defense" and spec.get("name") == "none":
                 continue
             parts = [summarize(entry) for part in _parts(spec) if (entry := _entry(registry, part)) is not None]
             entries.append((f"{kind} {name}", "; then ".join(filter(None, parts)) or "not known to this version"))
@@ -64,7 +64,7 @@ def glossary(setting: RunSettings) -> list[tuple[str, str]]:
 
 
 def _names(setting: RunSettings) -> Iterator[tuple[Registry[Any], str]]:
-    """Every name in the configuration with the registry it belongs to."""
+    """Return every name in the configuration with the registry it belongs to."""
     from attacks.base import attacks
     from defenses import defenses
     from fl.data import datasets
@@ -87,7 +87,7 @@ def _names(setting: RunSettings) -> Iterator[tuple[Registry[Any], str]]:
 
 
 def _parts(spec: Spec) -> list[str]:
-    """The registered names in an entry; a chain has two or more."""
+    """Return the registered names in an entry; a chain has two or more."""
     if spec.get("name") == "chain":
         return [name for part in ("first", "then") for name in _parts(section(spec, part))]
     return str(spec.get("name", "")).split("+")

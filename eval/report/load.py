@@ -68,26 +68,26 @@ class Run:
 
     @cached_property
     def groups(self) -> list[ResultGroup]:
-        """The rows by setting."""
+        """Return the rows by setting."""
         return group_rows(self.rows)
 
     @cached_property
     def _names(self) -> dict[PictureKey, str]:
-        """Of the files with pictures."""
+        """Return names of the files with pictures."""
         return picture_file_names(tuple(row[key] for key in KEY_COLUMNS) for row in self.rows)
 
     @property
     def attacked(self) -> bool:
-        """Whether any attack was asked for."""
+        """Return whether any attack was asked for."""
         return any(group.attack != NOT_ATTACKED for group in self.groups)
 
     @property
     def title(self) -> str:
-        """What the run calls itself."""
+        """Return what the run calls itself."""
         return self.settings.title or str(self.metadata.get("title") or self.metadata.get("name") or "What leaked")
 
     def load_pictures(self, group: ResultGroup, seed: int) -> tuple[Pixels, Pixels]:
-        """Originals and reconstructions (N, C, H, W) in [0, 1], in the order of the group's pictured rows of a seed.
+        """Return originals and reconstructions (N, C, H, W) in [0, 1], in the order of a seed's `image_rows`.
 
         Raises:
             ValueError: there is no such file, or it is none of ours; says which.
@@ -121,7 +121,7 @@ def explain_damage(folder: str | Path) -> Iterator[None]:
 
 
 def picture_file_names(attacks: Iterable[PictureKey]) -> dict[PictureKey, str]:
-    """Names of the files with an attack's pictures, without ending; of equal ones all but the first get a number.
+    """Return names of the files with attacks' pictures, without ending; equal ones get a number.
 
     Args:
         attacks: in the order of `images.jsonl`, each as often as may be.
@@ -138,7 +138,7 @@ def picture_file_names(attacks: Iterable[PictureKey]) -> dict[PictureKey, str]:
 
 
 def read_pictures(path: Path) -> tuple[Pixels, Pixels]:
-    """Originals and reconstructions (N, C, H, W) in [0, 1] of an attack.
+    """Return originals and reconstructions (N, C, H, W) in [0, 1] of an attack.
 
     Raises:
         ValueError: the file is damaged; says which.
@@ -179,7 +179,7 @@ def load(folder: str | Path) -> Run:
 
 
 def _manifest_bytes(folder: Path) -> bytes:
-    """A run's manifest as it stands."""
+    """Return a run's manifest as it stands."""
     path = inside(folder, manifest.MANIFEST)
     return path.read_bytes() if path.is_file() and path.stat().st_size <= jsonl.LARGEST else b""
 
@@ -216,7 +216,7 @@ def _load(folder: Path) -> Run:
 
 
 def _rows(folder: Path, name: str) -> list[Row]:
-    """The rows of a file about trainings; none without one."""
+    """Return the rows of a file about trainings; none without one."""
     rows = jsonl.read_rows(path) if (path := inside(folder, name)).is_file() else []
     for number, row in enumerate(rows, 1):
         _check(row, [key for key in KEY_COLUMNS if key in row], f"{path}, line {number}")
@@ -224,7 +224,7 @@ def _rows(folder: Path, name: str) -> list[Row]:
 
 
 def _check(row: Row, keys: Iterable[str], where: str) -> None:
-    """Whether labels are labels, since files are named by them, and numbers numbers."""
+    """Return whether labels are labels, since files are named by them, and numbers numbers."""
     for key in keys:
         value = row[key]
         if key in INTEGER_COLUMNS:
@@ -235,7 +235,7 @@ def _check(row: Row, keys: Iterable[str], where: str) -> None:
 
 
 def _partitions(folder: Path) -> list[dict[str, Any]]:
-    """What the files of a run's partitions say, in their order, without the lists."""
+    """Return what the files of a run's partitions say, in their order, without the lists."""
     paths = [inside(folder.parent, PARTITIONS, path.name) for path in folder.glob("*.json")]
     paths.sort(key=lambda path: (len(path.name), path.name))
     found = [{key: value for key, value in _json(path).items() if key not in {"train", "test"}} for path in paths]

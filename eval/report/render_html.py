@@ -17,7 +17,7 @@ from eval.report.charts.svg import to_element
 
 
 def render_html(report: Report) -> str:
-    """The page; all words are escaped."""
+    """Return the page; all words are escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     environment.filters["groupby_kind"] = _by_kind
     environment.globals |= {"kind_of": _kind, "png": _png, "swatch": render_swatch, "wide": _wide, "narrow": _narrow}
@@ -26,7 +26,7 @@ def render_html(report: Report) -> str:
 
 
 def _shown(value: object) -> object:
-    """Words with their control characters made visible; markup as it is."""
+    """Return words with their control characters made visible; markup as it is."""
     return visible(value, lines=True) if type(value) is str else value
 
 
@@ -43,7 +43,7 @@ def _css() -> str:
 
 
 def _by_kind(blocks: Iterable[Block]) -> Iterator[tuple[str, list[Block]]]:
-    """Runs of blocks of one kind, so that galleries can stand side by side."""
+    """Return runs of blocks of one kind, so that galleries can stand side by side."""
     for kind, run in groupby(blocks, _kind):
         yield kind, list(run)
 

@@ -29,7 +29,7 @@ FOLDER = "report"
 
 
 def render_markdown(report: Report) -> tuple[str, dict[str, bytes]]:
-    """The text, and the files it shows by their names in `FOLDER`."""
+    """Return the text, and the files it shows by their names in `FOLDER`."""
     files: dict[str, bytes] = {}
     parts = [f"# {escape(report.title)}", *(_block(note, files) for note in report.alarms)]
     parts += [f"**{escape(report.lead)}**", _list(report.facts)]

@@ -1,4 +1,4 @@
-"""From rows to figures: everything that is said of one method under one defence, one attack and one round."""
+"""From rows to figures: everything that is said of one method under one defense, one attack and one round."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from eval.report.settings import RunSettings
 
 IMAGE = "picture"
 """Column that tells images apart across an experiment."""
-BASELINES = {"mean": "mean colour", "grey": "mid grey", "noise": "noise", "nearest": "nearest image"}
+BASELINES = {"mean": "mean color", "grey": "mid gray", "noise": "noise", "nearest": "nearest image"}
 """What can be guessed without the update (see `eval.metrics.baselines`)."""
 RECOGNIZABLE_PSNR = 20.0
-"""PSNR in dB from which on a person recognises the content, about."""
+"""PSNR in dB from which on a person recognizes the content, about."""
 CLEAR_MARGIN = 10.0
-"""An image counts as leaked on its own if it is recognisable and this far, in dB, above every guess of that image."""
+"""An image counts as leaked on its own if it is recognizable and this far, in dB, above every guess of that image."""
 MIN_IMAGES = 6
 """Images from which on a mean can be shown to lie above a floor: of five, all may do so by chance (1 in 32)."""
 NOT_ATTACKED = "-"
@@ -46,22 +46,22 @@ class PrivateTensorRecovery:
 
     @property
     def n_recovered(self) -> int:
-        """For how many updates it was recovered."""
+        """Return for how many updates it was recovered."""
         return sum(error < RECOVERED_BELOW for error in self.errors)
 
     @property
     def share_in_words(self) -> str:
-        """`1 of 2 updates`."""
+        """Return words such as `1 of 2 updates`."""
         return f"{self.n_recovered} of {count(len(self.errors), 'update')}"
 
     @property
     def best_error(self) -> float | None:
-        """The smallest error; None where nothing came back."""
+        """Return the smallest error; None where nothing came back."""
         return _finite(min(self.errors))
 
     @property
     def median_error(self) -> float | None:
-        """The median error; None where nothing came back for half of the updates."""
+        """Return the median error; None where nothing came back for half of the updates."""
         return _finite(middle(self.errors))
 
 
@@ -83,56 +83,56 @@ class ResultGroup:
 
     @property
     def subject(self) -> tuple[str, str]:
-        """Method and defence."""
+        """Return method and defense."""
         return self.method, self.defense
 
     @cached_property
     def attacked_rows(self) -> list[Row]:
-        """Rows of updates that the attack applied to."""
+        """Return rows of updates that the attack applied to."""
         return [row for row in self.rows if "not_applicable" not in row]
 
     @cached_property
     def image_rows(self) -> list[Row]:
-        """Rows with an image to judge; failures count, attacks that are not after images don't."""
+        """Return rows with an image to judge; failures count, attacks that are not after images don't."""
         return [row for row in self.attacked_rows if row.get("psnr") is not None]
 
     @cached_property
     def refusals(self) -> dict[str, int]:
-        """Why the attack said nothing, and of how many updates."""
+        """Return why the attack said nothing, and of how many updates."""
         return dict(Counter(str(row["not_applicable"]) for row in self.rows if "not_applicable" in row))
 
     @cached_property
     def accuracy_by_seed(self) -> dict[int, float]:
-        """Accuracy in the group's round by seed; empty where it was not measured."""
+        """Return accuracy in the group's round by seed; empty where it was not measured."""
         return self.by_seed("accuracy")
 
     @property
     def accuracy(self) -> float | None:
-        """In the group's round, mean over seeds."""
+        """Return the accuracy in the group's round, mean over seeds."""
         return fmean(self.accuracy_by_seed.values()) if self.accuracy_by_seed else None
 
     def by_seed(self, column: str) -> dict[int, float]:
-        """A figure of the training: each seed trains a model of its own, whatever the number of images attacked."""
+        """Return a figure of the training by seed: each seed trains one model, however many images are attacked."""
         return {row["seed"]: row[column] for row in self.rows if row.get(column) is not None}
 
     def mean_over_seeds(self, column: str) -> float | None:
-        """Mean over seeds of a figure of the training."""
+        """Return mean over seeds of a figure of the training."""
         values = self.by_seed(column)
         return fmean(values.values()) if values else None
 
     @cached_property
     def psnr(self) -> Interval | None:
-        """Mean PSNR in dB."""
+        """Return mean PSNR in dB."""
         return self.mean_interval("psnr")
 
     @cached_property
     def n_images(self) -> int:
-        """How many different images were attacked."""
+        """Return how many different images were attacked."""
         return len({row[IMAGE] for row in self.image_rows})
 
     @cached_property
     def best_baseline(self) -> tuple[str, float] | None:
-        """The guess that scores best on these images, and its mean PSNR in dB."""
+        """Return the guess that scores best on these images, and its mean PSNR in dB."""
         means = {
             g: fmean(row[_baseline_column(g)] for row in self.image_rows)
             for g in BASELINES
@@ -142,7 +142,7 @@ class ResultGroup:
 
     @cached_property
     def gain(self) -> Interval | None:
-        """PSNR above the best floor in dB, image by image."""
+        """Return PSNR above the best floor in dB, image by image."""
         if self.best_baseline is None:
             return None
         column = _baseline_column(self.best_baseline[0])
@@ -150,7 +150,7 @@ class ResultGroup:
 
     @cached_property
     def leaked_rows(self) -> list[Row]:
-        """Images that leaked whatever the others did: recognisable, and `CLEAR` of every guess of the same image."""
+        """Return images that leaked by themselves: recognizable, and `CLEAR_MARGIN` above each of their guesses."""
         return [
             row
             for row in self.image_rows
@@ -165,23 +165,23 @@ class ResultGroup:
 
     @cached_property
     def labels(self) -> Interval | None:
-        """Share of images whose class was recovered."""
+        """Return share of images whose class was recovered."""
         return success_share([{**row, "hit": float(row["label_correct"])} for row in self.labeled_rows], "hit")
 
     @cached_property
     def labeled_rows(self) -> list[Row]:
-        """All images, once the attack names a label of any: one for which it names none has none recovered."""
+        """Return all images once the attack names any label; one without a named label has none recovered."""
         if all(row.get("label_correct") is None for row in self.image_rows):
             return []
         return [{**row, "label_correct": bool(row.get("label_correct"))} for row in self.image_rows]
 
     @cached_property
     def identification(self) -> IdentificationRate | None:
-        """How many reconstructions name their image among others of its class, by their pixels."""
+        """Return how many reconstructions name their image among others of its class, by their pixels."""
         return self.identification_by(BY_PICTURE)
 
     def identification_by(self, column: str) -> IdentificationRate | None:
-        """How many images are named so (see `eval.metrics.lineup`); None where none could be.
+        """Return how many images are named so (see `eval.metrics.lineup`); None where none could be.
 
         Every image counts once, from the first seed that attacked it: seeds share their images.
         """
@@ -192,13 +192,13 @@ class ResultGroup:
         return IdentificationRate(sum(bool(row[column]) for row in once), len(once), fmean(chances))
 
     def first_rows(self, column: str) -> list[Row]:
-        """The rows in which it is told whether an image is named, one for each image."""
+        """Return the rows in which it is told whether an image is named, one for each image."""
         rows = self.attacked_rows if column == BY_UPDATE else self.image_rows  # an update tells without a picture
         return list({row[IMAGE]: row for row in reversed(rows) if row.get(column) is not None}.values())
 
     @cached_property
     def label_gain(self) -> Interval | None:
-        """Share of labels recovered above what the commonest class of these images gets by itself."""
+        """Return share of labels recovered above what the commonest class of these images gets by itself."""
         share, common = self.labels, self.commonest_label_share
         if share is None or common is None:
             return None
@@ -207,25 +207,25 @@ class ResultGroup:
 
     @cached_property
     def commonest_label_share(self) -> float | None:
-        """Share of the commonest class among these images: what naming it every time gets."""
+        """Return share of the commonest class among these images: what naming it every time gets."""
         known = [str(row["label"]) for row in self.labeled_rows]
         return Counter(known).most_common(1)[0][1] / len(known) if known else None
 
     @cached_property
     def private_tensors(self) -> dict[str, PrivateTensorRecovery]:
-        """What came back of what else was private, by name; "extractor" is the generated part."""
+        """Return what came back of what else was private, by name; "extractor" is the generated part."""
         return private_tensor_recoveries(self.attacked_rows)
 
     def mean_interval(self, column: str) -> Interval | None:
-        """Mean of a column with its interval; None where no row has it."""
+        """Return mean of a column with its interval; None where no row has it."""
         return _mean([row for row in self.image_rows if column in row], column)
 
     def share_reaching(self, level: float, prefix: str = "") -> Interval | None:
-        """Share of images with a PSNR of at least `level` dB."""
+        """Return share of images with a PSNR of at least `level` dB."""
         return share_reaching(self.image_rows, level, f"{prefix}psnr")
 
     def flags(self, setting: RunSettings) -> list[str]:
-        """The validity flags that apply (see `eval.metrics.validity_flags`)."""
+        """Return the validity flags that apply (see `eval.metrics.validity_flags`)."""
         if not self.attacked_rows:
             return []
         errors = [row.get("forward_error", 0.0) for row in self.attacked_rows]
@@ -243,7 +243,7 @@ class ResultGroup:
 
 
 def private_tensor_recoveries(rows: Sequence[Row]) -> dict[str, PrivateTensorRecovery]:
-    """What is private and came back for any update, by name, with one error for every update."""
+    """Return what is private and came back for any update, by name, with one error for every update."""
     updates = {(row.get("seed"), row.get("update")): row for row in rows}  # the rows of an update repeat them
     found: list[dict[str, float]] = []
     for row in updates.values():
@@ -256,7 +256,7 @@ def private_tensor_recoveries(rows: Sequence[Row]) -> dict[str, PrivateTensorRec
 
 
 def group_rows(rows: Sequence[Row]) -> list[ResultGroup]:
-    """The rows by setting, in the order in which settings first appear."""
+    """Return the rows by setting, in the order in which settings first appear."""
     found: dict[tuple[str, str, str, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["method"], row["defense"], row["attack"], row["round"]), []).append(row)
@@ -264,18 +264,18 @@ def group_rows(rows: Sequence[Row]) -> list[ResultGroup]:
 
 
 def image_key(row: Row) -> tuple[Any, ...]:
-    """What tells an attacked image from those of other settings: its name, and two figures of its pixels."""
+    """Return what tells an attacked image from others: its name, and two figures of its pixels."""
     return (row[IMAGE], row.get("floor_mean_mse"), row.get("floor_grey_mse"))
 
 
 def distinct_images(rows: Sequence[Row]) -> list[Row]:
-    """One row per attacked image and seed, for what does not depend on the attack: the floors."""
+    """Return one row per attacked image and seed, for the baselines, which depend on no attack."""
     named = [{**row, IMAGE: image_key(row)} for row in rows if row.get(IMAGE) is not None and "images" in row]
     return list({(row[IMAGE], row["seed"]): row for row in named}.values())
 
 
 def baseline_means(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean PSNR of every guess on the attacked images, in dB."""
+    """Return mean PSNR of every guess on the attacked images, in dB."""
     named: dict[tuple[Any, ...], list[Row]] = {}
     for row in distinct_images(rows):
         named.setdefault(row[IMAGE], []).append(row)
@@ -287,25 +287,25 @@ def baseline_means(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def baseline_scores(rows: Sequence[Row], metric: str = "psnr") -> dict[str, Interval]:
-    """What every guess scores on the attacked images, each counted once per seed."""
+    """Return what every guess scores on the attacked images, each counted once per seed."""
     chosen = distinct_images(rows)
     found = {guess: _mean(chosen, f"floor_{guess}_{metric}") for guess in BASELINES if _has(chosen, guess, metric)}
     return {guess: value for guess, value in found.items() if value is not None}
 
 
 def share_reaching(rows: Sequence[Row], level: float, column: str = "psnr") -> Interval | None:
-    """Share of rows of at least `level` dB in a column."""
+    """Return share of rows of at least `level` dB in a column."""
     known = [row for row in rows if row.get(column) is not None]
     return success_share([{**row, "hit": float(row[column] >= level)} for row in known], "hit")
 
 
 def success_share(rows: Sequence[Row], column: str) -> Interval | None:
-    """Share of ones in a column of zeros and ones; images are the trials (`statistics.success_rate`)."""
+    """Return share of ones in a column of zeros and ones; images are the trials (`statistics.success_rate`)."""
     return statistics.success_rate(rows, 0.5, column, image=IMAGE) if rows else None
 
 
 def lpips_column(rows: Sequence[Row]) -> str | None:
-    """The column that holds LPIPS, where any row has a figure in it."""
+    """Return the column that holds LPIPS, where any row has a figure in it."""
     return next((name for row in rows for name in row if name.startswith("lpips_") and row[name] is not None), None)
 
 
@@ -325,16 +325,16 @@ class IdentificationRate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the share, by Clopper and Pearson, 95 %."""
+        """Return the share's 95 % interval by Clopper and Pearson."""
         return statistics.exact_interval(self.hits, self.images)
 
     def excess_over_chance(self, tests: int) -> float:
-        """By how much the share exceeds chance at least, be it the most telling of so many tests (Bonferroni)."""
+        """Return by how much the share exceeds chance at least, as the best of so many tests (Bonferroni)."""
         return statistics.at_least(self.hits, self.images, 0.025 / tests) - self.chance
 
 
 def chance_rate(row: Row) -> float:
-    """How often a reconstruction that knows nothing names its image: once in so many, for each that it is chosen from.
+    """Return how often a reconstruction that knows nothing names its image: `candidates` / `among`.
 
     Of an update's several reconstructions the closest stands for each image, which is as many guesses.
     """
@@ -342,12 +342,12 @@ def chance_rate(row: Row) -> float:
 
 
 def exceeds_baseline(gain: Interval | None) -> bool:
-    """Whether a gain is told from zero: its interval lies above, and it rests on enough images for that to count."""
+    """Return whether a gain's interval lies above zero, over enough images for that to count."""
     return gain is not None and gain.low is not None and gain.low > 0 and gain.images >= MIN_IMAGES
 
 
 def has_failed(row: Row) -> bool:
-    """Whether no reconstruction stands for the image, so that its figures are the worst there are."""
+    """Return whether no reconstruction stands for the image, so that its figures are the worst there are."""
     return bool(row.get("failure")) or NO_RECONSTRUCTION in row.get("missing", {}).values()
 
 

@@ -37,11 +37,11 @@ from eval.report.settings import RunSettings
 
 PSNR = (
     "PSNR (dB): how close a reconstruction is to the true image, [95 % interval over images and seeds]. From about 20 "
-    "a person recognises the content, from 30 there is hardly a difference; 100 is equality."
+    "a person recognizes the content, from 30 there is hardly a difference; 100 is equality."
 )
 FLOOR = (
-    "Floor: what a guess without any knowledge of the client scores on the same images: one colour (the image's own "
-    "mean, or mid grey), noise, the most similar image of other clients. A mean PSNR counts as "
+    "Floor: what a guess without any knowledge of the client scores on the same images: one color (the image's own "
+    "mean, or mid gray), noise, the most similar image of other clients. A mean PSNR counts as "
     "leaked where its interval lies above all floors."
 )
 SSIM = "SSIM: similarity of structures, 1 for equal images."
@@ -56,7 +56,7 @@ NAMED = (
     "/ by the update alone, which takes no reconstruction."
 )
 VALUE_COLUMNS = ("accuracy", "PSNR (dB)", "SSIM", "LPIPS", "≥20", "≥30", "labels", "named")
-COLUMNS = ("method", "defence", "attack", *VALUE_COLUMNS, "flags")
+COLUMNS = ("method", "defense", "attack", *VALUE_COLUMNS, "flags")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Table:
 
 
 def build_table(rows: Sequence[Row], experiment: Experiment) -> Table:
-    """The table of an experiment's rows.
+    """Return the table of an experiment's rows.
 
     Raises:
         ValueError: there are no rows.
@@ -91,7 +91,7 @@ def build_table(rows: Sequence[Row], experiment: Experiment) -> Table:
     raised: dict[str, None] = {}
     lines = [_line(group, setting, several, raised) for group in found]
     below = _floor_lines(rows)
-    idle = {"defence": "none", "LPIPS": "-", "named": "-"}  # a column that says only this is left out
+    idle = {"defense": "none", "LPIPS": "-", "named": "-"}  # a column that says only this is left out
     if not _attacked(found):
         idle |= {"attack": NOT_ATTACKED, **dict.fromkeys(VALUE_COLUMNS, "-")}
         lines = [(*line[:-1], "-") for line in lines]  # the legend says it once
@@ -107,7 +107,7 @@ def build_table(rows: Sequence[Row], experiment: Experiment) -> Table:
 
 
 def to_markdown(content: Table) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     lines = [f"# {in_markdown(content.title)}", "", _cells(content.columns), _rule(len(content.columns))]
     lines += [_cells(row) for row in (*content.rows, *content.baselines)]
     return "\n".join([*lines, "", *(f"- {in_markdown(sentence)}" for sentence in content.legend)]) + "\n"
@@ -126,7 +126,7 @@ def _cells(words: Sequence[str]) -> str:
 
 
 def _line(group: ResultGroup, setting: RunSettings, several: bool, raised: dict[str, None]) -> tuple[str, ...]:
-    """One setting: figures, or why there are none."""
+    """Return the figures of one setting, or why there are none."""
     name = f"{group.attack} (round {group.round})" if several else group.attack
     accuracy = "-" if group.accuracy is None else f"{group.accuracy:.1%}"
     head = (group.method, group.defense, name, accuracy)
@@ -143,14 +143,14 @@ def _line(group: ResultGroup, setting: RunSettings, several: bool, raised: dict[
 
 
 def _named(group: ResultGroup) -> str:
-    """The shares of images named, by picture / by features / by update."""
+    """Return the shares of images named, by picture / by features / by update."""
     ways = [group.identification_by(way) for way in (BY_PICTURE, BY_FEATURES, BY_UPDATE)]
     shares = ["-" if way is None else f"{way.hits / way.images:.0%}" for way in ways]
     return " / ".join(shares) if any(ways) else "-"
 
 
 def _figures(rows: Sequence[Row], prefix: str, psnr: Interval | None) -> tuple[str, ...]:
-    """PSNR, SSIM, LPIPS and success rates of the columns that begin with `prefix`."""
+    """Return PSNR, SSIM, LPIPS and success rates of the columns that begin with `prefix`."""
     if psnr is None:
         return ("-", "-", "-", "-", "-")
     interval = "" if psnr.low is None or psnr.high is None else f" [{psnr.low:.1f}, {psnr.high:.1f}]"
@@ -170,7 +170,7 @@ def _mean(rows: Sequence[Row], column: str) -> str:
 
 
 def _verdicts(found: Sequence[ResultGroup], several: bool) -> list[str]:
-    """For every method and attack what leaked, pictures and private tensors, in a sentence each."""
+    """Return what leaked, pictures and private tensors, in a sentence for every method and attack."""
     lines = []
     tests = Counter(subject_label(group) for group in found if group.identification is not None)
     for group in found:
@@ -180,7 +180,7 @@ def _verdicts(found: Sequence[ResultGroup], several: bool) -> list[str]:
 
 
 def _pictures(group: ResultGroup, tests: int) -> list[str]:
-    """PSNR against the best guess made without the update; images named, by the most telling of so many `tests`."""
+    """Return PSNR against the best baseline, and images named, as the most telling of so many `tests`."""
     gain, floor = group.gain, group.best_baseline
     if gain is None or floor is None:
         return []
@@ -202,7 +202,7 @@ def _pictures(group: ResultGroup, tests: int) -> list[str]:
         )
     if group.leaked_rows and not exceeds_baseline(gain):
         lines.append(
-            f"but {len(group.leaked_rows)} of {len(group.image_rows)} pictures came back recognisable "
+            f"but {len(group.leaked_rows)} of {len(group.image_rows)} pictures came back recognizable "
             f"({RECOGNIZABLE_PSNR:g} dB or "
             f"more, {CLEAR_MARGIN:g} above every guess)"
         )
@@ -210,7 +210,7 @@ def _pictures(group: ResultGroup, tests: int) -> list[str]:
 
 
 def _secrets(group: ResultGroup) -> list[str]:
-    """For how many updates the embedding and the generated extractor were recovered."""
+    """Return for how many updates the embedding and the generated extractor were recovered."""
     lines = []
     for what in ("embedding", "extractor"):
         if (secret := group.private_tensors.get(what)) is not None:
@@ -223,7 +223,7 @@ def _secrets(group: ResultGroup) -> list[str]:
 
 
 def _accuracy(found: Sequence[ResultGroup], experiment: Experiment) -> str:
-    """What the column of accuracies is of: every line has that of its own round."""
+    """Return what the column of accuracies is of: every line has that of its own round."""
     last = {entry.label: sweep.part(experiment, entry, None).federation.rounds for entry in experiment.method}
     if all(group.round == last.get(group.method) for group in found):
         return ACCURACY.format(when="the last round")
@@ -232,7 +232,7 @@ def _accuracy(found: Sequence[ResultGroup], experiment: Experiment) -> str:
 
 
 def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The floors of all attacked images, each counted once per seed."""
+    """Return the floors of all attacked images, each counted once per seed."""
     chosen, found = distinct_images(rows), baseline_scores(rows)
     return [
         ("floor", "", BASELINES[guess], "", *_figures(chosen, f"floor_{guess}_", psnr), "-", "-", "-")
@@ -243,7 +243,7 @@ def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 def _legend(
     rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], further: Sequence[str]
 ) -> list[str]:
-    """What leaked, and what to know of the columns, `further` ones among them."""
+    """Return what leaked, and what to know of the columns, `further` ones among them."""
     found = group_rows(rows)
     several = len({group.round for group in found}) > 1
     leakage = [PSNR, FLOOR, SSIM, *([LPIPS] if "LPIPS" in further else []), RATES]
@@ -255,7 +255,7 @@ def _legend(
     ]
     lines += [f"Method {entry.label}: {summarize(type(entry.item))}." for entry in experiment.method]
     defenses = [entry for entry in experiment.defense if entry.item.name != "none"]
-    lines += [f"Defence {entry.label}: {summarize(type(entry.item))}." for entry in defenses]
+    lines += [f"Defense {entry.label}: {summarize(type(entry.item))}." for entry in defenses]
     for entry in experiment.attack:
         item = entry.item
         parts = [item.first, item.then] if isinstance(item, Chain) else [item]

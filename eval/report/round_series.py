@@ -92,12 +92,12 @@ def line_figure(name: str, title: str, ylabel: str, columns: Sequence[str], line
 
 
 def _key_label(names: Sequence[str]) -> str:
-    """A line's name in the key of a chart that stands alone; no defense goes unsaid."""
+    """Return a line's name in the key of a chart that stands alone; no defense goes unsaid."""
     return ", ".join(name for name in names if name != "none")
 
 
 def _landmarks(series: RoundSeries, *, small: bool) -> list[str]:
-    """First, highest and last value, with more digits where `small` figures may matter."""
+    """Return first, highest and last value, with more digits where `small` figures may matter."""
     points = series.points
     digits = 3 if small and max(abs(value) for _, value in points) < 10 else 1
     chosen = (points[0], max(points, key=lambda point: point[1]), points[-1])

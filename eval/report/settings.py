@@ -34,7 +34,7 @@ class RunSettings:
 
     @classmethod
     def from_plain(cls, plain: Any) -> RunSettings:
-        """The setting in plain data (a parsed `config.yaml`).
+        """Return the setting in plain data (a parsed `config.yaml`).
 
         Raises:
             ValueError: it is no mapping.
@@ -49,25 +49,25 @@ class RunSettings:
 
     @property
     def title(self) -> str:
-        """What the run calls itself, or nothing."""
+        """Return what the run calls itself, or nothing."""
         return str(self.values.get("title") or "")
 
     @property
     def published(self) -> list[Spec]:
-        """Figures of papers to set beside those of the run."""
+        """Return figures of papers to set beside those of the run."""
         listed = self.values.get("published")
         return [item for item in listed if isinstance(item, Mapping)] if isinstance(listed, list) else []
 
     def section(self, *keys: str) -> Spec:
-        """The settings under nested keys; empty where there are none."""
+        """Return the settings under nested keys; empty where there are none."""
         return section(self.values, *keys)
 
     def defense_name(self, defense: str) -> str:
-        """The registered name of the defence with this label."""
+        """Return the registered name of the defense with this label."""
         return str(self.defenses.get(defense, {}).get("name", defense))
 
     def group_size(self, defense: str) -> int:
-        """Over how many clients, at least, the server sees the mean alone; 1 for a defence that is not known here."""
+        """Return how many clients' mean, at least, the server sees alone; 1 for a defense not known here."""
         spec = {key: value for key, value in self.defenses.get(defense, {}).items() if key != "as"}
         try:
             return defenses.build(spec).group
@@ -76,12 +76,12 @@ class RunSettings:
 
     @property
     def lpips_asked(self) -> bool:
-        """Whether LPIPS was asked for by name, so that its absence is worth a flag."""
+        """Return whether LPIPS was asked for by name, so that its absence is worth a flag."""
         return self.section("score").get("lpips", "auto") not in {"auto", "off"}
 
 
 def section(plain: Spec, *keys: str) -> Spec:
-    """The mapping under nested keys; empty where there is none."""
+    """Return the mapping under nested keys; empty where there is none."""
     for key in keys:
         inner = plain.get(key)
         plain = inner if isinstance(inner, Mapping) else {"name": inner} if isinstance(inner, str) else {}
@@ -89,7 +89,7 @@ def section(plain: Spec, *keys: str) -> Spec:
 
 
 def entry_label(spec: Spec) -> str:
-    """What an entry is called in results."""
+    """Return what an entry is called in results."""
     if "as" in spec:
         return str(spec["as"])
     if spec.get("name") == "chain" and "first" in spec:  # of attacks

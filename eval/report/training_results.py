@@ -15,7 +15,7 @@ from eval.report.result_groups import ResultGroup
 
 
 def accuracy_interval(run: Run, group: ResultGroup, *, last: bool = False) -> Interval | None:
-    """The group's accuracy with an interval over clients and seeds; None where the clients' own are not on file.
+    """Return the group's accuracy over clients and seeds; None where the clients' own are not on file.
 
     Args:
         run: the run.
@@ -42,7 +42,7 @@ def accuracy_interval(run: Run, group: ResultGroup, *, last: bool = False) -> In
 
 
 def format_accuracy(run: Run, group: ResultGroup, *, last: bool = False) -> str:
-    """The group's accuracy in words, with its interval where there is one; as `accuracy_interval`."""
+    """Return the group's accuracy in words, with its interval where there is one; as `accuracy_interval`."""
     clients = accuracy_interval(run, group, last=last)
     known = group.mean_over_seeds("accuracy_last") if last else group.accuracy
     return format_percent_interval(clients, 1) if clients else format_percent(known, 1)
@@ -50,7 +50,7 @@ def format_accuracy(run: Run, group: ResultGroup, *, last: bool = False) -> str:
 
 @dataclass(frozen=True)
 class CommunicationCost:
-    """What a method under a defence sends and takes, per client and round where not said otherwise.
+    """What a method under a defense sends and takes, per client and round where not said otherwise.
 
     Attributes:
         method, defense: of whom.
@@ -70,7 +70,7 @@ class CommunicationCost:
 
 
 def communication_costs(rows: Sequence[Row]) -> list[CommunicationCost]:
-    """The costs of every method under every defence that trained for at least one round."""
+    """Return the costs of every method under every defense that trained for at least one round."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["round"] > 0 and row.get("numbers_up") is not None and row.get("numbers_down") is not None:
@@ -91,5 +91,5 @@ def communication_costs(rows: Sequence[Row]) -> list[CommunicationCost]:
 
 
 def _amount(clients: object) -> int:
-    """How many clients: `clients` holds their numbers, or how many there were."""
+    """Return how many clients: `clients` holds their numbers, or how many there were."""
     return clients if isinstance(clients, int) else len(clients) if isinstance(clients, list) else 0

@@ -53,7 +53,7 @@ def left_behind(path: Path) -> list[str]:
 def test_run_prints_the_table_and_writes_the_results(path):
     result = run(path, "--set", "seeds=3", "--set", "attack.guess.spread=0")
     assert result.exit_code == 0, result.output
-    for part in ("A tiny experiment", "fedavg", "mean colour", "PSNR (dB): how close", "fedavg: training (2/2)"):
+    for part in ("A tiny experiment", "fedavg", "mean color", "PSNR (dB): how close", "fedavg: training (2/2)"):
         assert part in result.output
     rows = read_rows(path.parent / "out" / "images.jsonl")
     assert {row["seed"] for row in rows} == {3}
@@ -66,11 +66,11 @@ def test_run_prints_the_table_and_writes_the_results(path):
 
 
 def test_flags_say_which_defence_they_are_raised_under():
-    rows = [("fedavg", defence, "ig", "below-floor") for defence in ("none", "prune")]
+    rows = [("fedavg", defense, "ig", "below-floor") for defense in ("none", "prune")]
     screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    terminal.show_table(screen, Table("x", ("method", "defence", "attack", "flags"), rows, [], []))
-    for defence in ("none", "prune"):
-        assert f"\nfedavg, {defence}, ig: below-floor\n" in screen.file.getvalue()
+    terminal.show_table(screen, Table("x", ("method", "defense", "attack", "flags"), rows, [], []))
+    for defense in ("none", "prune"):
+        assert f"\nfedavg, {defense}, ig: below-floor\n" in screen.file.getvalue()
 
 
 def test_run_goes_on_in_its_folder(path):

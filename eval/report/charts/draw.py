@@ -180,7 +180,7 @@ def _scatter(chart: ScatterPlot, width: int, with_key: bool) -> Figure:
 
 
 def _within(interval: Span | None, low: float, high: float) -> Span | None:
-    """An interval as far as its values can be."""
+    """Return an interval as far as its values can be."""
     return None if interval is None else (max(interval[0], low), min(interval[1], high))
 
 
@@ -275,7 +275,7 @@ def _lines(chart: LineChart, width: int, with_key: bool) -> Figure:
 
 
 def _curve(axes: Axes, curve: Curve) -> None:
-    """A line, with whiskers where there are few rounds, and with markers on some of them."""
+    """Return a line, with whiskers where there are few rounds, and with markers on some of them."""
     x, y = zip(*curve.points, strict=True)
     if len(curve.band) <= MAX_WHISKERS:
         _whiskers(axes, [((at, at), (low, high)) for at, low, high in curve.band], curve.series, cap="_")
@@ -307,7 +307,7 @@ def _heatmap(chart: Heatmap, width: int) -> Figure:
 def _figure(
     width: int, height: int, baselines: Sequence[Baseline], key: Sequence[tuple[Any, str]]
 ) -> tuple[Figure, Axes]:
-    """An empty figure with the names of the baselines above its axes, and with its key below.
+    """Return an empty figure with the names of the baselines above its axes, and with its key below.
 
     Args:
         width: in pixels.
@@ -334,7 +334,7 @@ def _figure(
 
 
 def _legend_size(entries: Sequence[tuple[Any, str]], width: int) -> tuple[int, int]:
-    """In how many columns the entries of a legend fit, and how high they are then, in pixels."""
+    """Return in how many columns the entries of a legend fit, and how high they are then, in pixels."""
     if not entries:
         return 1, 0
     columns = max(1, int(width / (60 + max(_text_width(words) for _, words in entries))))
@@ -347,7 +347,7 @@ def _value(baseline: Baseline) -> float:
 
 
 def _ticks(axes: Axes, width: int, *, whole: bool = False) -> None:
-    """Round figures on both axes."""
+    """Return round figures on both axes."""
     axes.xaxis.set_major_locator(MaxNLocator(5 if width < 500 else 9, steps=[1, 2, 5, 10], integer=whole))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     for axis in (axes.xaxis, axes.yaxis):
@@ -403,7 +403,7 @@ def _marker_look(look: Marker, size: float) -> dict[str, Any]:
 
 
 def _handle(look: Marker) -> tuple[Line2D, ...]:
-    """What stands for a series in a key."""
+    """Return what stands for a series in a key."""
     mark = Line2D([], [], **_marker_look(look, 8))
     if not look.line:
         return (mark,)
@@ -414,11 +414,11 @@ def _handle(look: Marker) -> tuple[Line2D, ...]:
 
 
 def _text_width(words: str) -> float:
-    """About how wide words are, in pixels."""
+    """Return about how wide words are, in pixels."""
     return max(map(len, words.split("\n"))) * style.TEXT_SIZE * _CHARACTER_WIDTH
 
 
 def _wrapped(words: str, width: float) -> str:
-    """Words from anywhere, visible, on lines of at most so many pixels."""
+    """Return words from anywhere, visible, on lines of at most so many pixels."""
     most = max(1, int(width / style.TEXT_SIZE / _CHARACTER_WIDTH))
     return "\n".join(wrap(visible(words), most, break_on_hyphens=False)) or " "

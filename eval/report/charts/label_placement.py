@@ -86,7 +86,7 @@ def overlap(a: Box, b: Box) -> float:
 
 
 def _candidates(point: tuple[float, float], size: tuple[float, float]) -> list[Box]:
-    """Boxes around a point, the nearest first; to the upper right first among equals."""
+    """Return boxes around a point, the nearest first; to the upper right first among equals."""
     found = []
     for radius in RADII:
         for step in range(DIRECTIONS):
@@ -98,7 +98,7 @@ def _candidates(point: tuple[float, float], size: tuple[float, float]) -> list[B
 
 
 def _cheapest(point: tuple[float, float], size: tuple[float, float], drawn: Obstacles) -> Box:
-    """The candidate that costs least, the nearest of equals."""
+    """Return the candidate that costs least, the nearest of equals."""
     best, least = None, math.inf
     for box in _candidates(point, size):
         distance = _DISTANCE * math.dist(point, _nearest(point, box))
@@ -113,7 +113,7 @@ def _shared(box: Box, others: Sequence[Box]) -> float:
 
 
 def _nearest(point: tuple[float, float], box: Box) -> tuple[float, float]:
-    """The place of a box that is nearest to a point."""
+    """Return the place of a box that is nearest to a point."""
     return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
 
 

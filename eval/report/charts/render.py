@@ -60,7 +60,7 @@ def render_swatch(marker: Marker) -> str:
 
 
 def _draw() -> ModuleType:
-    """The module that draws. Where matplotlib can't keep its list of fonts it says so, which concerns nobody here."""
+    """Return the module that draws, loaded without matplotlib's remarks on where it keeps its list of fonts."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)

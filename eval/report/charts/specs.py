@@ -141,7 +141,7 @@ class Heatmap:
 
     @property
     def shades(self) -> list[list[float]]:
-        """The values as opacities from 0 to 1; all full where `low` and `high` are one."""
+        """Return the values as opacities from 0 to 1; all full where `low` and `high` are one."""
         span = self.high - self.low
         return [
             [1.0 if span <= 0 else min(max((value - self.low) / span, 0.0), 1.0) for value in row]

@@ -61,7 +61,7 @@ def _describe(root: ElementTree.Element, alt: str) -> None:
 
 
 def _cleaned(drawn: str, name: str) -> ElementTree.Element:
-    """The drawing without namespaces, metadata and matplotlib's own ids, with tooltips and short numbers."""
+    """Return the drawing without namespaces, metadata and matplotlib's own ids, with tooltips and short numbers."""
     root = ElementTree.fromstring(drawn)
     parents = {child: parent for parent in root.iter() for child in parent}
     for element in list(root.iter()):
@@ -100,7 +100,7 @@ def _clean_attributes(element: ElementTree.Element, name: str) -> None:
 
 
 def _identifier(element: ElementTree.Element, value: str, name: str) -> tuple[str, str]:
-    """Markers are referred to by their ids; all others serve nobody, but where they hold a tooltip."""
+    """Return the attribute to keep of an id: markers are referred to by theirs, tooltips lie in others."""
     return ("id", f"{name}-{value}") if element.tag == "path" else ("gid", value)
 
 

@@ -48,7 +48,7 @@ def _divergence(row: Row) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where there is nothing, or one of them is no number."""
+    """Return the mean; None where there is nothing, or one of the values is no number."""
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
 
@@ -73,7 +73,7 @@ def series_of_methods(run: Run) -> list[tuple[str, str, str, RowValue]]:
 
 
 def _diagnostic(row: Row, name: str) -> float | None:
-    """A number that the method itself names (`Method.diagnostics`)."""
+    """Return a number that the method itself names (`Method.diagnostics`)."""
     values = row.get("diagnostics")
     value = values.get(name) if isinstance(values, dict) else None
     return float(value) if isinstance(value, int | float) else None
@@ -96,7 +96,7 @@ def blocks(run: Run) -> list[Block]:
 
 
 def _similarity_figure(which: int, row: Row) -> Block:
-    """Who resembles whom (HyperFedNet, Figure 5)."""
+    """Return a heat map of who resembles whom (HyperFedNet, Figure 5)."""
     title = (
         f"Similarity of clients' weights: {row['method']}, {row['defense']}, round {row['round']}, seed {row['seed']}"
     )
@@ -107,9 +107,9 @@ def _similarity_figure(which: int, row: Row) -> Block:
         return Omission(title, "a client's weights are all zero or no numbers")
     low = min(value for line in matrix for value in line)
     least = _format_below_one(low)
-    cosines, shades = f"Cosines from {least} to 1", f"Darker cells: more alike; white is {least}, full colour 1"
+    cosines, shades = f"Cosines from {least} to 1", f"Darker cells: more alike; white is {least}, full color 1"
     if 1 - low < EQUAL_WITHIN:
-        cosines, shades = "All cosines are 1", "All are alike: full colour is a cosine of 1"
+        cosines, shades = "All cosines are 1", "All are alike: full color is a cosine of 1"
     alt = f"{title}. {cosines}, clients 0 to {len(matrix) - 1} to the right and downwards."
     caption = f"{shades}. Clients by number, from 0."
     chart = Heatmap(matrix, 1.0 if 1 - low < EQUAL_WITHIN else low, 1.0)
@@ -117,13 +117,13 @@ def _similarity_figure(which: int, row: Row) -> Block:
 
 
 def _format_below_one(low: float) -> str:
-    """With three digits, or as many as it takes not to read as 1."""
+    """Return a number with three digits, or as many as it takes not to read as 1."""
     words = [format_number(low, digits) for digits in range(3, 8)]
     return next((word for word in words if not word.startswith("1")), words[-1])
 
 
 def _confidences(rows: Sequence[Row]) -> list[Block]:
-    """How sure models are where they are right and where they are wrong (hFedF, Figure 6b)."""
+    """Return how sure models are where they are right and where they are wrong (hFedF, Figure 6b)."""
     lines, bins = [], 0
     for row in rows:
         for where, answers in (row.get("confidence") or {}).items():
@@ -134,13 +134,13 @@ def _confidences(rows: Sequence[Row]) -> list[Block]:
     if not lines:
         return []
     ends = [f">{i / bins:g} to {(i + 1) / bins:g}" for i in range(bins)]
-    columns = ["method", "defence", "images", "answer", ">how many", *ends]
+    columns = ["method", "defense", "images", "answer", ">how many", *ends]
     seeds = join(list(dict.fromkeys(f"{row['seed']}" for row in rows if row.get("confidence"))))
     return [TableBlock(f"Probability of the class named, after the last round (seed {seeds})", columns, lines)]
 
 
 def _server_step(run: Run) -> list[Block]:
-    """A figure of every number of every training that has some; one reason for those that have none."""
+    """Return a figure of every number of every training that has some; one reason for those that have none."""
     asked: dict[tuple[str, str], list[Row]] = {}
     for row in run.rounds:
         if row.get("server") is not None:
@@ -158,7 +158,7 @@ def _server_step(run: Run) -> list[Block]:
 
 
 def _client_figure(key: str, title: str, name: str, rows: Sequence[Row]) -> Block:
-    """One number over rounds, a line for each client."""
+    """Return one number over rounds, a line for each client."""
     by_client = _by_client(name, rows)
     if len(by_client) > MAX_LINES:
         return Omission(title, f"more than {MAX_LINES} clients; the figures are in rounds.jsonl")
@@ -169,7 +169,7 @@ def _client_figure(key: str, title: str, name: str, rows: Sequence[Row]) -> Bloc
 
 
 def _by_client(name: str, rows: Sequence[Row]) -> dict[int, RoundSeries]:
-    """A number over rounds for every client that took part in a scored round, by its number, ascending."""
+    """Return a number over rounds for every client that took part in a scored round, by its number, ascending."""
     by_client: dict[int, RoundSeries] = {}
     for row in rows:
         if name not in row["server"]:

@@ -21,13 +21,13 @@ from eval.report.training_results import accuracy_interval, format_accuracy
 
 T = TypeVar("T")
 MAX_LINES = 8
-"""Lines in one figure; more are spread over a figure for every defence."""
+"""Lines in one figure; more are spread over a figure for every defense."""
 DRAWN_BASELINES = ("mean", "nearest")
 """Baselines drawn as lines: the best constant image, and the best image that could be had before."""
 
 
 def section(numbered: NumberedGroups) -> Section:
-    """Accuracy against leakage, and what changes over rounds; the latter alone where no attack was asked for."""
+    """Return accuracy against leakage, and what changes over rounds; the latter alone where no attack was asked for."""
     if not numbered.run.attacked:
         return Section("tradeoff", "Accuracy", _training(numbered))
     blocks = [*_scatter(numbered), *_strips(numbered), *_training(numbered), *_leakage(numbered)]
@@ -35,7 +35,7 @@ def section(numbered: NumberedGroups) -> Section:
 
 
 def _scatter(numbered: NumberedGroups) -> list[Block]:
-    """One point for every method, defence and attack."""
+    """Return one point for every method, defense and attack."""
     points, rows, marks, spoken = [], [], [], []
     absent: list[Block] = []
     for key, group in numbered.charted.items():
@@ -56,7 +56,7 @@ def _scatter(numbered: NumberedGroups) -> list[Block]:
     alt = f"Accuracy in percent against mean PSNR in dB. {' '.join(spoken)}"
     caption = (
         "Further right, pictures closer to the truth: more leaked. Further up, a better model. Shapes stand for "
-        "methods, hollow ones under a defence; numbers for the rows of the legend. Whiskers are 95 % intervals, of "
+        "methods, hollow ones under a defense; numbers for the rows of the legend. Whiskers are 95 % intervals, of "
         f"PSNR over images and seeds, {_accuracy_words(points)}{_baselines_in_words(lines)}"
     )
     if numbered.several_rounds:
@@ -79,7 +79,7 @@ def _accuracy_words(points: Sequence[Point]) -> str:
 
 
 def _strips(numbered: NumberedGroups) -> list[Block]:
-    """Every attacked image of every attack."""
+    """Return every attacked image of every attack."""
     shown = {key: group for key, group in numbered.charted.items() if group.psnr is not None}
     if not shown:
         return []
@@ -102,14 +102,14 @@ def _strips(numbered: NumberedGroups) -> list[Block]:
     )
     caption = (
         "Each dot is one reconstruction, the larger mark their mean with its 95 % interval: a mean can hide single "
-        "images that came back exact, and single failures. From about 20 dB a person recognises the "
+        "images that came back exact, and single failures. From about 20 dB a person recognizes the "
         f"content.{_baselines_in_words(lines)}"
     )
     return [FigureBlock("images", "Every image on its own", StripPlot(rows, lines), alt, caption)]
 
 
 def _training(numbered: NumberedGroups) -> list[Block]:
-    """Accuracies and diagnostics over rounds."""
+    """Return accuracies and diagnostics over rounds."""
     run = numbered.run
     if not run.rounds:
         return [Omission("accuracy over rounds", "there is no rounds.jsonl")]
@@ -134,7 +134,7 @@ def _percent(row: Mapping[str, object], column: str) -> float | None:
 
 
 def _series_figures(run: Run, name: str, title: str, ylabel: str, value: RowValue) -> list[Block]:
-    """Figures of a value over rounds; none where no method has two rounds of it."""
+    """Return figures of a value over rounds; none where no method has two rounds of it."""
     collected = collect_series(run.rounds, value)
     if not any(len(series.values) > 1 for series in collected):
         return []
@@ -147,12 +147,12 @@ def _series_figures(run: Run, name: str, title: str, ylabel: str, value: RowValu
         for subject, series in part.items():  # where there are several figures, a method looks the same in all
             look = methods.index(series.method) if len(parts) > 1 else subjects.index((series.method, series.defense))
             lines.append(Line(subject, look, series))
-        blocks.append(line_figure(f"{name}{suffix}", title + words, ylabel, ["method", "defence"], lines))
+        blocks.append(line_figure(f"{name}{suffix}", title + words, ylabel, ["method", "defense"], lines))
     return blocks
 
 
 def _leakage(numbered: NumberedGroups) -> list[Block]:
-    """PSNR over the rounds that were watched."""
+    """Return PSNR over the rounds that were watched."""
     lots: dict[tuple[str, ...], list[ResultGroup]] = {}
     for group in numbered.by_number.values():
         if group.psnr is not None:
@@ -166,7 +166,7 @@ def _leakage(numbered: NumberedGroups) -> list[Block]:
 
 
 def _leakage_figure(name: str, title: str, lots: Mapping[tuple[str, ...], list[ResultGroup]]) -> FigureBlock:
-    """One figure of PSNR over rounds."""
+    """Return one figure of PSNR over rounds."""
     curves, rows = [], []
     for i, (key, lot) in enumerate(lots.items()):
         found = sorted(((group.round, group.psnr) for group in lot if group.psnr is not None), key=itemgetter(0))
@@ -179,18 +179,18 @@ def _leakage_figure(name: str, title: str, lots: Mapping[tuple[str, ...], list[R
     caption = f"Whiskers or bands are 95 % intervals over images and seeds.{_baselines_in_words(lines)}"
     marks = [Marker(curve.series, line=True) for curve in curves]
     legend = TableBlock(
-        "What the lines stand for", ["method", "defence", "attack", ">PSNR in dB (round)"], rows, markers=marks
+        "What the lines stand for", ["method", "defense", "attack", ">PSNR in dB (round)"], rows, markers=marks
     )
     return FigureBlock(name, title, LineChart("PSNR (dB)", curves, lines), alt, caption, legend)
 
 
 def _split_by_defense(items: Mapping[tuple[str, ...], T]) -> list[tuple[str, str, dict[tuple[str, ...], T]]]:
-    """All items in one figure, or one figure for every defence: (suffix of its name, of its title, items)."""
+    """Return all items in one figure, or one figure for every defense: (suffix of its name, of its title, items)."""
     if len(items) <= MAX_LINES:
         return [("", "", dict(items))]
     defenses = dict.fromkeys(key[1] for key in items)
     return [
-        (f"-{i}", f", defence: {defense}", {key: item for key, item in items.items() if key[1] == defense})
+        (f"-{i}", f", defense: {defense}", {key: item for key, item in items.items() if key[1] == defense})
         for i, defense in enumerate(defenses, 1)
     ]
 

@@ -1,4 +1,4 @@
-"""What leaked, in plain words: a verdict for every method under every defence, and what it rests on."""
+"""What leaked, in plain words: a verdict for every method under every defense, and what it rests on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from eval.report.result_groups import (
 )
 
 BASELINE_SENTENCES = {
-    "mean": "every image's own mean colour",
-    "grey": "mid grey",
+    "mean": "every image's own mean color",
+    "grey": "mid gray",
     "noise": "noise",
     "nearest": "the most similar image of other clients",
 }
@@ -32,12 +32,12 @@ LEAKS, OPEN = "shown to leak", "not shown to leak beyond what was known before"
 
 
 def subject_label(group: ResultGroup) -> str:
-    """The method and its defence."""
+    """Return the method and its defense in words."""
     return group.method if group.defense == "none" else f"{group.method} with {group.defense}"
 
 
 def groups_by_subject(groups: Sequence[ResultGroup]) -> dict[str, list[ResultGroup]]:
-    """Groups by method and defence, in order."""
+    """Return groups by method and defense, in order."""
     found: dict[str, list[ResultGroup]] = {}
     for group in groups:
         found.setdefault(subject_label(group), []).append(group)
@@ -45,7 +45,7 @@ def groups_by_subject(groups: Sequence[ResultGroup]) -> dict[str, list[ResultGro
 
 
 def strongest_attack(groups: Sequence[ResultGroup]) -> ResultGroup | None:
-    """The group whose gain over its best floor is largest at the lower end of its interval; None without pictures.
+    """Return the group with the largest lower end of gain over its best baseline; None without pictures.
 
     An interval of fewer than `FEWEST` images tells hardly anything: these rank by their means, behind all others.
     """
@@ -60,13 +60,13 @@ def strongest_attack(groups: Sequence[ResultGroup]) -> ResultGroup | None:
 
 
 def findings(groups: Sequence[ResultGroup], *, labels_given: bool = False) -> list[FindingBlock]:
-    """One finding for every method under every defence."""
+    """Return one finding for every method under every defense."""
     several = len({group.round for group in groups}) > 1
     return [_finding(name, own, several, labels_given) for name, own in groups_by_subject(groups).items()]
 
 
 def _open(groups: Sequence[ResultGroup]) -> list[str]:
-    """What attacks leave open of a subject."""
+    """Return what attacks leave open of a subject."""
     from eval.report.sections.inconclusive import of_rows, opened  # which is written in words of this package
 
     return [
@@ -93,7 +93,7 @@ def _finding(name: str, groups: Sequence[ResultGroup], several: bool, labels_giv
 
 
 def _pictures(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str], str]:
-    """What is said of the pictures, and what of them leaked."""
+    """Return what is said of the pictures, and what of them leaked."""
     best = strongest_attack(groups)
     if best is None or best.psnr is None or best.gain is None or best.best_baseline is None:
         return ["No attack recovered pictures that could be judged."], ""
@@ -112,7 +112,7 @@ def _pictures(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str], 
     lines.append(
         f"{reached} of its {count(len(best.image_rows), 'reconstruction')} reach {RECOGNIZABLE_PSNR:g} dB, from "
         "which on a "
-        f"person recognises the content (that guess: {guessed})."
+        f"person recognizes the content (that guess: {guessed})."
     )
     alone = max(groups, key=lambda group: len(group.leaked_rows))
     if alone.leaked_rows:
@@ -129,7 +129,7 @@ def _pictures(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str], 
 
 
 def _unseen(groups: Sequence[ResultGroup]) -> list[str]:
-    """What images that were not tried may give away, where none that was tried came back recognizably."""
+    """Return what images that were not tried may give away, where none that was tried came back recognizably."""
     tried = max(group.n_images for group in groups)
     if not tried or any(row["psnr"] >= RECOGNIZABLE_PSNR for group in groups for row in group.image_rows):
         return []
@@ -142,7 +142,7 @@ def _unseen(groups: Sequence[ResultGroup]) -> list[str]:
 
 
 def _identities(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str], bool]:
-    """What is said of images told from others of their class, and whether that was more than chance."""
+    """Return what is said of images told from others of their class, and whether that was more than chance."""
     told = [(group, group.identification) for group in groups if group.identification is not None]
     if not told:
         return [], False
@@ -160,7 +160,7 @@ def _identities(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str]
 
 
 def _comparison_in_words(gain: Interval) -> tuple[str, str]:
-    """How a mean compares with a floor, and how far that can be trusted."""
+    """Return how a mean compares with a floor, and how far that can be trusted."""
     if gain.low is None or gain.high is None:
         return (
             f"{format_number(gain.value, sign=True)} dB against",
@@ -174,7 +174,7 @@ def _comparison_in_words(gain: Interval) -> tuple[str, str]:
 
 
 def _labels(groups: Sequence[ResultGroup], given: bool) -> tuple[list[str], bool]:
-    """What is said of the labels, and whether they leaked."""
+    """Return what is said of the labels, and whether they leaked."""
     known = [group for group in groups if group.labels is not None]
     if given:
         return (["The labels were given to the attacker."] if known else []), False
@@ -192,7 +192,7 @@ def _labels(groups: Sequence[ResultGroup], given: bool) -> tuple[list[str], bool
 
 
 def _private_tensors(groups: Sequence[ResultGroup]) -> tuple[list[str], bool]:
-    """What is said of private tensors, and whether any was recovered, if only for one update."""
+    """Return what is said of private tensors, and whether any was recovered, if only for one update."""
     best: dict[str, tuple[PrivateTensorRecovery, str]] = {}
     for group in groups:
         for name, secret in group.private_tensors.items():
@@ -214,12 +214,12 @@ def _private_tensors(groups: Sequence[ResultGroup]) -> tuple[list[str], bool]:
 
 
 def _rank(secret: PrivateTensorRecovery) -> tuple[float, float]:
-    """More updates first, then the smaller error."""
+    """Return a sorting key: more updates first, then the smaller error."""
     return secret.n_recovered / len(secret.errors), -(math.inf if secret.best_error is None else secret.best_error)
 
 
 def lead_sentence(found: Sequence[FindingBlock]) -> str:
-    """The answer in a sentence or two."""
+    """Return the answer in a sentence or two."""
     leaking = [f"{finding.subject} ({join(finding.leaked)})" for finding in found if finding.leaks]
     open_ = [finding.subject for finding in found if finding.leaks is False]
     parts = []
@@ -233,7 +233,7 @@ def lead_sentence(found: Sequence[FindingBlock]) -> str:
 
 
 def baseline_names(groups: Sequence[ResultGroup]) -> list[str]:
-    """The guesses that the images were compared with."""
+    """Return the guesses that the images were compared with."""
     return [
         BASELINE_SENTENCES[guess]
         for guess in BASELINES

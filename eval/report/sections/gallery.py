@@ -21,7 +21,7 @@ _TOLERANCE = 0.05
 
 
 def build_gallery(run: Run, group: ResultGroup, name: str, title: str) -> GalleryBlock:
-    """The best, the median and the worst image of an attack.
+    """Return the best, the median and the worst image of an attack.
 
     Raises:
         ValueError: there are no pictures, or they are not those that the rows are about; says which.
@@ -41,7 +41,7 @@ def build_gallery(run: Run, group: ResultGroup, name: str, title: str) -> Galler
 
 
 def choose_cases(group: ResultGroup) -> list[tuple[str, Row]]:
-    """Best, median (the lower of two) and worst by PSNR over all images and seeds; fewer where there are fewer."""
+    """Return best, median (the lower of two) and worst image by PSNR over all images and seeds, or fewer."""
     ordered = sorted(group.image_rows, key=lambda row: (row["psnr"], str(row.get(IMAGE)), row["seed"]))
     rules = {"best": len(ordered) - 1, "median": (len(ordered) - 1) // 2, "worst": 0}
     if len(ordered) < 3:
@@ -64,7 +64,7 @@ def _case(rule: str, row: Row, original: Pixels, found: Pixels) -> ImagePair:
 
 
 def encode_png(image: Pixels, scale: int = 1) -> bytes:
-    """A PNG file of one image (C, H, W) in [0, 1], every pixel `scale` by `scale` large."""
+    """Return a PNG file of one image (C, H, W) in [0, 1], every pixel `scale` by `scale` large."""
     pixels = (np.nan_to_num(image).clip(0, 1) * 255).round().astype(np.uint8).repeat(scale, 1).repeat(scale, 2)
     plain: Any = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
     file = io.BytesIO()

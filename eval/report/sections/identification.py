@@ -23,7 +23,7 @@ READING = [
     (
         "By update",
         "What the client would have sent of the true image alone is closest to what it sent. That takes no "
-        "reconstruction, so it is the same for every attack, and it says that the image can be recognised by who has "
+        "reconstruction, so it is the same for every attack, and it says that the image can be recognized by who has "
         "it, not what it shows.",
     ),
 ]
@@ -31,7 +31,7 @@ _WAYS = {BY_FEATURES: "naming by features", BY_UPDATE: "naming by update"}
 
 
 def blocks(numbered: NumberedGroups) -> list[Block]:
-    """The shares, and why some are missing; nothing where no image had others of its class beside it."""
+    """Return the shares, and why some are missing; nothing where no image had others of its class beside it."""
     told = {key: group for key, group in numbered.by_number.items() if any(AMONG in row for row in group.attacked_rows)}
     if not told:
         return []
@@ -55,7 +55,7 @@ def blocks(numbered: NumberedGroups) -> list[Block]:
 
 
 def format_rate(named: IdentificationRate | None) -> str:
-    """Share and interval."""
+    """Return share and interval."""
     if named is None:
         return NO_VALUE
     low, high = named.interval
@@ -63,12 +63,12 @@ def format_rate(named: IdentificationRate | None) -> str:
 
 
 def format_chance(named: IdentificationRate | None) -> str:
-    """How often a guess would name them."""
+    """Return how often a guess would name them."""
     return NO_VALUE if named is None else format_percent(named.chance)
 
 
 def _missing(told: dict[int, ResultGroup]) -> list[Block]:
-    """Why images of some methods could not be named so."""
+    """Return why images of some methods could not be named so."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for group in told.values():
         for row in group.attacked_rows:

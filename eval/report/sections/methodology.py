@@ -21,7 +21,7 @@ MEASURES = [
     (
         "PSNR",
         "Peak signal-to-noise ratio of a reconstruction in dB, on pixels in [0, 1]: 10 dB more is a tenth of the "
-        "squared error. From about 20 dB a person recognises the content, from 30 there is hardly a difference, "
+        "squared error. From about 20 dB a person recognizes the content, from 30 there is hardly a difference, "
         "100 is equality. Images of a batch are matched with their reconstructions once, so that the total squared "
         "error is least.",
     ),
@@ -49,8 +49,8 @@ MEASURES = [
 CRITERIA = [
     (
         "Floors",
-        "What a guess without any knowledge of the update scores on the same images: one colour (the image's own "
-        "mean, or mid grey), noise, and the most similar training image that no watched client holds. Two of them "
+        "What a guess without any knowledge of the update scores on the same images: one color (the image's own "
+        "mean, or mid gray), noise, and the most similar training image that no watched client holds. Two of them "
         "are chosen with the truth at hand, so they are upper bounds of what such a guess can do. A mean whose "
         "interval lies above all floors has leaked.",
     ),
@@ -74,7 +74,7 @@ CRITERIA = [
 
 
 def section(run: Run) -> Section:
-    """Measures, judgement, glossary, papers."""
+    """Return measures, criteria, glossary and papers."""
     blocks: list[Block] = (
         [DefinitionList(MEASURES), DefinitionList(CRITERIA)] if run.attacked else [DefinitionList([ACCURACY])]
     )
@@ -89,7 +89,7 @@ def section(run: Run) -> Section:
 
 
 def reproduction_section(run: Run) -> Section:
-    """Commands, machine, configuration."""
+    """Return commands, machine and configuration."""
     blocks: list[Block] = []
     commands = "hyperleak run config.yaml --out ../again\nhyperleak report ."
     if command := _command(run.metadata):
@@ -110,7 +110,7 @@ def _command(about: Mapping[str, Any]) -> str:
 
 
 def _machine(environment: Mapping[str, Any]) -> list[Block]:
-    """Versions and device, as far as they are on file."""
+    """Return versions and device, as far as they are on file."""
     if not environment:
         return [Omission("versions and machine", "there is no env.json")]
     blocks: list[Block] = []

@@ -17,7 +17,7 @@ class NumberedGroups:
     Attributes:
         run: read from its folder.
         numbers: of the groups that an attack applied to, counted from 1.
-        shown: of every method, defence and attack the round in which it leaked most.
+        shown: of every method, defense and attack the round in which it leaked most.
         rounds: whether several rounds were watched.
     """
 
@@ -28,7 +28,7 @@ class NumberedGroups:
 
     @property
     def defended(self) -> bool:
-        """Whether there is any defence."""
+        """Return whether there is any defense."""
         return any(self.run.settings.defense_name(group.defense) != "none" for group in self.run.groups)
 
     @classmethod
@@ -45,25 +45,25 @@ class NumberedGroups:
         return cls(run, numbers, shown, len({group.round for group in numbers.values()}) > 1)
 
     def columns(self) -> list[str]:
-        """Of a table by attack; none for defences or rounds where there is nothing to tell apart."""
-        return self.cells(">no.", "method", "defence", "attack", ">round")
+        """Return the first columns of a table by attack; defense and round only where they tell rows apart."""
+        return self.cells(">no.", "method", "defense", "attack", ">round")
 
     def row(self, key: int, group: ResultGroup) -> list[str]:
-        """A group's first cells, under `columns`."""
+        """Return a group's first cells, under `columns`."""
         return self.cells(str(key), group.method, group.defense, group.attack, str(group.round))
 
     def cells(self, key: str, method: str, defense: str, attack: str, at: str) -> list[str]:
-        """The cells that there are columns for."""
+        """Return the cells that there are columns for."""
         return [key, method, *([defense] if self.defended else []), attack, *([at] if self.several_rounds else [])]
 
     def marker(self, group: ResultGroup) -> Marker:
-        """Shape and color of the group's method; hollow under a defence."""
+        """Return shape and color of the group's method; hollow under a defense."""
         methods = list(dict.fromkeys(other.method for other in self.run.groups))
         defended = self.run.settings.defense_name(group.defense) != "none"
         return Marker(methods.index(group.method), hollow=defended)
 
     def label(self, group: ResultGroup) -> str:
-        """`hyperfl under peel+ig`, with the round where several were watched."""
+        """Return words such as `hyperfl under peel+ig`, with the round where several were watched."""
         return f"{subject_label(group)} under {group.attack}" + (
             f", round {group.round}" if self.several_rounds else ""
         )

@@ -23,7 +23,7 @@ KNOWLEDGE = {
     "knows_schedule": "number and size of the local steps",
     "knows_order": "which image was in which step",
     "knows_randomness": "the method's own random numbers",
-    "knows_defense": "the defence and its settings",
+    "knows_defense": "the defense and its settings",
     "knows_optimizer": "what clients train by (their optimizer)",
     "knows_private_init": "the values that private tensors started from",
     "sees_buffers": "shared buffers such as batch-norm statistics",
@@ -32,7 +32,7 @@ KNOWLEDGE = {
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """What was examined, at a glance."""
+    """Return what was examined, at a glance."""
     setting = run.settings
     federation, observe = setting.section("federation"), setting.section("observe")
     clients = setting.section("federation", "partition").get("clients")
@@ -46,7 +46,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "Clients": f"{clients} ({_name(setting.section('federation', 'partition'))})" if clients is not None else "",
         "Rounds": _rounds(federation.get("rounds"), run),
         "Methods": ", ".join(dict.fromkeys(group.method for group in run.groups)),
-        "Defences": ", ".join(
+        "Defenses": ", ".join(
             dict.fromkeys(g.defense for g in run.groups if setting.defense_name(g.defense) != "none")
         ),
         "Attacks": ", ".join(dict.fromkeys(group.attack for group in run.groups if group.attack != NOT_ATTACKED)),
@@ -62,14 +62,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _image_count(pictures: set[str]) -> str:
-    """How many images were attacked, and how many of them are new to the clients."""
+    """Return how many images were attacked, and how many of them are new to the clients."""
     new, count = sum(":test/" in picture for picture in pictures), len(pictures)
     said = f"test image{'' if new == 1 else 's'} that no client trained on"
     return f"{count}, " if not new else f"{count} {said}, " if new == count else f"{count}, {new} of them {said}, "
 
 
 def verdict_section(numbered: NumberedGroups) -> tuple[Section, list[FindingBlock]]:
-    """The verdicts, under the flags that qualify them."""
+    """Return the verdicts, under the flags that qualify them."""
     run = numbered.run
     if not run.attacked:
         return Section(
@@ -93,7 +93,7 @@ def verdict_section(numbered: NumberedGroups) -> tuple[Section, list[FindingBloc
                 "“Shown to leak” means: over the attacked images, the strongest attack comes closer to the true "
                 f"picture than the best guess made without the update ({join(guesses, 'or')}), and the 95 % interval "
                 f"of that difference, image by image, lies above zero, over at least {MIN_IMAGES} images; or single "
-                "images come back recognisable and far above every guess of themselves; or what came back names its "
+                "images come back recognizable and far above every guess of themselves; or what came back names its "
                 "image among others of the same class (“identity”) more often than chance does, by a bar that rises "
                 "with the number of attacks. Labels are judged by their interval likewise; a private value leaked if "
                 "it was recovered for any update. The attack is picked after the fact as the one that leaks most, and "
@@ -105,7 +105,7 @@ def verdict_section(numbered: NumberedGroups) -> tuple[Section, list[FindingBloc
 
 
 def unfinished_notes(run: Run) -> list[Block]:
-    """The parts of the run that are not there, and why."""
+    """Return the parts of the run that are not there, and why."""
     cells = [cell for cell in run.metadata.get("cells") or [] if isinstance(cell, Mapping)]
     left = [cell for cell in cells if cell.get("status", "finished") != "finished"]
     if not left:
@@ -125,7 +125,7 @@ def _overlap_notes(run: Run) -> list[Block]:
 
 
 def mixed_code_warning(about: Mapping[str, Any]) -> str | None:
-    """A sentence on finished cells that were not all computed by the code that put them together, or None.
+    """Return a sentence on finished cells that other code computed than put them together, or None.
 
     Args:
         about: `run.json`.
@@ -143,7 +143,7 @@ def mixed_code_warning(about: Mapping[str, Any]) -> str | None:
 
 
 def flag_notes(numbered: NumberedGroups) -> list[Block]:
-    """The validity flags, each with what it means and what it was raised for."""
+    """Return the validity flags, each with what it means and what it was raised for."""
     raised: dict[str, list[int]] = {}
     for key, group in numbered.by_number.items():
         for flag in group.flags(numbered.run.settings):
@@ -159,7 +159,7 @@ def flag_notes(numbered: NumberedGroups) -> list[Block]:
 
 
 def _attacks_with_flag(numbered: NumberedGroups, keys: list[int]) -> str:
-    """What a flag was raised for: names if there are few, else the numbers of the tables."""
+    """Return what a flag was raised for: names if there are few, else the numbers of the tables."""
     if len(keys) == len(numbered.by_number):
         return (
             "Raised for every attack."
@@ -179,7 +179,7 @@ def _attacks_with_flag(numbered: NumberedGroups, keys: list[int]) -> str:
 
 
 def attacker_section(numbered: NumberedGroups) -> Section:
-    """What the attacker was assumed to see and know."""
+    """Return what the attacker was assumed to see and know."""
     run = numbered.run
     known, unknown = attacker_knowledge(run.settings.threat, defended=numbered.defended)
     used = dict.fromkeys(item for row in run.rows for item in row.get("knowledge") or [])
@@ -217,13 +217,13 @@ def attacker_section(numbered: NumberedGroups) -> Section:
 
 
 def _groups(run: Run) -> dict[str, int]:
-    """The defences that show the server means over several clients alone, and over how many at least."""
+    """Return the defenses that show the server means over several clients alone, and over how many at least."""
     sizes = {label: run.settings.group_size(label) for label in run.settings.defenses}
     return {label: size for label, size in sizes.items() if size > 1}
 
 
 def _returned(run: Run) -> str:
-    """What comes back from a client, as far as the server sees it."""
+    """Return what comes back from a client, as far as the server sees it."""
     if not (groups := _groups(run)):
         return "the update that comes back"
     if len(groups) == len(run.settings.defenses):
@@ -232,7 +232,7 @@ def _returned(run: Run) -> str:
 
 
 def attacker_knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> tuple[list[str], list[str]]:
-    """What the attacker knows and what it does not, in words."""
+    """Return what the attacker knows and what it does not, in words."""
     known: list[str] = []
     unknown: list[str] = []
     for key, value in threat.items():
@@ -247,7 +247,7 @@ def attacker_knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> t
 
 
 def _name(spec: Mapping[str, Any]) -> str:
-    """A name with its numbers of pixels, if it has any."""
+    """Return a name with its numbers of pixels, if it has any."""
     name, size = str(spec.get("name", "")), spec.get("input_shape")
     if isinstance(size, Sequence) and not isinstance(size, str):
         return f"{name}, " + "\N{MULTIPLICATION SIGN}".join(map(str, size))

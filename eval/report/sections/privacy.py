@@ -31,7 +31,7 @@ AT_FAULT = (
 )
 _WAYS = {BY_PICTURE: "", BY_UPDATE: " by the update itself"}
 _PRIVATE = {"noise_multiplier", "clip", "delta"}
-"""Settings that a method or a defence has which makes claims."""
+"""Settings that a method or a defense has which makes claims."""
 _CHOICE = {f"observe.{key}" for key in ("clients", "rounds", "images", "classes", "seed")}
 """Settings by which the attacks of a run may differ that say which images are watched, and when."""
 READING = [
@@ -98,20 +98,20 @@ class BoundedIdentification:
     delta: float
 
     def at_least(self, significance: float) -> float:
-        """Lower end of the rate."""
+        """Return the lower end of the rate."""
         return statistics.at_least(self.hits, self.trials, significance)
 
     def epsilon_at_least(self, hits: int, significance: float) -> float:
-        """Lower end of epsilon if so many had been named."""
+        """Return lower end of epsilon if so many had been named."""
         return epsilon.from_identification(hits, self.trials, self.chance, delta=self.delta, significance=significance)
 
     def refutes_claim(self, significance: float) -> bool:
-        """Whether a bound is violated."""
+        """Return whether a bound is violated."""
         return self.at_least(significance) > self.bound or self.epsilon_at_least(self.hits, significance) > self.epsilon
 
 
 def bounded_identification(run: Run, group: ResultGroup, way: str = BY_PICTURE) -> BoundedIdentification | None:
-    """What an attack, or the update itself, named under a claim; None without claim, image or bound.
+    """Return what an attack, or the update, named under a claim; None without claim, image or bound.
 
     The bounds are on one guess for each image, so they say nothing where the closest of several stands for it; and
     images of one update are not independent of each other.
@@ -133,7 +133,7 @@ def bounded_identification(run: Run, group: ResultGroup, way: str = BY_PICTURE) 
 
 
 def alarms(numbered: NumberedGroups) -> list[Note]:
-    """What no true claim allows, for the top of the report."""
+    """Return what no true claim allows, for the top of the report."""
     entries = []
     named = _named(numbered)
     for (key, way), found in named.items():
@@ -158,7 +158,7 @@ def alarms(numbered: NumberedGroups) -> list[Note]:
 
 
 def claims_at_a_glance(run: Run) -> str:
-    """What is claimed, at a glance."""
+    """Return what is claimed, at a glance."""
     claims = [(subject, row) for subject, row in _claims(run).items() if row["epsilon"] is not None]
     if not claims:
         return NOTHING if run.privacy or not _expected(run) else ""
@@ -171,7 +171,7 @@ def claims_at_a_glance(run: Run) -> str:
 
 
 def legend_notes(numbered: NumberedGroups) -> list[str]:
-    """The same for a table's legend: errors first, then the claims in a sentence each."""
+    """Return notes for a table's legend: errors first, then the claims in a sentence each."""
     errors = [f"{note.title}. {_joined(note.entries)}" for note in alarms(numbered)]
     return [*errors, *(f"Privacy of {name}: {words}" for name, words in _sentences(numbered.run))]
 
@@ -181,7 +181,7 @@ def _joined(entries: list[tuple[str, str]]) -> str:
 
 
 def section(numbered: NumberedGroups) -> list[Section]:
-    """Claims, bounds and audits; nothing where no method claims anything."""
+    """Return claims, bounds and audits; nothing where no method claims anything."""
     run = numbered.run
     if not run.privacy:
         if not _expected(run):
@@ -193,7 +193,7 @@ def section(numbered: NumberedGroups) -> list[Section]:
 
 
 def _without(run: Run) -> list[Block]:
-    """Methods that claim nothing, and those whose claim is that no epsilon holds."""
+    """Return methods that claim nothing, and those whose claim is that no epsilon holds."""
     claims, blocks = _claims(run), list[Block]()
     silent = dict.fromkeys(_subject_label(group.subject) for group in run.groups if group.subject not in claims)
     if silent:
@@ -205,7 +205,7 @@ def _without(run: Run) -> list[Block]:
 
 
 def _expected(run: Run) -> bool:
-    """Whether the settings of some method, or of some defence, are those of one that makes claims."""
+    """Return whether the settings of some method, or of some defense, are those of one that makes claims."""
     return any(map(_claiming, [*run.settings.methods.values(), *run.settings.defenses.values()]))
 
 
@@ -221,7 +221,7 @@ def _subject_label(subject: tuple[str, str]) -> str:
 
 
 def _claims(run: Run) -> dict[tuple[str, str], Row]:
-    """Of every method under every defence the claim of the seed with the least privacy."""
+    """Return, for every method under every defense, the claim of the seed with the least privacy."""
     found: dict[tuple[str, str], Row] = {}
     for row in run.privacy:
         subject = (row["method"], row["defense"])
@@ -242,7 +242,7 @@ def _head(numbered: NumberedGroups, method: str, defense: str) -> list[str]:
 
 
 def _claimed(numbered: NumberedGroups) -> TableBlock:
-    columns = [*_head(numbered, "method", "defence"), ">epsilon", ">by RDP", ">delta", "protects", "mode"]
+    columns = [*_head(numbered, "method", "defense"), ">epsilon", ">by RDP", ">delta", "protects", "mode"]
     columns += [">noise / clip", ">clip", ">rate", ">steps", ">rounds"]
     lines = []
     for (method, defense), row in _claims(numbered.run).items():
@@ -257,7 +257,7 @@ def _claimed(numbered: NumberedGroups) -> TableBlock:
 
 
 def _named(numbered: NumberedGroups) -> dict[tuple[int, str], BoundedIdentification]:
-    """By number of the attack and way of telling; by update once, under the first attack on the same updates."""
+    """Return what attacks named, by number and way of telling; by update once, under the first attack."""
     found, pools = dict[tuple[int, str], BoundedIdentification](), _pooled(numbered)
     for key, group in numbered.by_number.items():
         if (told := bounded_identification(numbered.run, group)) is not None:
@@ -269,7 +269,7 @@ def _named(numbered: NumberedGroups) -> dict[tuple[int, str], BoundedIdentificat
 
 
 def _pooled(numbered: NumberedGroups) -> dict[tuple[str, ...], ResultGroup]:
-    """The rows of all attacks on updates of one kind: what an update tells depends on no attack, nor on their order.
+    """Return the rows of all attacks on updates of one kind: what an update tells depends on no attack.
 
     An attack may be on fewer images than another, or refuse some. An image's first row is one of its first seed.
     """
@@ -284,7 +284,7 @@ def _pooled(numbered: NumberedGroups) -> dict[tuple[str, ...], ResultGroup]:
 
 
 def _observation(run: Run, group: ResultGroup) -> tuple[str, ...]:
-    """Whose updates an attack is on, and how they are made of an image, but not of which images."""
+    """Return whose updates an attack is on, and how they are made of an image, but not of which images."""
     own = section_of(run.settings.attacks.get(group.attack, {}), "with")
     made = {f"observe.{key}": value for key, value in run.settings.section("observe").items()} | {**own}
     how = sorted(f"{key}={value}" for key, value in made.items() if key not in _CHOICE)
@@ -292,7 +292,7 @@ def _observation(run: Run, group: ResultGroup) -> tuple[str, ...]:
 
 
 def _level(named: Mapping[tuple[int, str], BoundedIdentification]) -> float:
-    """Significance of each, so that all together are wrong with 5 % at most (Bonferroni)."""
+    """Return significance of each, so that all together are wrong with 5 % at most (Bonferroni)."""
     return (1 - CONFIDENCE) / max(1, len(named))
 
 
@@ -316,7 +316,7 @@ def _bounds(numbered: NumberedGroups) -> list[Block]:
 
 
 def _unbounded(numbered: NumberedGroups) -> list[Block]:
-    """Why nothing bounds some methods' attacks."""
+    """Return why nothing bounds some methods' attacks."""
     reasons: dict[str, dict[str, None]] = {}
     claims = _claims(numbered.run)
     for group in numbered.by_number.values():
@@ -330,7 +330,7 @@ def _unbounded(numbered: NumberedGroups) -> list[Block]:
 
 
 def _audits(run: Run) -> dict[tuple[str, str], Row]:
-    """Of every method under every defence the claim whose audit found most."""
+    """Return, for every method under every defense, the claim whose audit found most."""
     found: dict[tuple[str, str], Row] = {}
     for row in run.privacy:
         if row["audit"] is not None:
@@ -353,7 +353,7 @@ def _audited(numbered: NumberedGroups) -> list[Block]:
         told = "yes" if audit["lower"] > row["epsilon"] else "no"
         head = _head(numbered, method, defense)
         lines.append([*head, f"{audit['canaries']:,}", f"{audit['steps']:,}", *figures, told])
-    columns = [*_head(numbered, "method", "defence"), ">canaries", ">steps", ">epsilon at least", ">claimed"]
+    columns = [*_head(numbered, "method", "defense"), ">canaries", ">steps", ">epsilon at least", ">claimed"]
     columns += [">could be shown", "refuted"]
     blocks: list[Block] = [TableBlock("The noisy steps, audited", columns, lines), Paragraph(CANARIES)] if lines else []
     missing = {

@@ -26,7 +26,7 @@ FIGURES = {**OF_PICTURES, **OF_MODELS, **BEST, **OF_COSTS}
 
 
 def blocks(numbered: NumberedGroups) -> list[Block]:
-    """A table of published figures and ours, and in words why they may differ; nothing where the config names none."""
+    """Return published figures beside ours, and why they may differ; nothing where the config names none."""
     lines, notes = [], []
     for figures in numbered.run.settings.published:
         method, attack, source = str(figures["method"]), str(figures.get("attack") or NO_VALUE), str(figures["source"])
@@ -63,13 +63,13 @@ def blocks(numbered: NumberedGroups) -> list[Block]:
 
 
 def _about(group: ResultGroup, figures: Mapping[str, Any]) -> bool:
-    """Whether a group is what the figures are of; a sweep's values (`ig@tv=0.01`) count as what they are made of."""
+    """Return whether a group is what the figures are of; `ig@tv=0.01` of a sweep counts as `ig`."""
     attack = figures.get("attack")
     return matches_label(figures["method"], group.method) and (attack is None or matches_label(attack, group.attack))
 
 
 def _trainings(found: Sequence[ResultGroup]) -> list[ResultGroup]:
-    """One group of every method under every defence: what the model learnt does not depend on the attack."""
+    """Return one group of every method under every defense: what the model learnt does not depend on the attack."""
     first: dict[tuple[str, str], ResultGroup] = {}
     for group in found:
         first.setdefault(group.subject, group)
@@ -98,7 +98,7 @@ def _of_pictures(group: ResultGroup) -> dict[str, str]:
 
 
 def _of_model(run: Run, group: ResultGroup, figures: Mapping[str, Any]) -> dict[str, str]:
-    """What a method learnt, and what that took."""
+    """Return what a method learnt, and what that took."""
     (cost, *_) = [
         *(cost for cost in communication_costs(run.rounds) if (cost.method, cost.defense) == group.subject),
         None,
@@ -118,7 +118,7 @@ def _whole(value: float | None) -> str:
 
 
 def _pairs(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Each figure there and here; one that is not given there is left out here, too."""
+    """Return each figure there and here; one that is not given there is left out here, too."""
     return [
         cell
         for name in FIGURES

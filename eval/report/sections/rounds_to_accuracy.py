@@ -14,7 +14,7 @@ from eval.report.formatting import ACCURACY_NAMES, NO_VALUE, format_number, form
 from eval.report.load import Run
 
 Key = tuple[str, str]
-"""Method and defence."""
+"""Method and defense."""
 BYTES = 4
 """Of a number that is sent."""
 OURS = "here"
@@ -34,7 +34,7 @@ class Milestone:
 
 
 def first_reaching(rows: Sequence[Row], column: str, level: float) -> Milestone | None:
-    """When an accuracy was first at `level` or above, as far as rounds were scored; None where it never was.
+    """Return when an accuracy was first at `level` or above among scored rounds; None where it never was.
 
     Args:
         rows: of `rounds.jsonl`, all rounds of one training in order.
@@ -45,19 +45,19 @@ def first_reaching(rows: Sequence[Row], column: str, level: float) -> Milestone 
 
 
 def best_round(rows: Sequence[Row], column: str) -> Milestone | None:
-    """When an accuracy was highest, the first time; None where it was never taken. As `until`."""
+    """Return when an accuracy was highest, the first time; None where it was never taken."""
     scored = [row for row in rows if row.get(column) is not None]
     return _at(rows, max(scored, key=lambda row: row[column])) if scored else None
 
 
 def _at(rows: Sequence[Row], row: Row) -> Milestone:
-    """What is received in a round stands in the row before it: as of then the server sends it."""
+    """Return where a row stands; what is received in a round stands in the row before it."""
     behind = [pair for pair in pairwise(rows) if pair[1]["round"] <= row["round"]]
     return Milestone(row["round"], sum(before["numbers_down"] + after["numbers_up"] for before, after in behind))
 
 
 def rows_by_training(rows: Sequence[Row]) -> dict[Key, list[list[Row]]]:
-    """The rounds of every method under every defence, in order, by seed."""
+    """Return the rounds of every method under every defense, in order, by seed."""
     found: dict[Key, dict[int, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: int(row["round"])):
         if row.get("numbers_up") is not None and row.get("numbers_down") is not None:
@@ -66,7 +66,7 @@ def rows_by_training(rows: Sequence[Row]) -> dict[Key, list[list[Row]]]:
 
 
 def communication_share(run: Run, key: Key, beside: str) -> float | None:
-    """Numbers a method takes until its best round as a share of those of `beside`, means over seeds.
+    """Return a method's numbers until its best round as a share of those of `beside`, means over seeds.
 
     None where one of them was not scored, or where `beside` was best before training.
     """
@@ -80,12 +80,12 @@ def communication_share(run: Run, key: Key, beside: str) -> float | None:
 
 
 def matches_label(name: str, label: str) -> bool:
-    """Whether a label is `name`, or what a sweep made of it (`fedavg@lr=0.1` of `fedavg`)."""
+    """Return whether a label is `name`, or what a sweep made of it (`fedavg@lr=0.1` of `fedavg`)."""
     return name in {label, label.partition("@")[0]}
 
 
 def _other(known: Mapping[Key, Any], key: Key, beside: str) -> str:
-    """The label of `beside` among trainings: as it is, with the sweep's value that `key` has, or the only one there is.
+    """Return the label of `beside` among trainings: as it is, with `key`'s sweep value, or the only one.
 
     Empty where there is none, or can't be told which.
     """
@@ -97,13 +97,13 @@ def _other(known: Mapping[Key, Any], key: Key, beside: str) -> str:
 
 
 def only_rounds(figures: Mapping[str, Any]) -> bool:
-    """Whether a paper's figures are nothing but rounds until accuracies: these have a table of their own."""
+    """Return whether a paper's figures are nothing but rounds until accuracies: these have a table of their own."""
     words = {"method", "attack", "source", "note", "until", "best", "beside"}
     return bool(figures.get("until")) and not any(figures[key] is not None for key in figures if key not in words)
 
 
 def blocks(run: Run) -> list[Block]:
-    """The table, where a config or a paper names levels; nothing without."""
+    """Return the table, where a config or a paper names levels; nothing without."""
     printed = [figures for figures in run.settings.published if figures.get("until")]
     named = run.settings.section("score").get("levels") or [level for figures in printed for level in figures["until"]]
     wanted, column = sorted({float(level) for level in named}), _column(run)
@@ -123,7 +123,7 @@ def blocks(run: Run) -> list[Block]:
         for figures in printed
         if only_rounds(figures) and figures.get("note")
     ]
-    columns = ["method", "defence", "source", *(f">{format_percent(level)}" for level in wanted), ">its best"]
+    columns = ["method", "defense", "source", *(f">{format_percent(level)}" for level in wanted), ">its best"]
     return [
         TableBlock("Rounds until an accuracy", columns, lines),
         DefinitionList(
@@ -142,7 +142,7 @@ def _column(run: Run) -> str:
 
 
 def _cell(found: Sequence[Milestone | None]) -> str:
-    """Means over seeds; where not all of them got there, how many did."""
+    """Return means over seeds; where not all of them got there, how many did."""
     there = [one for one in found if one is not None]
     if len(there) < len(found) or not there:
         return f"{len(there)} of {len(found)} seeds" if there else NO_VALUE
@@ -150,7 +150,7 @@ def _cell(found: Sequence[Milestone | None]) -> str:
 
 
 def _line(figures: Mapping[str, Any], method: str, defense: str, wanted: Sequence[float]) -> list[str]:
-    """A paper's row: numbers follow from rounds."""
+    """Return a paper's row: numbers follow from rounds."""
     rounds = {float(level): value for level, value in figures["until"].items()}
     cells = [
         NO_VALUE if (value := rounds.get(level)) is None else _words(value, figures.get("cpr"), value)

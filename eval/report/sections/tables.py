@@ -36,7 +36,7 @@ BYTES, MEBI = 4, 2**20
 
 
 def section(numbered: NumberedGroups) -> Section:
-    """All tables, with the flags explained."""
+    """Return all tables, with the flags explained."""
     blocks: list[Block] = []
     if numbered.by_number:
         blocks += [_closeness(numbered), _successes(numbered), *identification.blocks(numbered)]
@@ -57,7 +57,7 @@ def _floor(numbered: NumberedGroups, guess: str) -> list[str]:
 
 
 def _closeness(numbered: NumberedGroups) -> TableBlock:
-    """How close reconstructions are to the true images."""
+    """Return how close reconstructions are to the true images."""
     rows = [row for group in numbered.by_number.values() for row in group.image_rows]
     perceptual = lpips_column(rows)
     extra = [f">{perceptual.replace('lpips_', 'LPIPS ')}"] if perceptual else []
@@ -102,7 +102,7 @@ def _closeness(numbered: NumberedGroups) -> TableBlock:
 
 
 def _mean_bound(group: ResultGroup) -> str:
-    """What an attack that searches in a smaller space than all images could reach at best."""
+    """Return what an attack that searches in a smaller space than all images could reach at best."""
     known = [row["bound_psnr"] for row in group.image_rows if "bound_psnr" in row]
     return format_number(fmean(known)) if known else NO_VALUE
 
@@ -113,7 +113,7 @@ def _median(rows: Sequence[Row], column: str = "psnr") -> str:
 
 
 def _successes(numbered: NumberedGroups) -> TableBlock:
-    """Shares of images."""
+    """Return shares of images."""
     columns = [*numbered.columns(), ">≥ 20 dB", ">≥ 25 dB", ">≥ 30 dB", ">exact"]
     columns += [">labels", ">commonest label"]
     lines = []
@@ -136,7 +136,7 @@ def _successes(numbered: NumberedGroups) -> TableBlock:
 
 
 def _accuracies(numbered: NumberedGroups) -> list[Block]:
-    """What every method under every defence learnt, with its other readings where they are on file."""
+    """Return what every method under every defense learnt, with its other readings where they are on file."""
     first: dict[tuple[str, str], ResultGroup] = {}
     for group in numbered.run.groups:
         if group.by_seed("accuracy_last"):
@@ -148,7 +148,7 @@ def _accuracies(numbered: NumberedGroups) -> list[Block]:
         lines.append([method, defense, format_accuracy(numbered.run, group, last=True), *ends])
     columns = [
         "method",
-        "defence",
+        "defense",
         ">after the last round",
         ">after local training",
         *(f">{words}" for words in FURTHER_ACCURACIES.values()),
@@ -159,13 +159,13 @@ def _accuracies(numbered: NumberedGroups) -> list[Block]:
 
 
 def _filled(caption: str, columns: list[str], lines: list[list[str]]) -> TableBlock:
-    """A grid without the columns, from the fourth on, that hold nothing."""
+    """Return a grid without the columns, from the fourth on, that hold nothing."""
     kept = [i for i in range(len(columns)) if i < 3 or any(line[i] != NO_VALUE for line in lines)]
     return TableBlock(caption, [columns[i] for i in kept], [[line[i] for i in kept] for line in lines])
 
 
 def _bests(first: Mapping[tuple[str, str], ResultGroup]) -> list[Block]:
-    """Every accuracy in its own best round, and which that is, seed by seed; nothing where none is after training."""
+    """Return every accuracy in its own best round, and which that is; nothing where none is after training."""
     lines, trained = [], False
     for (method, defense), group in first.items():
         cells = []
@@ -177,13 +177,13 @@ def _bests(first: Mapping[tuple[str, str], ResultGroup]) -> list[Block]:
         lines.append([method, defense, *cells])
     if not trained:
         return []
-    columns = ["method", "defence", *(f">{words}" for words in {**ACCURACY_NAMES, "accuracy": "as sent"}.values())]
+    columns = ["method", "defense", *(f">{words}" for words in {**ACCURACY_NAMES, "accuracy": "as sent"}.values())]
     words = "picked by the same test images that score it, which makes it look better than it is; mean over seeds."
     return [_filled("Accuracy in the best round (which)", columns, lines), DefinitionList([("The best round", words)])]
 
 
 def _unscored(numbered: NumberedGroups) -> list[Block]:
-    """Methods of which clients that never take part can't be scored, and why."""
+    """Return methods of which clients that never take part can't be scored, and why."""
     if not numbered.run.settings.section("federation").get("held_out_clients"):
         return []
     silent = {cost.method: None for cost in communication_costs(numbered.run.rounds) if not cost.down}
@@ -192,7 +192,7 @@ def _unscored(numbered: NumberedGroups) -> list[Block]:
 
 
 def _secrets(numbered: NumberedGroups) -> list[Block]:
-    """Private tensors that attacks recovered, or tried to."""
+    """Return private tensors that attacks recovered, or tried to."""
     lines = [
         [
             *numbered.row(key, group),
@@ -213,13 +213,13 @@ def _secrets(numbered: NumberedGroups) -> list[Block]:
 
 
 def _verified(group: ResultGroup) -> str:
-    """Of how many images the attack could tell its own success."""
+    """Return of how many images the attack could tell its own success."""
     known = [row["verified"] for row in group.attacked_rows if row.get("verified") is not None]
     return f"passed {sum(known)} of {len(known)}" if known else "none"
 
 
 def _refusals(numbered: NumberedGroups) -> list[Block]:
-    """Attacks that said nothing, and why."""
+    """Return attacks that said nothing, and why."""
     if not numbered.run.attacked:
         return []
     lines = [
@@ -235,12 +235,12 @@ def _refusals(numbered: NumberedGroups) -> list[Block]:
         for group in numbered.run.groups
         for reason, amount in group.refusals.items()
     ]
-    columns = ["method", "defence", "attack", ">round", ">updates", ">accuracy", "why"]
+    columns = ["method", "defense", "attack", ">round", ">updates", ">accuracy", "why"]
     return [TableBlock("Where no attack applied", columns, lines)] if lines else []
 
 
 def _costs(numbered: NumberedGroups) -> list[Block]:
-    """What a method sends."""
+    """Return what a method sends."""
     if not numbered.run.rounds:
         return [Omission("communication cost", "there is no rounds.jsonl")]
     found = communication_costs(numbered.run.rounds)
@@ -262,7 +262,7 @@ def _costs(numbered: NumberedGroups) -> list[Block]:
     ]
     sizes = [">numbers up", ">numbers down", ">MiB up", ">MiB down"]
     return [
-        TableBlock("Communication", ["method", "defence", *sizes, ">clients", ">rounds", ">seconds"], lines),
+        TableBlock("Communication", ["method", "defense", *sizes, ">clients", ">rounds", ">seconds"], lines),
         DefinitionList(
             [
                 ("Up, down", "numbers one client sends and receives in a round, mean over rounds and seeds."),
@@ -275,7 +275,7 @@ def _costs(numbered: NumberedGroups) -> list[Block]:
 
 
 def _explained(numbered: NumberedGroups) -> list[Block]:
-    """The flags of every attack, in words."""
+    """Return the flags of every attack, in words."""
     lines = [
         [*numbered.row(key, group), flag, validity_flags.FLAGS[flag]]
         for key, group in numbered.by_number.items()
@@ -289,7 +289,7 @@ def _explained(numbered: NumberedGroups) -> list[Block]:
 
 
 def _missing(numbered: NumberedGroups) -> list[str]:
-    """Why figures could not be taken."""
+    """Return why figures could not be taken."""
     reasons = [
         reason
         if reason.startswith("LPIPS")

@@ -8,7 +8,7 @@ from eval.report.assemble import build_report
 from eval.report.blocks import FigureBlock, FindingBlock, GalleryBlock, Note
 
 
-def test_rounds_and_defences(tmp_path):
+def test_rounds_and_defenses(tmp_path):
     config = CONFIG.replace("[{name: none}]", "[{name: none}, {name: noise, as: loud}]")
     run = FakeRun(config=config)
     for defense in ("none", "loud"):
@@ -29,7 +29,7 @@ def test_rounds_and_defences(tmp_path):
     assert names == ["tradeoff", "images", "accuracy", "accuracy-local", "leakage-rounds"]
     assert grid(content, "Accuracy").rows[0][2].startswith("65.0")
     assert [block.subject for block in blocks(content, FindingBlock)] == ["fedavg", "fedavg with loud"]
-    assert grid(content, "How close the pictures are").columns[:5] == [">no.", "method", "defence", "attack", ">round"]
+    assert grid(content, "How close the pictures are").columns[:5] == [">no.", "method", "defense", "attack", ">round"]
     communication = grid(content, "Communication").rows[0]
     assert communication[2:4] == ["1,000", "2,000"]
     assert any("defence-known" in term for note in blocks(content, Note) for term, _ in note.entries)

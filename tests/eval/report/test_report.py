@@ -252,7 +252,7 @@ def test_cases_are_chosen_by_rule(folder):
 
 
 @pytest.mark.parametrize(("channels", "shown"), [(3, True), (2, False)])
-def test_colour_and_other_channels(tmp_path, channels, shown):
+def test_color_and_other_channels(tmp_path, channels, shown):
     run = FakeRun(shape=(channels, 12, 12)).attack("fedavg", "ig", [20.0, 21.0, 22.0])
     content = build_report(run.write(tmp_path / "out"))
     assert bool(blocks(content, GalleryBlock)) is shown

@@ -29,7 +29,7 @@ def legend(made: FakeRun) -> str:
 def test_it_is_readable_without_the_papers():
     found = results_table.build_table(run().rows, experiment())
     assert [row[:2] for row in found.rows] == [("fedavg", "ig"), ("fedavg", "peel+ig"), ("hyperfl", "peel+ig")]
-    assert not {"defence", "LPIPS"} & set(found.columns)
+    assert not {"defense", "LPIPS"} & set(found.columns)
     assert found.rows[1][-1] == "not in the mood"
     assert found.rows[0][2] == "62.0%"
     assert found.rows[0][3].startswith("22.8 [")
@@ -57,7 +57,7 @@ def test_flags_are_explained():
         ([22.0] * 5, "too few pictures to tell content from chance (+"),
         ([2.0] * 6, "no more than a guess without the update (-"),
         ([22.0, 2.0, 20.0, 3.0, 18.0, 2.0], "not told apart from a guess without the update ("),
-        ([50.0, 2.0, 2.0, 2.0, 2.0, 2.0], "1 of 6 pictures came back recognisable"),
+        ([50.0, 2.0, 2.0, 2.0, 2.0, 2.0], "1 of 6 pictures came back recognizable"),
         ([22.0], "too few pictures to tell content from chance (+"),
     ],
 )

@@ -173,7 +173,7 @@ def test_without_private_methods_it_is_said_in_one_place(tmp_path):
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_the_claim_of_a_defence_stands_beside_those_of_methods(chained, tmp_path):
+def test_the_claim_of_a_defense_stands_beside_those_of_methods(chained, tmp_path):
     spec = "{name: dp-sgd, clip: 1.0, noise_multiplier: 2.0, delta: 1e-5}"
     spec = f"{{name: chain, as: dp-sgd, parts: [{spec}, {{name: prune}}]}}" if chained else spec
     run = FakeRun(config=CONFIG.replace("defense: [{name: none}]", f"defense: [{spec}]"))
