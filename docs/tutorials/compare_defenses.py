@@ -5,14 +5,12 @@
 # does not know of them, and by one who does.
 
 # %%
-from pathlib import Path
 from tempfile import mkdtemp
 
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from eval import config, harness, results, store
-from eval.rundir import RunDir
+import hyperleak
 
 # %% [markdown]
 # ## The experiment
@@ -43,19 +41,11 @@ def settings(*, knows_defense: bool) -> dict:
     }
 
 
-def run(name: str, given: dict) -> pd.DataFrame:
-    folder = RunDir(Path(mkdtemp()) / name)
-    with folder.locked(), folder.logged():
-        plan = harness.prepare(config.read(given), device="cpu")
-        failures = harness.run(plan, folder, harness.Options(workers=1))
-        results.publish(results.assemble(plan, folder), failures, plan, folder)
-    return pd.DataFrame(store.read_rows(folder.path / "images.jsonl"))
+def run(*, knows_defense: bool) -> pd.DataFrame:
+    return hyperleak.run(settings(knows_defense=knows_defense), mkdtemp()).frame()
 
 
-frames = {
-    "unaware": run("unaware", settings(knows_defense=False)),
-    "adapts": run("adapts", settings(knows_defense=True)),
-}
+frames = {"unaware": run(knows_defense=False), "adapts": run(knows_defense=True)}
 
 # %% [markdown]
 # ## The table

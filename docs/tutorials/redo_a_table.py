@@ -5,16 +5,14 @@
 # hyperleak. This page runs it made smaller, with the paper's figures beside ours, and with two attacks that the paper does not have.
 
 # %%
-from pathlib import Path
 from tempfile import mkdtemp
 
 import numpy as np
-import pandas as pd
 from IPython.display import Image, display
 
-from eval import config, harness, results, store
+import hyperleak
+from eval import config
 from eval.experiment import config_catalog
-from eval.rundir import RunDir
 
 # %% [markdown]
 # ## The paper's config
@@ -22,7 +20,7 @@ from eval.rundir import RunDir
 # The first comment of a config says what a paper leaves open.
 
 # %%
-path = config_catalog.find("hyperfl/table3-emnist")
+path = config_catalog.resolve("hyperfl/table3-emnist")
 print(path.read_text()[:460])
 
 # %% [markdown]
@@ -43,17 +41,13 @@ changes = [
     "observe.classes=[face]",
 ]
 experiment = config.load(path, changes, without=("bilevel",))
-folder = RunDir(Path(mkdtemp()) / "table3")
-with folder.locked(), folder.logged():
-    plan = harness.prepare(experiment, device="cpu")
-    failures = harness.run(plan, folder, harness.Options(workers=1))
-    results.publish(results.assemble(plan, folder), failures, plan, folder)
+done = hyperleak.run(experiment, mkdtemp())
 
 # %% [markdown]
 # ## Ours beside the paper's
 
 # %%
-frame = pd.DataFrame(store.read_rows(folder.path / "images.jsonl"))
+frame = done.frame()
 table = (
     frame.groupby(["method", "attack"], sort=False)[["psnr", "floor_mean_psnr"]]
     .mean()
@@ -74,7 +68,7 @@ for attack in ("joint", "peel+cascade"):
     print(f"hyperfl, {attack}")
     display(
         Image(
-            str(next((folder.path / "images").glob(f"hyperfl-none-{attack}-*.png")))
+            str(next((done.folder / "images").glob(f"hyperfl-none-{attack}-*.png")))
         )
     )
 
