@@ -241,9 +241,9 @@ def _check_result(name: str, result: object) -> None:
 
 
 def _check_view(view: ServerView) -> None:
-    """What is put into a view by hand is most often off: `fl.simulation.capture.from_update` checks all of it."""
+    """What is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
     if not isinstance(view, ServerView):
-        hint = ": fl.simulation.capture.from_batch returns the view and the truth" if isinstance(view, tuple) else ""
+        hint = ": fl.capture.from_batch returns the view and the truth" if isinstance(view, tuple) else ""
         raise TypeError(f"expected a ServerView, got {type(view).__name__}{hint}")
     fed = any(size for steps in view.schedule or () for step in steps for size in step)
     if view.batch_size is not None and view.batch_size < (1 if fed else 0):  # a hidden schedule may have fed none
@@ -259,7 +259,7 @@ def _check_view(view: ServerView) -> None:
             if got != expected:
                 raise ValueError(
                     f"expected the update of {name!r} in the {what} of what the server sent, {expected}, got {got}: "
-                    "fl.simulation.capture.from_update makes a view of a captured update"
+                    "fl.capture.from_update makes a view of a captured update"
                 )
     if view.labels is not None:
         _check_labels(view.labels, view.batch_size, view.task.num_classes)

@@ -29,11 +29,11 @@ from benchmarks.common import RESULTS, hyperfl_conditions, machine, publish, rew
 from eval.metrics import image as metrics
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch
 from fl.view import ServerView
 

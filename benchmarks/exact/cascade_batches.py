@@ -28,7 +28,7 @@ from benchmarks.exact.cascade import SETS, SPENT, SUBJECTS, spent
 from eval.metrics import image
 from eval.metrics.matching import assign
 from fl.client import Client
-from fl.simulation.federation import ClientData, Federation
+from fl.federation import ClientData, Federation
 from fl.types import Batch
 
 

@@ -25,8 +25,8 @@ from benchmarks.exact.cascade import SPENT, spent
 from eval.metrics import image
 from eval.metrics.matching import assign
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch
 
 FIRST = 500

@@ -20,10 +20,10 @@ from benchmarks.common import publish, table
 from benchmarks.hyperfl.peel import error, uploaded
 from fl.client import Client
 from fl.data.partitions.base import DominantGroups
+from fl.federation import ClientData, Federation
 from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.models.resnet_adapter import ResNetAdapter
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Truth
 from fl.view import ServerView
 

@@ -22,9 +22,9 @@ from attacks.hypernetworks.peel import Peel
 from benchmarks.common import publish, table
 from fl.client import Client
 from fl.data.partitions.base import DominantGroups
+from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense, minus
 from fl.types import Batch, Truth
 from fl.view import ServerView

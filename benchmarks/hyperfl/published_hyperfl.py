@@ -33,12 +33,12 @@ from eval.metrics.matching import assign
 from fl.client import Client
 from fl.data import Dataset
 from fl.data.partitions.base import DominantGroups
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.simulation.client_round import prepare, train
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Batch
 

@@ -29,11 +29,11 @@ from benchmarks.hyperfl.several_steps_page import page
 from benchmarks.leakage.leakage import Seen
 from eval.metrics.score import Row, score
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView, ThreatModel
 

@@ -20,11 +20,11 @@ from attacks.update.observed_update import ObservedUpdate
 from benchmarks.hyperfl.peel import error
 from fl.client import Client
 from fl.data.partitions.base import DominantGroups
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.network import Network
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense, norm
 from fl.types import Batch, Task, Truth
 from fl.view import ServerView

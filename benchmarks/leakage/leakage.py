@@ -33,11 +33,11 @@ from benchmarks.common import RESULTS, hyperfl_conditions, publish, rewrite, tab
 from eval.metrics.score import Row, score
 from eval.metrics.statistics import mean_interval, median, paired_difference, success_rate
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task, Truth
 from fl.view import ServerView
 

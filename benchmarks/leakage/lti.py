@@ -28,8 +28,8 @@ from defenses import defenses
 from eval.metrics import image as metrics
 from eval.metrics.statistics import Interval, mean_interval, paired_difference
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch
 from fl.view import ServerView
 

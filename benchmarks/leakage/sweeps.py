@@ -15,11 +15,11 @@ import fl.models
 from benchmarks.leakage.leakage import Seen
 from defenses import defenses
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.federation import ClientData, Federation
 
 STEP: dict[str, Any] = {"steps": 1, "batch_size": None}
 CLIENTS, IMAGES, TESTED = 5, 300, 200

@@ -28,10 +28,10 @@ from attacks.parallel import AttackPool
 from benchmarks.common import RESULTS, publish, table
 from eval.run.resources import default_workers
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.models import models
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView, ThreatModel
 

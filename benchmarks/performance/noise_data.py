@@ -7,10 +7,10 @@ import torch
 import fl.models
 from fl.client import Client
 from fl.engines import EngineName
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView
 

@@ -24,9 +24,9 @@ from attacks.gradient_matching.engine.problem import Problem
 from attacks.gradient_matching.engine.traced_objective import MIN_EVALUATIONS_TO_COMPILE, STEADY_EVALUATIONS, _Compiled
 from benchmarks.common import publish, table
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView
 

@@ -27,10 +27,10 @@ from torch.nn import functional
 from attacks.base import Reconstruction, build
 from benchmarks.reliability.page import Figure, record
 from benchmarks.reliability.rules import PLAIN, RULES, Grads, Rule
+from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialise
 from fl.seeds import stream
-from fl.simulation.capture import from_update
 from fl.view import ServerView
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from eval.audit import image_identity, update_sanity
 from eval.audit.input_shape import classes, said_for_the_command
 from eval.audit.user_model import Subject
 from eval.metrics.forward_error import MISMATCH, prediction_error
+from fl.capture import from_update
 from fl.method import Method
 from fl.runtime import tensor_archives
-from fl.simulation.capture import from_update
 from fl.simulation.capture_checks import untied
 from fl.types import Batch, frozen
 from fl.view import ServerView

@@ -95,7 +95,7 @@ def said_for_the_command(model: nn.Module, method: Method | None) -> Iterator[No
 
 def _remedy(words: str, model: nn.Module, method: Method | None) -> str:
     if "what the server sent as `shared`" in words:
-        return "no option takes it; call fl.simulation.capture.from_update(..., shared=...) in a script"
+        return "no option takes it; call fl.capture.from_update(..., shared=...) in a script"
     if "train mode" not in words or not (model.training if method is None else method.train_mode):
         return ""
     if method is not None:

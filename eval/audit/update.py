@@ -18,7 +18,7 @@ def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
 
     Args:
         result: of an attack.
-        truth: what the client fed, from `fl.simulation.capture.from_batch`.
+        truth: what the client fed, from `fl.capture.from_batch`.
         seed: of the noise floor.
 
     Raises:

@@ -20,11 +20,11 @@ from eval.experiment.plugins import error_line
 from eval.io import yaml12
 from eval.io.errors import DAMAGED, IMPORTING
 from eval.metrics.forward_error import prediction_error
+from fl.capture import from_batch
 from fl.data import Source, datasets
 from fl.data.sources.stored import KEYS, read
 from fl.method import Method
 from fl.registry import UnknownNameError, close
-from fl.simulation.capture import from_batch
 from fl.simulation.capture_checks import TABLE
 from fl.types import Batch, Truth
 from fl.view import ServerView

@@ -16,7 +16,7 @@ from fl.models import Network
 from fl.ranges import Count, CountFrom0, Length, PositiveShare, Range, Seed, Share
 from fl.registry import UnknownNameError
 from fl.settings import SettingError, current_name, declared, shown
-from fl.simulation.protocol import Measure
+from fl.simulation.protocol import Diagnostic
 from fl.view import ThreatModel
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class FederationSpec:
     held_out_clients: CountFrom0 = 0
     fine_tune_epochs: CountFrom0 = 0
     global_test: bool = False
-    diagnostics: tuple[Measure, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.diagnostics)) < len(self.diagnostics):

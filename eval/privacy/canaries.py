@@ -28,13 +28,13 @@ from defenses.dp_sgd import DPSGD
 from eval.privacy import client_canaries, epsilon_bounds
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.local.sampling import PoissonPhase
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.privacy.private_method import Private
 from fl.privacy_statement import PrivacyStatement
 from fl.seeds import derive, stream
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, Task
 

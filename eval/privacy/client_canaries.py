@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import ServerState
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.privacy.private_method import Private
 from fl.seeds import derive
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Batch, Task, Upload
 

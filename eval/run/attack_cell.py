@@ -28,10 +28,10 @@ from eval.run.plan import AttackTask, ObservationSpec, TrainingTask
 from eval.run.run_directory import CHECKPOINT
 from fl.aggregated_view import combine
 from fl.client import Client
+from fl.federation import Federation
 from fl.runtime.atomic_files import replacing
 from fl.seeds import derive
 from fl.simulation.client_round import observe
-from fl.simulation.federation import Federation
 from fl.types import Batch, Truth
 from fl.view import ServerView
 

@@ -16,9 +16,9 @@ from fl.aggregated_view import Division
 from fl.data import Dataset
 from fl.data.augment import Augmentation
 from fl.data.partitions.base import Partition
+from fl.federation import ClientData
 from fl.registry import UnknownNameError
 from fl.seeds import stream
-from fl.simulation.federation import ClientData
 from fl.types import Batch, Task
 
 

@@ -21,8 +21,8 @@ from eval.run.federation_data import FederationData, Target, dataset_digest, dev
 from fl.aggregated_view import Division
 from fl.client import Client
 from fl.data import Dataset, datasets
+from fl.federation import n_sampled
 from fl.method import Method
-from fl.simulation.federation import asked
 from fl.types import Task
 from fl.view import ThreatModel
 
@@ -250,7 +250,7 @@ class _PlanBuilder:
     def _scene(self, part: Experiment, world: FederationData, method: str, size: int) -> ObservationSpec:
         participants = len(world.partition) - part.federation.held_out_clients
         division = Division(
-            size=size, participants=participants, asked=asked(part.federation.client_fraction, participants)
+            size=size, participants=participants, asked=n_sampled(part.federation.client_fraction, participants)
         )
         key = json.dumps([id(world), method, section_spec(part.observe), asdict(division)])
         if key not in self.scenes:

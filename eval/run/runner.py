@@ -19,8 +19,8 @@ from eval.run import attack_cell, partition_files, training_cell
 from eval.run.cache_keys import Cell, run_id, source_digest, version
 from eval.run.plan import AttackTask, ObservationSpec, Plan, TrainingTask, prepare
 from eval.run.run_directory import FILES, RUN, LostLockError, RunDir
+from fl.federation import Federation
 from fl.runtime.main_guard import UnguardedError
-from fl.simulation.federation import Federation
 
 __all__ = ["FAULTS", "Failure", "Options", "Progress", "prepare", "run", "silent"]
 log = logging.getLogger(__name__)

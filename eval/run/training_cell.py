@@ -16,9 +16,9 @@ from eval.run import privacy_claims
 from eval.run.plan import TrainingTask
 from eval.run.run_directory import Checkpoints
 from fl.client import Client
+from fl.federation import Federation
 from fl.runtime.atomic_files import remove
 from fl.simulation import checkpoint
-from fl.simulation.federation import Federation
 from fl.simulation.protocol import Protocol
 from fl.simulation.round_record import Record
 
@@ -40,7 +40,10 @@ def federation_of(training: TrainingTask, workers: int = 1) -> Iterator[Federati
         engine=spec.engine,
         workers=workers,
         protocol=Protocol(
-            outsiders=spec.held_out_clients, fine_tune=spec.fine_tune_epochs, whole=whole, measures=spec.diagnostics
+            held_out_clients=spec.held_out_clients,
+            fine_tune_epochs=spec.fine_tune_epochs,
+            global_test=whole,
+            diagnostics=spec.diagnostics,
         ),
     )
     try:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from fl.simulation.client_round import Round
-
-if TYPE_CHECKING:
-    from fl.simulation.federation import Federation
+from fl.simulation.federation_state import FederationState
 
 
 class Engine:
@@ -18,7 +15,7 @@ class Engine:
     chunk = 1
     """Clients whose numbers are computed together: others never touch a bit of them."""
 
-    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterable[Round]:
+    def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterable[Round]:
         """What the clients `numbers` do in the present round, in this order; changes nothing in `run`.
 
         Clients train as their rounds are asked for, so that no more of these need be kept than the caller wants.
@@ -30,7 +27,7 @@ class Engine:
         """
         return (run.scored(run.train(number)) if evaluate else run.train(number) for number in numbers)
 
-    def accuracy(self, run: Federation, numbers: Sequence[int]) -> list[float]:
+    def accuracy(self, run: FederationState, numbers: Sequence[int]) -> list[float]:
         """Share of each client's test images classified right by what the server sends now."""
         return [run.score(number) for number in numbers]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,10 +17,8 @@ from fl.runtime.main_guard import UnguardedError
 from fl.runtime.packing import Flat, Packed, flat, pack, unpack
 from fl.runtime.workers import Workers, alike
 from fl.simulation.client_round import ClientState, Round
+from fl.simulation.federation_state import FederationState
 from fl.tensors import LowRank, Tensors
-
-if TYPE_CHECKING:
-    from fl.simulation.federation import Federation
 
 
 class Processes(Engine):
@@ -40,8 +38,8 @@ class Processes(Engine):
         self.inner, self.workers, self.patience = inner, workers, patience
         self.pool: Workers | None = None
 
-    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
-        """As `Engine.train`, but workers' traces come empty: `Federation.start` replays them, whoever needs one.
+    def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
+        """As `Engine.train`, but workers' traces come empty: `FederationState.start` replays them, whoever needs one.
 
         (But those of `profile: release`, whose draws nobody can make again.)
         """
@@ -62,7 +60,7 @@ class Processes(Engine):
             )
             yield replace(done, upload=upload, result=result, state=state)
 
-    def accuracy(self, run: Federation, numbers: Sequence[int]) -> list[float]:
+    def accuracy(self, run: FederationState, numbers: Sequence[int]) -> list[float]:
         """As `Engine.accuracy`."""
         if self.patience > 0:
             with self._here():
@@ -89,7 +87,7 @@ class Processes(Engine):
         return [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
     def _spread(
-        self, run: Federation, chunks: Sequence[list[int]], work: Callable[..., list[Any]], *settings: object
+        self, run: FederationState, chunks: Sequence[list[int]], work: Callable[..., list[Any]], *settings: object
     ) -> Iterator[tuple[int, Any]]:
         """`work` on the clients, a chunk at a time in whichever worker is free; each with what it gives, in order."""
         if not chunks:
@@ -113,9 +111,9 @@ class Processes(Engine):
             for _, task in tasks:  # of a round that has ended before its last client
                 task.cancel()
 
-    def _workers(self, run: Federation) -> Workers:
+    def _workers(self, run: FederationState) -> Workers:
         if self.pool is None:
-            setup = pack((run.client, list(run.data), run.seed, run.rate))
+            setup = pack((run.client, list(run.data), run.seed, run.client_fraction))
             self.pool = Workers(self.workers, _begin, flat(setup), self.inner)
         return self.pool
 
@@ -126,15 +124,13 @@ _HERE: dict[str, Any] = {}
 
 
 def _begin(setup: Flat, engine: Engine) -> None:
-    from fl.simulation.federation import Federation
-
     client, data, seed, rate = unpack(setup.opened())
-    _HERE.update(run=Federation(client, data, seed, rate, engine="loop"), engine=engine)
+    _HERE.update(run=FederationState(client, data, seed, rate), engine=engine)
 
 
-def _present(server: Packed, states: Packed) -> Federation:
+def _present(server: Packed, states: Packed) -> FederationState:
     """The worker's federation, brought to the present round."""
-    run: Federation = _HERE["run"]
+    run: FederationState = _HERE["run"]
     run.server = unpack(server)
     for number, state in unpack(states).items():
         run.clients[number] = state

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,9 @@ from fl.method import Step
 from fl.parametrization import Parametrisation
 from fl.privacy.gaussian_noise import Drawing, Noise
 from fl.simulation.client_round import Round, Start, finish, train
+from fl.simulation.federation_state import FederationState
 from fl.tensors import Tensors, combine
 from fl.types import Batch, Phase
-
-if TYPE_CHECKING:
-    from fl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 State = dict[str, Any]
@@ -62,12 +60,12 @@ class Vectorised(Engine):
     def __init__(self) -> None:
         self.told = False
 
-    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
+    def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
         """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
         for i in range(0, len(numbers), self.chunk):
             yield from self._together(run, numbers[i : i + self.chunk], evaluate)
 
-    def _together(self, run: Federation, numbers: Sequence[int], evaluate: bool) -> Iterable[Round]:
+    def _together(self, run: FederationState, numbers: Sequence[int], evaluate: bool) -> Iterable[Round]:
         rounds: Iterable[Round] | None = None
         try:
             rounds = _stacked([run.start(number) for number in numbers])

@@ -20,8 +20,9 @@ class FedBABU(FedAvg):
 
     The classifier is part of the network that everybody knows: it is neither trained nor sent. What the paper reports
     comes of fine-tuning afterwards (section 5), 5 epochs at the step size of training: set the federation's
-    `fine_tune: 5` and read the accuracy "tuned". Constants are the authors' for CIFAR-100, with 4 local epochs (of 1, 4
-    and 10); they divide the step size by 10 after half and three quarters of the rounds, which is not done here.
+    `fine_tune_epochs: 5` and read the accuracy "tuned". Constants are the authors' for CIFAR-100, with 4 local epochs
+    (of 1, 4 and 10); they divide the step size by 10 after half and three quarters of the rounds, which is not done
+    here.
 
     Attributes:
         lr: step size of the extractor, and of fine-tuning.

@@ -140,7 +140,7 @@ def check_alone(defense: Defense | None) -> None:
         name = next(part.name for part in defense.members() if part.group > 1)
         raise ValueError(
             f"{name}: a single client's batch or update has no group; leave the defence out, or simulate a federation "
-            "(hyperleak audit --method, fl.simulation.federation)"
+            "(hyperleak audit --method, fl.federation)"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fl.runtime import tensor_archives
 from fl.runtime.atomic_files import make, replacing
 from fl.simulation.client_round import ClientState
-from fl.simulation.federation import Federation
+from fl.simulation.federation_state import FederationState
 from fl.tensors import Payloads, Tensors, dense
 
 DAMAGED = (OSError, ValueError, EOFError, LookupError, AttributeError, RuntimeError, zipfile.BadZipFile)
@@ -25,7 +25,7 @@ DAMAGED = (OSError, ValueError, EOFError, LookupError, AttributeError, RuntimeEr
 _DIGEST, _ROUND, _SEED, _PAYLOADS = "sha256", "round", "seed", "payloads"
 
 
-def save(path: Path, run: Federation) -> None:
+def save(path: Path, run: FederationState) -> None:
     """Write server and clients to `path` (.npz): to a temporary file first, which then takes its place."""
     arrays: dict[str, Any] = {_ROUND: np.array(run.server.round), _SEED: np.array(run.seed)}
     arrays[_PAYLOADS] = np.array(json.dumps(_payloads(run)))  # some may be empty
@@ -36,7 +36,7 @@ def save(path: Path, run: Federation) -> None:
         np.savez(file, **arrays)
 
 
-def load(path: Path, run: Federation) -> None:
+def load(path: Path, run: FederationState) -> None:
     """Bring a federation of the same settings to the state in `path`; it goes on as if it had never stopped.
 
     Raises:
@@ -104,7 +104,7 @@ def _in_order(values: Mapping[str, Any], like: Mapping[str, Any]) -> Any:
     return {name: values[name] for name in like}
 
 
-def _named(run: Federation) -> Iterator[tuple[str, Any]]:
+def _named(run: FederationState) -> Iterator[tuple[str, Any]]:
     """Every tensor of server and clients, under a path of names."""
     yield from _flat("server/shared", run.server.shared)
     yield from _flat("server/buffers", run.server.buffers)
@@ -124,7 +124,7 @@ def _flat(prefix: str, values: Tensors | Payloads | dict[str, Tensor]) -> Iterat
             yield f"{prefix}/{name}", value
 
 
-def _payloads(run: Federation) -> list[str]:
+def _payloads(run: FederationState) -> list[str]:
     """Every payload of server and clients, empty ones included."""
     own = [f"server/own/{name}" for name in run.server.own]
     return own + [f"clients/{i}/memory/{name}" for i, state in enumerate(run.clients) for name in state.memory]
@@ -146,7 +146,7 @@ def _parts(flat: Mapping[str, Tensor], payloads: Sequence[str]) -> dict[str, Any
     return result
 
 
-def _check(path: Path, arrays: Mapping[str, Any], run: Federation) -> None:
+def _check(path: Path, arrays: Mapping[str, Any], run: FederationState) -> None:
     """Parameters and buffers must be those of this federation; what server and clients remember may have grown."""
     mine = {name: dense(value).cpu().numpy() for name, value in _named(run)}
     expected, found = (

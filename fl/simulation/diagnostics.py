@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from fl.models.hypernetworks import filter_hypernetwork, hypernetwork, server_hypernetwork
-from fl.simulation.protocol import everything
+from fl.simulation.accuracy import Model
+from fl.simulation.federation_state import FederationState
+from fl.simulation.scores import all_images
 from fl.tensors import dense
-
-if TYPE_CHECKING:
-    from fl.simulation.accuracy import Model
-    from fl.simulation.federation import Federation
-    from fl.types import Batch
+from fl.types import Batch
 
 BINS = 10
-"""Of equal width, over [0, 1], in which `confidences` counts."""
+"""Of equal width, over [0, 1], in which `confidence_histogram` counts."""
 _EMBEDDED = {
     hypernetwork.EMBEDDING,
     filter_hypernetwork.EMBEDDINGS.rstrip("."),
@@ -30,7 +28,7 @@ _EMBEDDED = {
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingDiagnostics:
     """A federation's models at one time, to see how far they move.
 
     Attributes:
@@ -40,15 +38,15 @@ class Course:
     weights: list[dict[str, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def before(cls, run: Federation) -> Course:
+    def snapshot(cls, run: FederationState) -> TrainingDiagnostics:
         """How they stand before a round."""
-        return cls(_weights(run) if "movement" in run.protocol.measures else [])
+        return cls(_weights(run) if "movement" in run.protocol.diagnostics else [])
 
-    def measured(self, run: Federation) -> dict[str, Any]:
+    def compute(self, run: FederationState) -> dict[str, Any]:
         """What the protocol asks for of the federation as it stands, as plain data; None stands for no number.
 
-        All is of the model by which a client predicts after the server's step (`Federation.model`), over participants
-        in order, and of weights as in `generated`.
+        All is of the model by which a client predicts after the server's step (`FederationState.model`), over
+        participants in order, and of weights as in `generated`.
 
         Returns:
             "losses": cross entropy (nats, from 0) on each client's training images as they are, mean over images;
@@ -56,10 +54,10 @@ class Course:
             round; absent before the first. "similarity": cosine of any two clients' weights, in [-1, 1], row by row.
             "divergence": for every layer the Euclidean distance of two clients' weights, mean over pairs; None of
             single clients. "embeddings": the clients' (see `embedding`); absent where a method has none. "confidence":
-            see `confidences`. "server": `Method.server_numbers` of the last round, of its clients in order; {} where a
-            method has none, absent before the first.
+            see `confidence_histogram`. "server": `Method.server_numbers` of the last round, of its clients in order;
+            {} where a method has none, absent before the first.
         """
-        asked, found = set(run.protocol.measures), dict[str, Any]()
+        asked, found = set(run.protocol.diagnostics), dict[str, Any]()
         if "loss" in asked:
             losses = [loss(run.model(number), run.data[number].train) for number in run.participants]
             found |= {"loss": _plain(sum(losses) / len(losses)), "losses": [_plain(value) for value in losses]}
@@ -76,9 +74,9 @@ class Course:
             if known:
                 found["embeddings"] = [[_plain(x) for x in value.tolist()] for value in known]
         if "confidence" in asked:
-            found["confidence"] = confidences(run)
-        if run.stepped is not None:
-            found["server"] = {name: [_plain(value) for value in own] for name, own in run.stepped.items()}
+            found["confidence"] = confidence_histogram(run)
+        if run.server_metrics is not None:
+            found["server"] = {name: [_plain(value) for value in own] for name, own in run.server_metrics.items()}
         return found
 
 
@@ -123,7 +121,7 @@ def divergence(weights: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     }
 
 
-def embedding(run: Federation, number: int) -> Tensor | None:
+def embedding(run: FederationState, number: int) -> Tensor | None:
     """What stands for a client before a hypernetwork (E,), wherever it is kept; None where there is no such thing.
 
     Found by its name: private tensors `embedding` or `embeddings...` of the client, or the server's.
@@ -145,7 +143,7 @@ def embedding(run: Federation, number: int) -> Tensor | None:
     return None
 
 
-def confidences(run: Federation) -> dict[str, dict[str, list[int]]]:
+def confidence_histogram(run: FederationState) -> dict[str, dict[str, list[int]]]:
     """How often the predicted class had which probability, of right and of wrong answers (hFedF, Figure 6b).
 
     Returns:
@@ -154,9 +152,9 @@ def confidences(run: Federation) -> dict[str, dict[str, list[int]]]:
         numbers count as not sure at all.
     """
     found = {"own": _counts((run.model(number), run.data[number].test) for number in run.participants)}
-    if run.outsiders and run.download(run.outsiders[0]).numbers():
+    if run.held_out_clients and run.download(run.held_out_clients[0]).numbers():
         found["unseen"] = _counts(
-            (run.model(number, adapted=False), everything(run, number)) for number in run.outsiders
+            (run.model(number, adapted=False), all_images(run, number)) for number in run.held_out_clients
         )
     return found
 
@@ -171,7 +169,7 @@ def _counts(models: Iterable[tuple[Model, Batch]]) -> dict[str, list[int]]:
     return {"right": counts[0].tolist(), "wrong": counts[1].tolist()}
 
 
-def _weights(run: Federation) -> list[dict[str, Tensor]]:
+def _weights(run: FederationState) -> list[dict[str, Tensor]]:
     return [generated(run.model(number)) for number in run.participants]
 
 

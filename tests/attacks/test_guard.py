@@ -15,9 +15,9 @@ from torch import nn
 import attacks as attacks_package
 from attacks import base as attacks_base
 from attacks.base import Attack, NotApplicable, Reconstruction, ViewRewriter, build, run_checked
+from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.tensors import dense
 from fl.view import ServerView
 

@@ -17,11 +17,11 @@ from attacks.base import NotApplicable, Reconstruction, build
 from attacks.labels.recovery import recover_labels
 from attacks.update.classifier_update import classifier_tensors, is_sign_flipped
 from attacks.update.observed_update import ObservedUpdate
+from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.building_blocks.layers import Normalize
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.tensors import dense
 from fl.view import ServerView, ThreatModel
 

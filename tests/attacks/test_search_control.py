@@ -19,7 +19,7 @@ from attacks.gradient_matching.engine.problem import Variables
 from attacks.parallel import AttackPool
 from attacks.search_control import SearchControl, SearchMonitor, SearchProgress
 from fl.methods.fedavg import FedAvg
-from fl.types import ServerView
+from fl.view import ServerView
 
 
 def views(count: int) -> list[ServerView]:

@@ -13,11 +13,11 @@ from torch.nn import functional
 from attacks.base import Reconstruction, Result, build
 from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import RULES, by_torch
+from fl.capture import from_batch, from_update
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
-from fl.simulation.capture import from_batch, from_update
 from fl.tensors import dense
 from fl.view import ServerView, ThreatModel
 

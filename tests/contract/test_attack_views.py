@@ -15,10 +15,10 @@ from attacks import NotApplicable, Reconstruction
 from defenses.secagg import SecAgg
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.simulation.federation import ClientData, Federation
 from fl.view import ServerView, ThreatModel
 
 STEP, STEPS = FedAvg(lr=0.1, steps=1, batch_size=None), FedAvg(lr=0.1, steps=4, batch_size=1)

@@ -12,7 +12,7 @@ from support.matrix import COLUMNS, ROWS, cells, shares
 
 from attacks import NotApplicable, Reconstruction, attacks
 from attacks.base import Attack, Result
-from fl.simulation.federation import Federation
+from fl.federation import Federation
 
 pytestmark = [
     pytest.mark.gpu,

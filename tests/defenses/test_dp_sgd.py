@@ -19,6 +19,7 @@ from defenses.mixup import Mixup
 from defenses.prune import Prune
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.local import sampling
 from fl.method import Method, Step
 from fl.methods.fedavg import FedAvg
@@ -33,7 +34,6 @@ from fl.privacy.accounting import Charge, gaussian_epsilon, spent
 from fl.privacy.dp_sgd import STABILISER
 from fl.seeds import stream
 from fl.simulation.client_round import train
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Payloads, Tensors, dense, norm
 
 STEP = FedAvg(lr=1.0, steps=1, batch_size=None)

@@ -18,6 +18,7 @@ from defenses.precode import Precode
 from defenses.prune import Prune
 from eval.metrics.score import score
 from fl.client import Client, LossGradient
+from fl.federation import ClientData, Federation
 from fl.gradient import autograd_derivative, func_derivative
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
@@ -27,7 +28,6 @@ from fl.models import build as network
 from fl.predict import predict
 from fl.privacy.dp_sgd import private_gradient
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Candidate, Task
 from fl.view import ThreatModel

@@ -17,6 +17,7 @@ from eval.metrics.forward_error import prediction_error
 from fl.aggregated_view import Division, as_one
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Download, Method, ServerState
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -24,7 +25,6 @@ from fl.methods.hyperfl import HyperFL
 from fl.methods.pfedhn import PFedHN
 from fl.models import build as build_model
 from fl.predict import predict
-from fl.simulation.federation import ClientData, Federation
 from fl.simulation.protocol import Protocol
 from fl.tensors import dense
 from fl.types import Task
@@ -147,14 +147,14 @@ def test_groups_never_overlap_and_none_is_smaller_than_asked_for() -> None:
 
 def test_a_group_needs_a_round_of_as_many_who_take_part() -> None:
     run = uneven(TRAINED, SecAgg(clients=3))
-    run.rate = 0.67
+    run.client_fraction = 0.67
     with pytest.raises(ValueError, match="groups of at most the 2 clients of a round, got 3"):
         run.observe(0)
     run = uneven(TRAINED, SecAgg(clients=2))
-    run.rate = 0.67
+    run.client_fraction = 0.67
     with pytest.raises(ValueError, match="at most the 2 clients of a round, got clients 0 to 2"):
         run.observe(0)
-    run = Federation(run.client, run.data, protocol=Protocol(outsiders=1))
+    run = Federation(run.client, run.data, protocol=Protocol(held_out_clients=1))
     with pytest.raises(ValueError, match="one of the 2 clients that take part, got client 2"):
         run.observe(2)
     assert len(run.observe(1)[0].parts) == 2

@@ -15,11 +15,11 @@ from defenses.compose import Chain
 from defenses.soteria import Soteria
 from eval.metrics.score import score
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as network
 from fl.predict import predict
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
 from fl.view import ThreatModel
 

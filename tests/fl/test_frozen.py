@@ -10,6 +10,7 @@ from support.compare import assert_near, assert_same
 import attacks
 from attacks.network.layer_chain import unroll
 from fl.client import Client, LossGradient
+from fl.federation import ClientData, Federation
 from fl.gradient import autograd_derivative
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
@@ -17,7 +18,6 @@ from fl.methods.fedper import FedPer
 from fl.network import Network
 from fl.predict import predict
 from fl.privacy.dp_sgd import opacus_gradient, private_gradient
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Task, frozen
 

@@ -11,9 +11,9 @@ import torch
 from reference.plain_training import train
 from torch import Tensor, nn
 
+from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
 from fl.simulation.client_round import Round
-from fl.simulation.federation import Federation
 from fl.tensors import dense
 
 Values = dict[str, Tensor]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fl.capture import from_batch
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.types import Truth
 from fl.view import ServerView
 

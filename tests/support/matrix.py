@@ -13,10 +13,10 @@ from support.probes import PROBES, Probe
 from defenses import defenses
 from fl.client import Client, gather, local_update
 from fl.defense import Defense
+from fl.federation import Federation
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.federation import Federation
 from fl.tensors import dense
 from fl.types import Truth
 from fl.view import ServerView

@@ -13,11 +13,11 @@ from torch.nn.functional import avg_pool2d
 from attacks import Reconstruction
 from attacks.base import build
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.layers import Normalize
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView
 

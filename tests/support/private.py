@@ -8,12 +8,12 @@ import pytest
 from support import worlds
 
 from fl.defense import Defense
+from fl.federation import Federation
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.ppsgd import PPSGD
 from fl.privacy.private_method import Private
-from fl.simulation.federation import Federation
 
 EVERY: dict[str, Private] = {
     "dp-fedavg": DPFedAvg.example(),

@@ -13,11 +13,11 @@ from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from defenses.clip import Clip
 from fl.defense import Defense
+from fl.federation import Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.federation import Federation
 from fl.view import ServerView
 
 TINY = Hypernetwork(embedding=4, hidden=24, init="scaled")

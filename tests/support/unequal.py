@@ -9,9 +9,9 @@ from typing import Any
 from support import worlds
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.simulation import checkpoint
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Task
 
 LOCAL: dict[str, Any] = {"lr": 0.1, "momentum": 0.5, "max_norm": 1.0, "epochs": 2, "batch_size": 2}

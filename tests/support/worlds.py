@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.models import build
 from fl.seeds import stream
 from fl.simulation.client_round import observe
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView
 

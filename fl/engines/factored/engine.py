@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +38,9 @@ from fl.models.hypernetworks.hypernetwork import (
     head_weight,
 )
 from fl.simulation.client_round import Round, Start, finish, train
+from fl.simulation.federation_state import FederationState
 from fl.tensors import LowRank, Tensors, Term, Value, combine, dense
 from fl.types import Batch, Group, Phase
-
-if TYPE_CHECKING:
-    from fl.simulation.federation import Federation
 
 MATRIX, COEFFICIENTS = "hypernet.heads", "hypernet.heads.coefficients"
 PERIOD = 8
@@ -69,12 +67,12 @@ class Factored(Engine):
     """So many clients are trained at once, and hold up to all their steps' factors. Ten are hardly faster, and take up
     to a tenth more memory."""
 
-    def train(self, run: Federation, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
+    def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
         """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
         for i in range(0, len(numbers), self.chunk):
             yield from self._together(run, numbers[i : i + self.chunk], evaluate)
 
-    def _together(self, run: Federation, numbers: Sequence[int], evaluate: bool) -> list[Round]:
+    def _together(self, run: FederationState, numbers: Sequence[int], evaluate: bool) -> list[Round]:
         starts = [run.start(number) for number in numbers]
         fits = _fits(run.client, starts)
         rounds = _by_factors(run.client, starts) if fits else [train(start) for start in starts]

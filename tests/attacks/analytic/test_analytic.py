@@ -15,12 +15,12 @@ from defenses.noise import Noise
 from defenses.prune import Prune
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.fedsr import FedSR
 from fl.models import build
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Batch, Group, Phase, Task, Truth
 from fl.view import ServerView

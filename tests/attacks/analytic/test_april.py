@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from attacks.analytic.april import April
 from attacks.base import NotApplicable, Reconstruction
+from fl.capture import from_batch
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.view import ServerView
 
 LABEL = torch.tensor([3])

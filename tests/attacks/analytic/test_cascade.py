@@ -19,10 +19,10 @@ from attacks.analytic.cascade import Cascade
 from defenses.clip import Clip
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ThreatModel
 

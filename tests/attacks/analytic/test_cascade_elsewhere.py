@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attacks import Reconstruction
 from attacks.analytic.cascade import Cascade
 from fl.client import Client
-from fl.simulation.federation import ClientData, Federation
+from fl.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView
 

@@ -15,10 +15,10 @@ from attacks.analytic.recursive.base import Layerwise
 from attacks.analytic.recursive.layer_equations import invert
 from attacks.analytic.rgap import RGAP
 from defenses import defenses
+from fl.capture import from_batch
 from fl.data import load
 from fl.defense import Defense
 from fl.models import build as network
-from fl.simulation.capture import from_batch
 from fl.view import ServerView
 
 FOLDER = os.environ.get("HYPERLEAK_DATA", "")

@@ -17,9 +17,9 @@ from attacks.analytic.recursive.softmax_separation import Classified, few, likel
 from attacks.analytic.rgap import RGAP
 from defenses import defenses
 from defenses.mixup import Mixup
+from fl.capture import from_batch
 from fl.defense import Defense
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.tensors import scaled
 from fl.types import Truth
 from fl.view import ServerView, ThreatModel

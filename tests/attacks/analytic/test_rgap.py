@@ -18,8 +18,10 @@ from attacks.analytic.rgap import RGAP, rank_analysis
 from attacks.base import build
 from attacks.network.layer_chain import Stage, unroll
 from defenses.clip import Clip
+from fl.capture import from_batch
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
@@ -27,8 +29,6 @@ from fl.models import build as network
 from fl.models.building_blocks.layers import Normalize
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView, ThreatModel
 

@@ -15,15 +15,15 @@ from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
 from attacks.analytic.spear import Factors, Spear, _result
 from defenses.noise import Noise
 from defenses.prune import Prune
+from fl.capture import from_batch
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.models import build
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Batch, Truth
 from fl.view import ServerView, ThreatModel

@@ -23,15 +23,15 @@ from attacks.gradient_matching.gradinversion import (
     known_moments,
 )
 from defenses.secagg import SecAgg
+from fl.capture import from_batch
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Download, Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.simulation.client_round import ClientState, observe
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Truth
 from fl.view import ServerView, ThreatModel
 

@@ -16,13 +16,13 @@ from attacks.hypernetworks.hypernet_view import open_view
 from attacks.hypernetworks.peel import Peel
 from attacks.search_control import SearchMonitor
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbabu import FedBABU
 from fl.methods.fedprox import FedProx
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense, minus
 from fl.types import Truth
 from fl.view import ServerView, ThreatModel

@@ -16,6 +16,7 @@ from attacks.base import NotApplicable, Reconstruction
 from attacks.hypernetworks.filter_equations import FilterUpdate
 from attacks.hypernetworks.filters import FilterPeel, Known
 from fl.client import Client
+from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedprox import FedProx
 from fl.methods.hyperfednet import HyperFedNet
@@ -23,7 +24,6 @@ from fl.models.hypernetworks.filter_hypernetwork import Filters, basic_filters, 
 from fl.parametrization import Parametrisation
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.federation import Federation
 from fl.tensors import dense
 from fl.types import Candidate, Group, Phase, Task, Truth
 from fl.view import ServerView, ThreatModel

@@ -15,6 +15,7 @@ from defenses.noise import Noise
 from defenses.prune import Prune
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.local.weight_decay import decay_shares
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -23,7 +24,6 @@ from fl.models import build as network
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import LowRank, dense, minus
 from fl.types import Batch, Candidate, Task, Truth
 from fl.view import ServerView, ThreatModel

@@ -15,11 +15,11 @@ from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.hypernetworks.peel import Peel
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models import models
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.predict import predict
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense, minus
 from fl.types import Batch, Task, Truth
 from fl.view import ServerView

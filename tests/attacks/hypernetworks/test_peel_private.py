@@ -13,6 +13,7 @@ from attacks.base import build
 from attacks.hypernetworks.hypernet_view import open_view
 from attacks.hypernetworks.peel import Peel
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -21,7 +22,6 @@ from fl.methods.ppsgd import PPSGD
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.predict import predict
 from fl.privacy.private_method import KEY, Private
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
 from fl.types import Truth
 from fl.view import ServerView, ThreatModel

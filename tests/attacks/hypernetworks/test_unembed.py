@@ -16,11 +16,11 @@ from attacks.hypernetworks.unembed import Unembed
 from defenses import defenses
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models import build
 from fl.predict import predict
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Candidate, Task, Truth
 from fl.view import ServerView
 

@@ -10,12 +10,12 @@ from attacks import Reconstruction
 from attacks.base import build
 from attacks.labels.assignment import assign_labels
 from attacks.update.step_gradient import exact_step_gradient
+from fl.capture import from_batch, from_update
 from fl.data.sources.embedded import Faces
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
-from fl.simulation.capture import from_batch, from_update
 from fl.types import Truth
 from fl.view import ServerView
 

@@ -10,9 +10,9 @@ import torch
 from attacks.labels.counts import LOG_ODDS_OF_ANY_COUNTS, map_counts, prior_deviance
 from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
+from fl.capture import from_batch
 from fl.models import build
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 
 
 @pytest.mark.parametrize("doubt", [0.0, 1e-3, 1e-2, 1e3])

@@ -15,8 +15,10 @@ from defenses.compose import Chain
 from defenses.prune import Prune
 from defenses.secagg import SecAgg
 from eval.metrics.score import score
+from fl.capture import from_batch
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
@@ -24,8 +26,6 @@ from fl.methods.hfedf import HFedF
 from fl.methods.hfedf_latent import HFedFLatent
 from fl.models import build
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Task, Truth
 from fl.view import ServerView, ThreatModel
 

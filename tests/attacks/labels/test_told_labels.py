@@ -13,8 +13,8 @@ from attacks.update.observed_update import ObservedUpdate
 from defenses.noise import Noise
 from fl.data.augment import CropFlip
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.methods.fedgen import FedGen
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Batch
 

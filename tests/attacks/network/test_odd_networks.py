@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, attacks, build
 from benchmarks.reliability.odd_models import STYLES, written
+from fl.capture import from_batch, from_update
 from fl.seeds import stream
-from fl.simulation.capture import from_batch, from_update
 from fl.view import ServerView
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import attacks
 from attacks.base import Reconstruction
 from attacks.network.layer_chain import Stage, unroll
+from fl.capture import from_batch, from_update
 from fl.seeds import stream
-from fl.simulation.capture import from_batch, from_update
 from fl.view import ServerView
 
 SIZE, KEPT = 14, 14 * 14

@@ -18,10 +18,10 @@ from attacks.rewriting.surrogate import ONE_STEP_SURROGATE
 from defenses.clip import Clip
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Batch
 from fl.view import ServerView, ThreatModel

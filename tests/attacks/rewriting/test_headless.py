@@ -14,6 +14,7 @@ from attacks.base import build
 from attacks.rewriting.headless import Headless
 from attacks.update.layer_signal import LAYER_SIGNAL, LayerSignal, truncate_at
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.gradient import func_derivative
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -21,7 +22,6 @@ from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Candidate, Task, Truth
 from fl.view import ServerView

@@ -12,14 +12,14 @@ from torch import Tensor
 import attacks
 from attacks.base import NotApplicable, Reconstruction
 from attacks.rewriting.surrogate import ONE_STEP_SURROGATE, Surrogate, count_local_steps, total_step_size
+from fl.capture import from_batch
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbabu import FedBABU
 from fl.methods.fedper import FedPer
 from fl.predict import predict
-from fl.simulation.capture import from_batch
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
 from fl.types import Group, Phase, Task, Truth
 from fl.view import ServerView, ThreatModel

@@ -11,10 +11,10 @@ import attacks
 from attacks.base import NotApplicable, Reconstruction
 from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
+from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialise
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.types import Truth
 from fl.view import ServerView
 

@@ -17,12 +17,12 @@ from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from defenses.mixup import Mixup
 from defenses.noise import Noise
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Batch
 from fl.view import ServerView, ThreatModel

@@ -14,8 +14,8 @@ import fl.models
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.update.float_rounding import relative_entry_rounding
+from fl.capture import from_update
 from fl.seeds import stream
-from fl.simulation.capture import from_update
 from fl.view import ServerView
 
 NAME = "body.conv2.weight"

@@ -12,12 +12,12 @@ import torch
 from support import worlds
 
 from attacks.base import NotApplicable, Reconstruction, build
+from fl.federation import Federation
 from fl.method import Method
 from fl.methods.hyperfednet import HyperFedNet
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.filter_hypernetwork import Filters
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
-from fl.simulation.federation import Federation
 from fl.tensors import dense
 from fl.types import Truth
 from fl.view import ServerView

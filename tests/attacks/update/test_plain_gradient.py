@@ -17,6 +17,7 @@ from attacks.base import build
 from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.gradient import Gradient
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
@@ -25,7 +26,6 @@ from fl.methods.fedsam import FedSAM
 from fl.models.hypernetworks.filter_hypernetwork import Filters
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.parametrization import Parametrisation
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, scaled
 from fl.types import Batch
 from fl.view import ServerView

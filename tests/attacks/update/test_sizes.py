@@ -12,8 +12,8 @@ from torch import nn
 from attacks.base import Reconstruction, build
 from attacks.gradient_matching.engine.objectives import normalize
 from attacks.update.rescaling import rescale_to_unit
+from fl.capture import from_batch
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.tensors import LowRank, Tensors, Term, dense, norm
 from fl.view import ServerView
 

@@ -19,6 +19,7 @@ from attacks.rewriting.surrogate import Surrogate, count_local_steps, is_single_
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedgen import FedGen
@@ -27,7 +28,6 @@ from fl.methods.ga import GA
 from fl.methods.hyperfl import HyperFL
 from fl.methods.scaffold import Scaffold
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Task
 from fl.view import ServerView

@@ -14,10 +14,10 @@ from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import PLAIN, RULES
 from defenses.signsgd import SignSGD
 from eval.audit import update_sanity
+from fl.capture import from_batch, from_update
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.capture import from_batch, from_update
 from fl.view import ServerView, ThreatModel
 
 SIGNS = "signs, or the first step of an adaptive optimizer"

@@ -16,9 +16,9 @@ from benchmarks.hyperfl import published_hyperfl
 from benchmarks.hyperfl.peel import uploaded
 from benchmarks.hyperfl.published_hyperfl import Case, Classifier
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models import build
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch
 
 ROOT = Path(__file__).parents[3]

@@ -23,9 +23,9 @@ from eval.metrics import self_verification
 from eval.run import runner
 from eval.run import training_cell as training
 from eval.run.run_directory import RunDir
+from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.simulation.capture import from_batch, from_update
 
 MODULE = """
 import torch

@@ -12,9 +12,9 @@ from eval import cli
 from eval.audit.findings import of_rows
 from eval.audit.request import Request
 from eval.commands import terminal
+from fl.capture import from_batch
 from fl.data.sources import stored
 from fl.methods.fedavg import FedAvg
-from fl.simulation.capture import from_batch
 from fl.view import ThreatModel
 
 MODULE = """
@@ -233,7 +233,7 @@ def test_a_captured_update(mine, tmp_path, suffix):
         ([*CAPTURED, "--images", "true.npz", "--batch-size", "9"], "give a smaller --batch-size\n"),
         (
             [*CAPTURED, "--method", "hyperfl"],
-            "no option takes it; call fl.simulation.capture.from_update(..., shared=...)",
+            "no option takes it; call fl.capture.from_update(..., shared=...)",
         ),
         (["MINE:build", "--images", "folder"], "path, got none; give it as settings: '{name: folder, ...}'"),
         (["MINE:refusing"], ":refusing raised ValueError: mine"),

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from eval import cli
 from eval.commands import terminal
-from fl.simulation.capture import from_batch
+from fl.capture import from_batch
 
 MODULE = """
 import torch

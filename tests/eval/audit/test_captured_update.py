@@ -10,9 +10,9 @@ from defenses import Defense
 from eval.audit.captured_update import Captured, fitted, load, of_update
 from eval.audit.findings import examine
 from eval.audit.input_shape import classes
+from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.types import Batch
 
 SHAPE, CLASSES = (1, 6, 6), 5

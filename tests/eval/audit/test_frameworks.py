@@ -10,9 +10,9 @@ from torch import nn
 from defenses import Defense
 from eval.audit.captured_update import fitted, load, of_update
 from eval.audit.findings import examine
+from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.capture import from_update
 from fl.types import Batch
 
 SHAPE, CLASSES = (1, 6, 6), 5

@@ -10,9 +10,9 @@ from defenses.noise import Noise
 from eval.audit.findings import examine
 from eval.audit.update_sanity import doubt
 from eval.audit.user_model import Subject
+from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.capture import from_batch, from_update
 
 SHAPE, CLASSES = (1, 6, 6), 10
 TURNED = "the sign of the update is turned"

@@ -20,7 +20,7 @@ from eval.commands import terminal
 from eval.experiment import plugins, yaml_config
 from eval.io import yaml12
 from eval.run import cache_keys
-from fl.simulation.capture import from_batch
+from fl.capture import from_batch
 
 ROOT = Path(__file__).parents[3]
 ATTACK = '''

@@ -8,8 +8,8 @@ from support import worlds
 from defenses.noise import Noise
 from eval.metrics import identification
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch
 
 

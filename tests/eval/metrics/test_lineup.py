@@ -22,8 +22,10 @@ from defenses.signsgd import SignSGD
 from eval.metrics import identification
 from eval.metrics.lineup import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE, IdentificationLineup
 from eval.metrics.score import Row
+from fl.capture import from_batch
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg
@@ -34,9 +36,7 @@ from fl.models import build
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.simulation.client_round import observe
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Candidate, Truth
 from fl.view import ServerView, ThreatModel
 

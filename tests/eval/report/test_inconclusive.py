@@ -14,7 +14,7 @@ from eval import cli
 from eval.commands import terminal
 from eval.report.sections import inconclusive
 from eval.report.sections.inconclusive import Outcome
-from fl.simulation.capture import from_batch
+from fl.capture import from_batch
 
 MODULE = """
 import torch

@@ -12,7 +12,7 @@ from eval.cli import app
 from eval.report.writer import write_report
 from eval.run import runner
 from eval.run.run_directory import LostLockError, RunDir
-from fl.simulation.federation import Federation
+from fl.federation import Federation
 
 FILES = ("images.jsonl", "config.yaml")
 

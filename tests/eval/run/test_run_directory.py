@@ -19,7 +19,7 @@ from eval.io.jsonl import read_rows
 from eval.report.load import load
 from eval.run import results, run_directory, runner, training_cell
 from eval.run.run_directory import BusyError, Checkpoints, RunDir
-from fl.simulation.federation import Federation
+from fl.federation import Federation
 
 ROOT = Path(__file__).parents[3]
 FILES = ("images.jsonl", "config.yaml")

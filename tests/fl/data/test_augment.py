@@ -5,9 +5,9 @@ from torch import Tensor
 import fl.models
 from fl.client import Client
 from fl.data.augment import Augmentation, CropFlip, augmentations
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch
 
 

@@ -19,6 +19,7 @@ from fl.defense import Defense, overrides
 from fl.engines import Factored, Processes, choose
 from fl.engines.base import Engine
 from fl.engines.factored.heads import Heads
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
@@ -26,7 +27,6 @@ from fl.models.hypernetworks.hypernetwork import Hypernetwork, head_bias, head_w
 from fl.runtime import workers
 from fl.runtime.packing import flat, pack, unpack
 from fl.simulation.client_round import Round
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import LowRank, Term, dense
 from fl.types import Phase, Task
 
@@ -323,7 +323,7 @@ def test_a_record_says_who_took_part_what_was_sent_and_how_well_it_does() -> Non
     before = run.record()
     assert (before.round, before.clients, before.accuracy_local, before.numbers_up) == (0, (), None, 0)
     assert before.accuracy == tuple(run.score(i) for i in range(3))
-    run.rate = 0.34
+    run.client_fraction = 0.34
     after = run.step()
     assert len(after.clients) == 1
     assert after.round == 1

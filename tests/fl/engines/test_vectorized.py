@@ -21,6 +21,7 @@ from fl.data.augment import CropFlip
 from fl.defense import Defense
 from fl.engines import Factored, Processes, Vectorised, choose, process, vectorized
 from fl.engines.base import Engine
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg
@@ -33,7 +34,6 @@ from fl.methods.hyperfl import HyperFL
 from fl.methods.moon import Moon
 from fl.methods.scaffold import Scaffold
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
 from fl.types import Phase, Task
 
@@ -135,10 +135,10 @@ def test_stacks_equal_the_loop_over_full_rounds(name: str, monkeypatch: pytest.M
     method, settings = CASES[name]
     loop, stacked = (federation(method, engine, **settings) for engine in ("loop", "vmap"))
     monkeypatch.setattr(vectorized, "train", refuse)
-    stacked.rate = loop.rate = 0.67  # two of three: those who took part have memory
+    stacked.client_fraction = loop.client_fraction = 0.67  # two of three: those who took part have memory
     for round in range(2):
         if round:
-            stacked.rate = loop.rate = 1.0
+            stacked.client_fraction = loop.client_fraction = 1.0
         ends = [run.run_round(evaluate=True) for run in (loop, stacked)]
         for mine, other in zip(*reversed(ends), strict=True):
             assert mine.accuracy == other.accuracy

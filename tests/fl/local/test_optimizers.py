@@ -12,6 +12,7 @@ from support.compare import assert_near
 
 from fl.client import Client, gather, local_update
 from fl.engines import EngineName
+from fl.federation import ClientData, Federation
 from fl.local.optimizers import OptimState, optimise
 from fl.local.sampling import plan
 from fl.method import methods
@@ -21,7 +22,6 @@ from fl.methods.scaffold import Scaffold
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import LowRank, Tensors, dense
 from fl.types import Group, Phase
 

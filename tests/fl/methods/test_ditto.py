@@ -14,12 +14,13 @@ from support.probes import DPSGD
 
 from fl.client import Client
 from fl.engines import Processes
+from fl.federation import ClientData, Federation
 from fl.methods.ditto import Ditto
 from fl.methods.fedavg import FedAvg
 from fl.methods.local import Local
 from fl.simulation import checkpoint
-from fl.simulation.federation import ClientData, Federation
-from fl.simulation.protocol import Protocol, scores
+from fl.simulation.protocol import Protocol
+from fl.simulation.scores import scores
 from fl.tensors import Tensors, dense
 
 SAME = {"lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4, "max_norm": 1.0, "epochs": 2, "batch_size": 2}
@@ -27,11 +28,11 @@ METHOD = Ditto(**SAME, lam=0.7)  # type: ignore[arg-type]
 
 
 def federation(
-    method: FedAvg, *, norm: bool = False, protocol: Protocol | None = None, rate: float = 1.0
+    method: FedAvg, *, norm: bool = False, protocol: Protocol | None = None, client_fraction: float = 1.0
 ) -> Federation:
     data = [ClientData(worlds.images(4, "train", i), worlds.images(40, "test", i)) for i in range(3)]
     client = Client(worlds.task(batch_norm=norm), method)
-    return Federation(client, data, rate=rate, protocol=protocol or Protocol())
+    return Federation(client, data, client_fraction=client_fraction, protocol=protocol or Protocol())
 
 
 def personal(run: Federation, number: int) -> Tensors:
@@ -93,17 +94,21 @@ def test_clients_predict_by_their_own_models() -> None:
 
 
 def test_a_model_waits_for_its_client_to_take_part_and_outsiders_have_none() -> None:
-    run = federation(METHOD, rate=0.5, protocol=Protocol(outsiders=1, fine_tune=1, whole=worlds.images(30, "whole")))
+    run = federation(
+        METHOD,
+        client_fraction=0.5,
+        protocol=Protocol(held_out_clients=1, fine_tune_epochs=1, global_test=worlds.images(30, "whole")),
+    )
     (done,) = run.run_round()
     other = 1 - done.upload.client
     assert_same(personal(run, other), run.client.task.parameters)  # type: ignore[arg-type]
     assert not run.clients[2].personal
-    found, plainly = scores(run), federation(FedAvg(**SAME), rate=0.5, protocol=run.protocol)  # type: ignore[arg-type]
+    found, plainly = scores(run), federation(FedAvg(**SAME), client_fraction=0.5, protocol=run.protocol)  # type: ignore[arg-type]
     plainly.run_round()
     theirs = scores(plainly)
     assert found["unseen"] == theirs["unseen"]
     assert found["tuned"] == theirs["tuned"]
-    assert found["global"] == tuple(run.score(i, run.protocol.whole) for i in (0, 1))
+    assert found["global"] == tuple(run.score(i, run.protocol.global_test) for i in (0, 1))
 
 
 @pytest.mark.parametrize(("engine", "workers"), [("vmap", 1), pytest.param("loop", 2, marks=pytest.mark.slow)])

@@ -114,7 +114,7 @@ def test_clients_predict_by_what_they_ended_with() -> None:
 
 
 def test_a_client_that_never_takes_part_gets_the_mean() -> None:
-    run = federation(METHOD, protocol=Protocol(outsiders=1))
+    run = federation(METHOD, protocol=Protocol(held_out_clients=1))
     run.run_round()
     every = [kept(run.server, i) for i in (0, 1)]
     expected = {n: (dense(every[0][n]) + dense(every[1][n])) / 2 for n in every[0]}
@@ -143,7 +143,7 @@ def test_no_more_models_are_made_than_are_sent(monkeypatch: pytest.MonkeyPatch) 
     model, measured = FedAMP.model, list[int]()
     monkeypatch.setattr(FedAMP, "model", lambda self, *a: (made.append(a[1]), model(self, *a))[1])
     monkeypatch.setattr("fl.methods.fedamp.squared_distance", lambda *a: (measured.append(1), squared_distance(*a))[1])
-    run.rate = 0.25
+    run.client_fraction = 0.25
     record = run.step(evaluate=False)
     assert set(made) == {*record.clients, *run.sampled(1)}
     assert len(made) == 3 * 2  # at the start, with the update, in the record for the round to come

@@ -12,13 +12,14 @@ from support import worlds
 from support.compare import assert_near, assert_same
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbabu import FedBABU
 from fl.methods.fedper import FedPer
 from fl.seeds import derive
 from fl.simulation.client_round import train
-from fl.simulation.federation import ClientData, Federation
-from fl.simulation.protocol import Protocol, scores
+from fl.simulation.protocol import Protocol
+from fl.simulation.scores import scores
 
 SETTINGS = {"momentum": 0.5, "weight_decay": 5e-4, "max_norm": 1.0}
 
@@ -31,9 +32,11 @@ def in_body(name: str) -> bool:
     return not in_head(name)
 
 
-def federation(method: FedAvg, outsiders: int = 0) -> Federation:
+def federation(method: FedAvg, held_out_clients: int = 0) -> Federation:
     data = [ClientData(worlds.images(4, "train", i), worlds.images(40, "test", i)) for i in range(3)]
-    return Federation(Client(worlds.task(), method), data, protocol=Protocol(fine_tune=2, outsiders=outsiders))
+    return Federation(
+        Client(worlds.task(), method), data, protocol=Protocol(fine_tune_epochs=2, held_out_clients=held_out_clients)
+    )
 
 
 def test_two_rounds_train_the_body_alone() -> None:
@@ -67,7 +70,7 @@ def test_fine_tuning_moves_what_it_is_told(tunes: Literal["full", "head", "body"
 
 
 def test_a_tuned_classifier_is_what_is_scored() -> None:
-    run = federation(replace(FedBABU.example(), tunes="head", lr=5.0, max_norm=None), outsiders=1)
+    run = federation(replace(FedBABU.example(), tunes="head", lr=5.0, max_norm=None), held_out_clients=1)
     found = scores(run)
     assert found["tuned"] != tuple(run.accuracy())
     assert len(found["unseen_tuned"]) == 1

@@ -11,10 +11,10 @@ from support.compare import assert_near, assert_same
 from torch import nn
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbn import FedBN
 from fl.methods.fedprox import FedProx
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Scope
 
 TASK = worlds.task(batch_norm=True)

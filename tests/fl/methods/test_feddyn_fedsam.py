@@ -54,7 +54,7 @@ def dynamic(method: FedDyn, sent: nn.Module, slope: list[Tensor], done: Round) -
 @pytest.mark.parametrize("rate", [1.0, 0.67])
 def test_rounds_of_feddyn_equal_plain_loops(settings: dict[str, Any], rate: float) -> None:
     method = replace(FedDyn.example(), **settings)
-    run, server = federation(method, rate=rate), copy.deepcopy(worlds.task().model)
+    run, server = federation(method, client_fraction=rate), copy.deepcopy(worlds.task().model)
     h = [torch.zeros_like(p) for p in server.parameters()]
     slopes = [[torch.zeros_like(p) for p in server.parameters()] for _ in SIZES]
     for _ in range(3):
@@ -76,7 +76,7 @@ def test_rounds_of_feddyn_equal_plain_loops(settings: dict[str, Any], rate: floa
 
 
 def test_the_servers_slope_is_the_mean_of_the_clients() -> None:
-    run = federation(FedDyn.example(), rate=0.67)
+    run = federation(FedDyn.example(), client_fraction=0.67)
     for _ in range(3):
         run.run_round()
     for name, value in run.server.own["slope"].items():

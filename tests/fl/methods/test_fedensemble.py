@@ -13,23 +13,24 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedensemble import FedEnsemble
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.simulation.client_round import Round
-from fl.simulation.federation import ClientData, Federation
-from fl.simulation.protocol import Protocol, scores
+from fl.simulation.protocol import Protocol
+from fl.simulation.scores import scores
 from fl.tensors import dense
 from fl.types import Task
 
 SIZES = (3, 4, 5, 6)
 
 
-def federation(method: FedAvg, rate: float = 1.0, task: Task | None = None, outsiders: int = 0) -> Federation:
+def federation(method: FedAvg, rate: float = 1.0, task: Task | None = None, held_out_clients: int = 0) -> Federation:
     """Clients of unequal numbers of images."""
     data = [ClientData(worlds.images(n, "train"), worlds.images(9, "test", n)) for n in SIZES]
-    protocol = Protocol(outsiders=outsiders, whole=worlds.images(20, "whole"))
-    return Federation(Client(task or worlds.task(), method), data, rate=rate, protocol=protocol)
+    protocol = Protocol(held_out_clients=held_out_clients, global_test=worlds.images(20, "whole"))
+    return Federation(Client(task or worlds.task(), method), data, client_fraction=rate, protocol=protocol)
 
 
 def member(run: Federation, k: int) -> nn.Module:
@@ -113,7 +114,7 @@ def test_what_travels_is_one_network() -> None:
     size = sum(value.numel() for value in worlds.task().parameters.values())
     view, _ = run.observe(1)
     assert run.download(1).numbers() == run.train(1).upload.numbers() == size
-    assert run.served(1).numbers() == 2 * size
+    assert run.prediction_download(1).numbers() == 2 * size
     assert_same(view.shared, run.server.own[f"member.{run.client.method.member(run.server, 1)}"])  # type: ignore[attr-defined]
     assert not view.private
 
@@ -131,7 +132,7 @@ def test_all_networks_answer(batch_norm: bool) -> None:
         }
     run.server = replace(run.server, own=own)
     models = [member(run, k).eval() for k in range(2)]
-    whole = run.protocol.whole
+    whole = run.protocol.global_test
     assert whole is not None
     with torch.no_grad():
         answer = sum(model(whole.inputs).softmax(-1) for model in models)

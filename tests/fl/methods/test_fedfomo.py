@@ -16,6 +16,7 @@ from support.probes import DPSGD
 from support.unequal import read_back
 from torch import Tensor, nn
 
+from fl.federation import Federation
 from fl.local.sampling import PartPhase
 from fl.method import ServerState
 from fl.methods.bases.personal_models import kept
@@ -23,8 +24,8 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedfomo import FedFomo
 from fl.methods.local import Local
 from fl.models.hypernetworks.filter_hypernetwork import Filters
-from fl.simulation.federation import Federation
-from fl.simulation.protocol import Protocol, scores
+from fl.simulation.protocol import Protocol
+from fl.simulation.scores import scores
 from fl.tensors import Tensors, dense
 from fl.types import Batch
 
@@ -193,7 +194,7 @@ def test_every_engine_trains_it() -> None:
 
 
 def test_tuning_is_training_alone() -> None:
-    protocol = Protocol(outsiders=1, fine_tune=1, whole=worlds.images(30, "whole"))
+    protocol = Protocol(held_out_clients=1, fine_tune_epochs=1, global_test=worlds.images(30, "whole"))
     run = federation(METHOD, protocol=protocol)
     run.run_round()
     found = scores(run)

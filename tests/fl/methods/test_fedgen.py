@@ -18,13 +18,13 @@ from torch import nn
 
 from fl.client import Client
 from fl.engines import choose
+from fl.federation import Federation
 from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedgen import FedGen
 from fl.models import build
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
-from fl.simulation.federation import Federation
 from fl.tensors import dense
 from fl.types import Batch, Task
 

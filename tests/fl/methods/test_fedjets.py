@@ -73,7 +73,7 @@ class Trained:
 @pytest.mark.parametrize(("rate", "batch_norm"), [(1.0, False), (0.5, False), (1.0, True)])
 def test_rounds_equal_plain_loops(rate: float, batch_norm: bool) -> None:
     method, task = FedJETs.example(), worlds.task(batch_norm=batch_norm)
-    run = federation(method, rate=rate, task=task)
+    run = federation(method, client_fraction=rate, task=task)
     for _ in range(3):
         before = run.server
         chosen = [method.chosen_of(before, number) for number in range(len(SIZES))]

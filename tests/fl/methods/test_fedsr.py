@@ -77,7 +77,7 @@ def trained(method: FedSR, values: Tensors, done: Round) -> dict[str, Tensor]:
 @pytest.mark.parametrize("settings", [{}, {"max_norm": None, "l2": 0.0}, {"cmi": 0.0}], ids=["all", "no l2", "no cmi"])
 def test_rounds_equal_plain_loops(settings: dict[str, Any]) -> None:
     method = replace(FedSR.example(), **settings)
-    run = federation(method, rate=0.67)
+    run = federation(method, client_fraction=0.67)
     shared, own = dict(run.server.shared), [dict(state.private) for state in run.clients]
     for _ in range(3):
         rounds = run.run_round()

@@ -13,10 +13,10 @@ from support.compare import assert_near
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.ga import GA
 from fl.simulation.client_round import Round
-from fl.simulation.federation import Federation
 from fl.tensors import dense
 from fl.types import Batch
 
@@ -79,7 +79,7 @@ class Plain:
 @pytest.mark.parametrize(("rate", "batch_norm"), [(1.0, False), (1.0, True), (0.67, False)])
 def test_rounds_equal_plain_loops(rate: float, batch_norm: bool) -> None:
     method = replace(GA.example(), step_size=0.9)
-    run = federation(method, rate=rate, task=worlds.task(batch_norm=batch_norm))
+    run = federation(method, client_fraction=rate, task=worlds.task(batch_norm=batch_norm))
     plain = Plain(run, method)
     for number in range(4):
         rounds = run.run_round()

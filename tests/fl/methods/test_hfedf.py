@@ -12,6 +12,7 @@ from support.compare import assert_near, assert_same
 
 from defenses.dp_sgd import DPSGD
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hfedf import HFedF, alignment
 from fl.models import build
@@ -19,7 +20,6 @@ from fl.models.hypernetworks.server_hypernetwork import EMBEDDINGS, HYPERNETWORK
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.client_round import Round
-from fl.simulation.federation import ClientData, Federation
 from fl.simulation.protocol import Protocol
 from fl.tensors import dense
 from fl.types import Task
@@ -142,7 +142,7 @@ def test_gradalign(align: Any, sign: float) -> None:
 def test_what_each_round_weighted_clients_by_can_be_had(settings: dict[str, Any]) -> None:
     data = [ClientData(worlds.images(4, "train", i), worlds.images(2, "test", i)) for i in range(4)]
     rule = method(**settings)
-    run = Federation(Client(task(), rule), data, rate=0.5, protocol=Protocol(measures=("server",)))
+    run = Federation(Client(task(), rule), data, client_fraction=0.5, protocol=Protocol(diagnostics=("server",)))
     assert run.record().measured == {}
     for _ in range(2):
         chosen, before = run.sampled(run.server.round), run.server.own[HYPERNETWORK]
@@ -166,7 +166,7 @@ def test_what_each_round_weighted_clients_by_can_be_had(settings: dict[str, Any]
 def test_weights_are_recorded_of_scored_rounds_alone_and_change_no_bit() -> None:
     data = [ClientData(worlds.images(4, "train", i), worlds.images(2, "test", i)) for i in range(2)]
     asking, plain = (
-        Federation(Client(task(), method()), data, protocol=Protocol(measures=m)) for m in (("server",), ())
+        Federation(Client(task(), method()), data, protocol=Protocol(diagnostics=m)) for m in (("server",), ())
     )
     assert asking.step(evaluate=False).measured == {}
     assert "server" in asking.step().measured
@@ -282,7 +282,7 @@ def test_masks_add_no_number_to_what_travels() -> None:
 
 def test_an_outsider_is_scored_on_all_its_images() -> None:
     data = [ClientData(worlds.images(4, "train", i), worlds.images(4, "test", i)) for i in range(3)]
-    run = Federation(Client(task(), method()), data, seed=0, protocol=Protocol(outsiders=1))
+    run = Federation(Client(task(), method()), data, seed=0, protocol=Protocol(held_out_clients=1))
     record = run.step()
     assert record.clients == (0, 1)
     assert len(dense(run.server.own[HYPERNETWORK][EMBEDDINGS])) == 2

@@ -20,6 +20,7 @@ from defenses.quantize import Quantize
 from defenses.signsgd import SignSGD
 from fl.client import Client
 from fl.defense import Defense
+from fl.federation import Federation, Participation
 from fl.method import Step
 from fl.methods.hfedf import HFedF
 from fl.methods.hfedf_latent import LATENT, PREFIX, HFedFLatent
@@ -30,8 +31,8 @@ from fl.network import Network
 from fl.predict import predict
 from fl.seeds import derive
 from fl.simulation.client_round import prepare
-from fl.simulation.federation import Federation, Participation
-from fl.simulation.protocol import Protocol, tuned
+from fl.simulation.protocol import Protocol
+from fl.simulation.scores import accuracy_tuned
 from fl.tensors import dense
 from fl.types import Batch
 
@@ -132,7 +133,7 @@ def test_fine_tuning_trains_the_network_alone() -> None:
 def test_before_the_network_is_trained_fine_tuning_trains_it(rounds: int) -> None:
     method = replace(HFedFLatent.example(), autoencoder_rounds=1)
     data = worlds.federation(method, rounds=0).data
-    run = Federation(Client(worlds.task(), method), data, protocol=Protocol(fine_tune=20))
+    run = Federation(Client(worlds.task(), method), data, protocol=Protocol(fine_tune_epochs=20))
     for _ in range(rounds):
         run.run_round()
     model = worlds.task().model
@@ -154,7 +155,7 @@ def test_before_the_network_is_trained_fine_tuning_trains_it(rounds: int) -> Non
         f.cross_entropy(model(start.trace.inputs[index]), start.trace.labels[index]).backward()
         optimizer.step()
     test = data[0].test
-    assert tuned(run, 0) == float((model(test.inputs).argmax(1) == test.labels).double().mean())
+    assert accuracy_tuned(run, 0) == float((model(test.inputs).argmax(1) == test.labels).double().mean())
     assert float((model(data[0].train.inputs).argmax(1) == data[0].train.labels).double().mean()) == 1.0
 
 
@@ -279,10 +280,10 @@ def test_where_nothing_is_sent_there_is_nothing_to_invert() -> None:
 
 def test_the_server_speaks_of_alignment_only_where_the_hypernetwork_moves() -> None:
     first = federation(autoencoder_rounds=1)
-    run = Federation(first.client, first.data, protocol=Protocol(measures=("server",)))
+    run = Federation(first.client, first.data, protocol=Protocol(diagnostics=("server",)))
     said = []
     for _ in range(2):
         run.step(evaluate=True)
-        said.append(run.stepped)
+        said.append(run.server_metrics)
     assert said[0] == {}
     assert said[1]

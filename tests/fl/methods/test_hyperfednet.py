@@ -11,6 +11,7 @@ from support import worlds
 from support.compare import assert_near, assert_same, tensors
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method, methods
 from fl.methods.fedbn import FedBN
 from fl.methods.fedprox import FedProx
@@ -20,7 +21,6 @@ from fl.models.hypernetworks.filter_hypernetwork import Filters
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.client_round import Round
-from fl.simulation.federation import ClientData, Federation
 from fl.simulation.protocol import Protocol
 from fl.types import Scope, Task
 
@@ -193,7 +193,7 @@ def test_tuning_moves_what_is_local(tune: Any) -> None:
 
 
 def test_new_users_start_from_fresh_embeddings_and_are_tuned() -> None:
-    run = federation(METHOD, outsiders=1, fine_tune=1)
+    run = federation(METHOD, held_out_clients=1, fine_tune_epochs=1)
     record = run.step(everyone=True)
     assert record.clients == (0, 1)
     assert {"unseen", "tuned", "unseen_tuned"} <= set(record.further)

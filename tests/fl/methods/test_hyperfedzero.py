@@ -13,6 +13,7 @@ from support.compare import assert_near, assert_same
 from torch import Tensor, nn
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models import build
@@ -20,7 +21,6 @@ from fl.models.hyperfedzero import ZeroNet
 from fl.models.hypernetworks.chunked import ChunkedHypernetwork, fitting_chunk, numbers
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Scope, Task
 
 SMALL: dict[str, Any] = {"embedding": 3, "hidden": (6, 5), "chunk": 40, "chunk_embedding": 2, "batch_size": 3}

@@ -15,6 +15,7 @@ from torch.func import vmap
 
 from fl.client import Client
 from fl.engines import Factored
+from fl.federation import ClientData, Federation
 from fl.gradient import func_derivative
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -27,7 +28,6 @@ from fl.models.vit_adapter import ViTAdapter
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.client_round import Round
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Scope, Task, frozen
 

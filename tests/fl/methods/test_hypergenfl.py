@@ -14,6 +14,7 @@ from support import worlds
 from support.compare import assert_near, assert_same
 from torch import Tensor, nn
 
+from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hypergenfl import HyperGenFL, layers
 from fl.models.hypernetworks.attention_hypernetwork import AttentionHypernetwork
@@ -21,7 +22,6 @@ from fl.parametrization import Parametrisation
 from fl.seeds import stream
 from fl.simulation import checkpoint
 from fl.simulation.client_round import Round
-from fl.simulation.federation import Federation
 from fl.tensors import Tensors, dense
 from fl.types import Task
 

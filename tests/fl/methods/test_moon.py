@@ -59,7 +59,7 @@ def trained(method: Moon, sent: nn.Module, last: nn.Module | None, done: Round) 
 @pytest.mark.parametrize("rate", [1.0, 0.67])
 def test_rounds_equal_a_plain_loop(settings: dict[str, Any], rate: float) -> None:
     method = replace(Moon.example(), **settings)
-    run, server = federation(method, task=worlds.task(), rate=rate), copy.deepcopy(worlds.task().model)
+    run, server = federation(method, task=worlds.task(), client_fraction=rate), copy.deepcopy(worlds.task().model)
     last: list[nn.Module | None] = [None] * len(SIZES)
     for _ in range(3):
         rounds = run.run_round()

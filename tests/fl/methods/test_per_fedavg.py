@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.per_fedavg import PerFedAvg
-from fl.simulation.federation import ClientData, Federation
-from fl.simulation.protocol import Protocol, scores
+from fl.simulation.protocol import Protocol
+from fl.simulation.scores import scores
 from fl.tensors import dense
 
 METHOD = replace(PerFedAvg.example(), epochs=None, steps=3)
@@ -90,7 +91,7 @@ def test_without_adaptation_it_is_fedavg_on_every_second_batch() -> None:
 def test_clients_predict_after_one_step() -> None:
     data = [ClientData(worlds.images(4, "train", i), worlds.images(40, "test", i)) for i in range(3)]
     method = replace(METHOD, alpha=1.0, batch_size=None)
-    run = Federation(Client(worlds.task(), method), data, protocol=Protocol(outsiders=1, fine_tune=2))
+    run = Federation(Client(worlds.task(), method), data, protocol=Protocol(held_out_clients=1, fine_tune_epochs=2))
     rounds = run.run_round(evaluate=True)
     before, everyone = worlds.task().parameters, dict(run.server.shared)
 

@@ -12,12 +12,12 @@ from reference.pfedhn_round import Hyper, Local, step, train
 from support import worlds
 from support.compare import assert_near, assert_same
 
+from fl.federation import Federation
 from fl.methods.pfedhn import PFedHN
 from fl.models import build
 from fl.parametrization import Parametrisation
 from fl.simulation import checkpoint
 from fl.simulation.client_round import Round
-from fl.simulation.federation import Federation
 from fl.simulation.protocol import Protocol
 from fl.tensors import Tensors, dense
 from fl.types import Scope
@@ -84,7 +84,7 @@ def test_a_step_brings_what_is_generated_nearer_to_what_the_client_trained() -> 
 
 def test_one_who_never_takes_part_gets_what_the_mean_embedding_generates() -> None:
     method, run = fed()
-    outside = Federation(run.client, run.data, protocol=Protocol(outsiders=1))
+    outside = Federation(run.client, run.data, protocol=Protocol(held_out_clients=1))
     outside.run_round()
     own = outside.server.own["hypernetwork"]
     assert dense(own["embeddings"]).shape == (2, 3)

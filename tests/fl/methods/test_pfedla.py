@@ -15,11 +15,11 @@ from support.compare import assert_near, assert_same
 from support.unequal import read_back
 from torch import Tensor, nn
 
+from fl.federation import Federation
 from fl.methods.bases.personal_models import kept
 from fl.methods.fedavg import FedAvg
 from fl.methods.pfedla import PFedLA
 from fl.models.hypernetworks.filter_hypernetwork import Filters
-from fl.simulation.federation import Federation
 from fl.simulation.protocol import Protocol
 from fl.tensors import dense
 
@@ -144,7 +144,7 @@ def test_what_travels_is_as_much_as_with_fedavg_and_hypernetworks_stay() -> None
 
 
 def test_a_client_that_never_takes_part_gets_the_mean() -> None:
-    run = federation(METHOD, protocol=Protocol(outsiders=1))
+    run = federation(METHOD, protocol=Protocol(held_out_clients=1))
     run.run_round()
     every = [kept(run.server, i) for i in (0, 1)]
     assert_near(run.download(2).shared, {n: (dense(every[0][n]) + dense(every[1][n])) / 2 for n in every[0]}, 1e-12)

@@ -13,11 +13,12 @@ from torch import nn
 
 from defenses.secagg import SecAgg
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.pfedme import PFedMe
 from fl.seeds import derive
 from fl.simulation.client_round import prepare, train
-from fl.simulation.federation import ClientData, Federation
-from fl.simulation.protocol import Protocol, scores
+from fl.simulation.protocol import Protocol
+from fl.simulation.scores import scores
 from fl.types import Batch
 
 PLAIN = replace(PFedMe.example(), momentum=0.0, weight_decay=0.0, max_norm=None)
@@ -100,7 +101,7 @@ FAR = replace(PLAIN, lam=0.1, inner_lr=0.4, inner_steps=60)
 
 
 def test_who_never_took_part_is_scored_by_what_is_sent() -> None:
-    run, whole = federation(replace(FAR, batch_size=None), Protocol(outsiders=1)), worlds.images(60, "whole")
+    run, whole = federation(replace(FAR, batch_size=None), Protocol(held_out_clients=1)), worlds.images(60, "whole")
     run.data = [*run.data[:2], ClientData(run.data[0].train, whole)]
     first = run.data[0].train
     images = Batch(torch.cat([first.inputs, whole.inputs]), torch.cat([first.labels, whole.labels]))
@@ -110,7 +111,7 @@ def test_who_never_took_part_is_scored_by_what_is_sent() -> None:
 
 def test_every_client_is_scored_by_its_own_model_on_the_images_of_all() -> None:
     whole = worlds.images(60, "whole")
-    run = federation(FAR, Protocol(outsiders=1, whole=whole))
+    run = federation(FAR, Protocol(held_out_clients=1, global_test=whole))
     found = scores(run)["global"]
     assert found == tuple(run.score(i, whole) for i in (0, 1))
     assert found[0] != found[1]

@@ -16,11 +16,11 @@ from support.unequal import read_back
 from torch import Tensor, nn
 
 from fl.client import Client
+from fl.federation import Federation
 from fl.methods.bases.personal_models import kept
 from fl.methods.fedavg import FedAvg
 from fl.methods.pfedsim import PFedSim, alike
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.simulation.federation import Federation
 from fl.simulation.protocol import Protocol
 from fl.tensors import dense
 
@@ -101,7 +101,7 @@ def test_strangers_do_not_count_and_opposites_neither() -> None:
 def test_equal_clients_share_one_network() -> None:
     run = federation(METHOD)
     data = run.data[0]
-    run = Federation(run.client, [data, data], rate=1.0)
+    run = Federation(run.client, [data, data], client_fraction=1.0)
     run.run_round([0, 1])
     both = [kept(run.server, i) for i in (0, 1)]
     assert dense(run.server.own["similarity"]["matrix"])[0, 1] > 0.5
@@ -130,16 +130,16 @@ def test_what_travels_is_as_much_as_with_fedavg_and_statistics_go_with_the_extra
 def test_clients_predict_by_what_they_ended_with() -> None:
     run = federation(replace(METHOD, warmup=1, lr=0.5))
     run.run_round()
-    assert_same(run.served(0).shared, run.server.shared)
+    assert_same(run.prediction_download(0).shared, run.server.shared)
     run.run_round()
     rounds = run.run_round(evaluate=True)
     assert run.accuracy() == [done.accuracy for done in rounds]
     for i in range(3):
-        assert_same(run.served(i).shared, {n: kept(run.server, i)[n] for n in run.server.shared})
+        assert_same(run.prediction_download(i).shared, {n: kept(run.server, i)[n] for n in run.server.shared})
 
 
 def test_a_client_that_never_takes_part_gets_the_mean() -> None:
-    run = federation(METHOD, protocol=Protocol(outsiders=1))
+    run = federation(METHOD, protocol=Protocol(held_out_clients=1))
     run.run_round()
     every = [kept(run.server, i) for i in (0, 1)]
     assert_near(run.download(2).shared, {n: (dense(every[0][n]) + dense(every[1][n])) / 2 for n in every[0]}, 1e-12)

@@ -83,7 +83,7 @@ PLAIN = {"momentum": 0.0, "max_norm": None, "weight_decay": 0.0}
 @pytest.mark.parametrize("rate", [1.0, 0.67])
 def test_rounds_equal_plain_loops(option: Any, settings: dict[str, Any], rate: float) -> None:
     method = replace(Scaffold.example(), option=option, **settings)
-    run = federation(method, rate=rate)
+    run = federation(method, client_fraction=rate)
     plain = Plain(method, worlds.task())
     names = list(worlds.task().parameters)
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_rounds_equal_plain_loops(option: Any, settings: dict[str, Any], rate: f
 
 
 def test_the_servers_variate_is_the_mean_of_the_clients() -> None:
-    run = federation(Scaffold.example(), rate=0.67)
+    run = federation(Scaffold.example(), client_fraction=0.67)
     for _ in range(3):
         run.run_round()
     for name, value in run.server.own["control"].items():

@@ -13,10 +13,10 @@ from support.compare import assert_same
 from torch.func import functional_call
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models import build
 from fl.predict import predict
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 
 NETWORKS: dict[str, tuple[dict[str, Any], int]] = {

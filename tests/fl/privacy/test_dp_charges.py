@@ -12,6 +12,7 @@ from support import worlds
 
 import fl.privacy.dp_sgd
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
@@ -19,7 +20,6 @@ from fl.methods.ppsgd import PPSGD
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.privacy.accounting import Charge, spent
 from fl.privacy.private_method import KEY, Private
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Order
 
 KINDS: list[type[Private]] = [DPFedAvg, Centaur, PPSGD, DPHyperFL]

@@ -10,8 +10,8 @@ from support.private import ALL, EVERY, as_published
 from torch import Tensor
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.privacy.private_method import Private
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
 from fl.types import Batch
 

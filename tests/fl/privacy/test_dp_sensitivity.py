@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fl.privacy.private_method
 from fl.client import Client, LossGradient, gather, local_update
+from fl.federation import ClientData, Federation
 from fl.gradient import Gradient, autograd_derivative
 from fl.method import Step, methods
 from fl.methods.centaur import Centaur
@@ -27,7 +28,6 @@ from fl.predict import predict
 from fl.privacy.gaussian_noise import Noise
 from fl.privacy.private_method import Private
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import Tensors, dense
 from fl.types import Batch
 

@@ -10,9 +10,9 @@ from support import matrix, worlds
 from support.compare import assert_same, tensors
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.simulation import checkpoint
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 
 

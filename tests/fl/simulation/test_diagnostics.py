@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.ditto import Ditto
 from fl.methods.fedavg import FedAvg
@@ -25,17 +26,16 @@ from fl.methods.hypergenfl import HyperGenFL
 from fl.methods.pfedhn import PFedHN
 from fl.methods.pfedla import PFedLA
 from fl.simulation import diagnostics
-from fl.simulation.federation import ClientData, Federation
 from fl.simulation.protocol import Protocol
 from fl.tensors import Tensors, dense
 
 ALL = ("loss", "movement", "similarity", "divergence", "embeddings", "confidence", "server")
 
 
-def four(method: Method, *measures: str, outsiders: int = 1, deeper: bool = False) -> Federation:
+def four(method: Method, *measures: str, held_out_clients: int = 1, deeper: bool = False) -> Federation:
     data = [ClientData(worlds.images(4, "train", n), worlds.images(6, "test", n)) for n in range(4)]
     client = Client(worlds.deeper() if deeper else worlds.task(), method)
-    return Federation(client, data, protocol=Protocol(outsiders=outsiders, measures=measures))  # type: ignore[arg-type]
+    return Federation(client, data, protocol=Protocol(held_out_clients=held_out_clients, diagnostics=measures))  # type: ignore[arg-type]
 
 
 def network(run: Federation, number: int) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def test_equal_models_do_not_diverge_and_one_client_has_none_to_diverge_from() -
     equal = four(FedAvg.example(), "similarity", "divergence").step(everyone=True).measured
     assert set(equal["divergence"].values()) == {0.0}
     assert equal["similarity"] == [pytest.approx([1.0] * 3)] * 3
-    alone = four(FedAvg.example(), "divergence", outsiders=3).step().measured["divergence"]
+    alone = four(FedAvg.example(), "divergence", held_out_clients=3).step().measured["divergence"]
     assert set(alone) == set(equal["divergence"])
     assert set(alone.values()) == {None}
 
@@ -188,7 +188,7 @@ def test_who_predicts_by_the_same_weights_is_the_same() -> None:
 def test_what_is_received_is_that_of_the_clients_of_the_round_to_come() -> None:
     method = replace(FedFomo.example(), downloads=2)
     data = [ClientData(worlds.images(4, "train", i), worlds.images(2, "test", i)) for i in range(4)]
-    run = Federation(Client(worlds.task(), method), data, rate=0.5)
+    run = Federation(Client(worlds.task(), method), data, client_fraction=0.5)
     for _ in range(4):
         record = run.step(evaluate=False)
         told = max(run.download(number).numbers() for number in run.sampled(run.server.round))

@@ -14,11 +14,11 @@ from support.compare import assert_same
 from torch import Tensor
 
 from fl.defense import Defense
+from fl.federation import Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hfedf import HFedF
 from fl.methods.hyperfl import HyperFL
-from fl.simulation.federation import Federation
 from fl.simulation.nonfinite_updates import check_finite
 from fl.tensors import LowRank, Tensors, Term
 from fl.types import Upload

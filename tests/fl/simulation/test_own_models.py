@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import attacks
 from attacks.base import NotApplicable, Reconstruction
+from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.capture import from_batch, from_update
 from fl.view import ThreatModel
 
 SHAPE = (1, 6, 6)

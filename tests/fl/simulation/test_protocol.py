@@ -11,6 +11,7 @@ from support.compare import assert_same
 from defenses.dp_sgd import DPSGD
 from defenses.noise import Noise
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
@@ -22,8 +23,8 @@ from fl.privacy.private_method import Private
 from fl.seeds import derive
 from fl.simulation.accuracy import accuracy
 from fl.simulation.client_round import train_client
-from fl.simulation.federation import ClientData, Federation
-from fl.simulation.protocol import Protocol, scores, tuned
+from fl.simulation.protocol import Protocol
+from fl.simulation.scores import accuracy_tuned, scores
 from fl.types import Batch, Group, Phase, Task
 
 METHOD = FedAvg(lr=0.1, momentum=0.5, epochs=2, batch_size=2)
@@ -36,15 +37,15 @@ def five(method: Method = METHOD, **settings: object) -> Federation:
 
 
 def test_outsiders_never_train_and_the_server_does_not_count_them() -> None:
-    run = five(FedPer.example(), outsiders=2)
-    assert (run.server.clients, list(run.participants), list(run.outsiders)) == (3, [0, 1, 2], [3, 4])
+    run = five(FedPer.example(), held_out_clients=2)
+    assert (run.server.clients, list(run.participants), list(run.held_out_clients)) == (3, [0, 1, 2], [3, 4])
     before = run.clients[3]
     record = run.step(everyone=True)
     assert record.clients == (0, 1, 2)
     assert len(record.accuracy or ()) == 3
     assert all(set(run.sampled(round)) <= {0, 1, 2} for round in range(20))
     assert run.clients[3] is before
-    for number, seen in zip(run.outsiders, record.further["unseen"], strict=True):
+    for number, seen in zip(run.held_out_clients, record.further["unseen"], strict=True):
         own = run.data[number]
         both = Batch(torch.cat([own.train.inputs, own.test.inputs]), torch.cat([own.train.labels, own.test.labels]))
         params = {**run.server.shared, **run.private_init}
@@ -53,11 +54,15 @@ def test_outsiders_never_train_and_the_server_does_not_count_them() -> None:
 
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_where_nothing_is_sent_outsiders_have_nothing_to_be_scored(rounds: int) -> None:
-    run = five(Local.example(), outsiders=2, fine_tune=1)
+    run = five(Local.example(), held_out_clients=2, fine_tune_epochs=1)
     for _ in range(rounds):
         run.run_round()
     assert set(scores(run)) == {"tuned", "unseen_tuned"}
-    assert set(scores(five(FedPer.example(), outsiders=2, fine_tune=1))) == {"tuned", "unseen_tuned", "unseen"}
+    assert set(scores(five(FedPer.example(), held_out_clients=2, fine_tune_epochs=1))) == {
+        "tuned",
+        "unseen_tuned",
+        "unseen",
+    }
 
 
 def test_without_a_protocol_there_is_nothing_more_to_score() -> None:
@@ -75,7 +80,7 @@ def test_tuning_is_a_round_of_the_phases_that_the_method_says_and_leaves_no_trac
             return (Phase(groups=(Group(prefixes=(task.head,), lr=1.0),), epochs=epochs, batch_size=2),)
 
     method = replace(METHOD, epochs=1) if tuning == "default" else OnlyHead(lr=0.1)
-    run = five(method, fine_tune=3, outsiders=1)
+    run = five(method, fine_tune_epochs=3, held_out_clients=1)
     before, clients = dict(run.server.shared), list(run.clients)
     found = scores(run)
     assert_same(run.server.shared, before)
@@ -89,14 +94,14 @@ def test_tuning_is_a_round_of_the_phases_that_the_method_says_and_leaves_no_trac
                 longer, clients[number], run.download(number), own.train, number=number, seed=derive(0, "tuning")
             )
             params = done.result.trained(run.server.shared)
-            assert tuned(run, number) == accuracy(run.client, params, {}, own.test)
+            assert accuracy_tuned(run, number) == accuracy(run.client, params, {}, own.test)
 
 
 def test_what_is_tuned_stays_at_home_so_no_noise_enters() -> None:
-    run = five(fine_tune=2)
-    noisy = Federation(Client(worlds.task(), METHOD, Noise(std=100.0)), run.data, protocol=Protocol(fine_tune=2))
+    run = five(fine_tune_epochs=2)
+    noisy = Federation(Client(worlds.task(), METHOD, Noise(std=100.0)), run.data, protocol=Protocol(fine_tune_epochs=2))
     assert scores(noisy) == scores(run)
-    noisy = Federation(Client(worlds.task(), METHOD, DPSGD(clip=1e-3)), run.data, protocol=Protocol(fine_tune=2))
+    noisy = Federation(Client(worlds.task(), METHOD, DPSGD(clip=1e-3)), run.data, protocol=Protocol(fine_tune_epochs=2))
     assert scores(noisy) == scores(run)
 
 
@@ -106,16 +111,16 @@ def test_private_methods_tune_without_clipping_and_noise(kind: type[Private], mo
     """As the method behind does, which clients at client level train by."""
     method = replace(kind.example(), mode=mode, clip=1e-3, noise_multiplier=1e4)
     behind = replace(kind.example(), mode="client-level", noise_multiplier=0.0)
-    assert scores(five(method, fine_tune=2)) == scores(five(behind, fine_tune=2))
+    assert scores(five(method, fine_tune_epochs=2)) == scores(five(behind, fine_tune_epochs=2))
     if kind is DPFedAvg:
         plain = FedAvg(lr=0.1, momentum=0.5, weight_decay=5e-4, epochs=2, batch_size=2)
-        assert scores(five(method, fine_tune=2)) == scores(five(plain, fine_tune=2))
+        assert scores(five(method, fine_tune_epochs=2)) == scores(five(plain, fine_tune_epochs=2))
 
 
 @pytest.mark.parametrize("method", [METHOD, FedPer.example()])
 def test_one_test_for_all(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = worlds.images(20, "whole")
-    run = five(method, whole=whole, outsiders=1)
+    run = five(method, global_test=whole, held_out_clients=1)
     run.step()
     expected = tuple(run.score(number, whole) for number in run.participants)
     count = 0
@@ -132,7 +137,7 @@ def test_one_test_for_all(method: Method, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_bad_protocols_say_so() -> None:
-    with pytest.raises(ValueError, match="expected fewer outsiders than the 5 clients, got 5"):
-        five(outsiders=5)
-    with pytest.raises(ValueError, match="expected fine_tune >= 0, got -1"):
-        Protocol(fine_tune=-1)
+    with pytest.raises(ValueError, match="expected fewer held-out clients than the 5 clients, got 5"):
+        five(held_out_clients=5)
+    with pytest.raises(ValueError, match="expected fine_tune_epochs >= 0, got -1"):
+        Protocol(fine_tune_epochs=-1)

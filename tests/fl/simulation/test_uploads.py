@@ -14,13 +14,13 @@ from support.compare import assert_near, assert_same
 import fl.simulation.uploads
 from fl.client import Client
 from fl.engines.base import Engine
+from fl.federation import ClientData, Federation
 from fl.method import Method, mean
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedgma import FedGMA
 from fl.methods.hyperfl import HyperFL
 from fl.simulation.client_round import Round
-from fl.simulation.federation import ClientData, Federation
 from fl.simulation.uploads import Uploads, joined
 from fl.tensors import LowRank, Term, dense
 from fl.types import Trace, Upload

@@ -22,10 +22,10 @@ from attacks.analytic.maxpool.batch_separation import (
 from attacks.base import build
 from defenses.secagg import SecAgg
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task
 from fl.view import ServerView
 

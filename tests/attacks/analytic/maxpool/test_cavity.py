@@ -24,8 +24,8 @@ from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.analytic.maxpool.solver import FAST, SLOW, _solve_by_cavity, solve_layer
 from eval.run.attack_cell import _scored
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch
 
 

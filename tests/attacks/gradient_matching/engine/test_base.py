@@ -20,6 +20,7 @@ from defenses.compose import Chain
 from defenses.secagg import SecAgg
 from eval.metrics.image import psnr
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbn import FedBN
@@ -27,7 +28,6 @@ from fl.methods.hyperfl import HyperFL
 from fl.models import build as build_model
 from fl.seeds import stream
 from fl.simulation.client_round import ClientState, observe
-from fl.simulation.federation import ClientData, Federation
 from fl.types import Batch, Task, Truth
 from fl.view import ServerView, ThreatModel
 

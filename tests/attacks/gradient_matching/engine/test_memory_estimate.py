@@ -14,8 +14,8 @@ from attacks.base import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine import memory_estimate
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.memory_estimate import GIB, SPARE, _bytes_with_steps, bytes_per_trial
+from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
-from fl.simulation.capture import from_batch
 from fl.view import ServerView
 
 MEASURED = """
@@ -23,7 +23,7 @@ import sys, torch
 from attacks.base import build
 from attacks.gradient_matching.engine.memory_estimate import bytes_per_trial
 from attacks.gradient_matching.engine.batching import ProblemBatch
-from fl.simulation.capture import from_batch
+from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.models import build as network
 

@@ -13,11 +13,11 @@ from attacks.gradient_matching.engine.objectives import OBJECTIVES, cosine, l1, 
 from attacks.gradient_matching.engine.regularizers import total_variation
 from attacks.labels.recovery import idlg_label
 from attacks.update.observed_update import ObservedUpdate
+from fl.capture import from_batch
 from fl.client import Client
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.capture import from_batch
 from fl.simulation.client_round import ClientState, observe
 from fl.tensors import LowRank
 

@@ -17,11 +17,11 @@ from attacks.gradient_matching.engine.problem import INPUTS, LABELS, Problem
 from attacks.rewriting.surrogate import Surrogate
 from attacks.update.earlier_rounds import comparable_rounds
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Phase, Task, Truth
 from fl.view import ServerView, ThreatModel

@@ -12,9 +12,9 @@ from fl.client import Client
 from fl.engines import EngineName
 from fl.engines.factored import engine as factored
 from fl.engines.factored.merging import merged
+from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import TRUNK_BIAS, Hypernetwork
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import LowRank
 from fl.types import Phase, Task
 

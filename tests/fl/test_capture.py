@@ -10,12 +10,12 @@ from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.secagg import SecAgg
 from eval.audit.update import leakage
+from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.capture import from_batch, from_update
 from fl.types import Candidate
 from fl.view import ThreatModel
 

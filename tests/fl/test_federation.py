@@ -9,11 +9,11 @@ from support import worlds
 from support.compare import assert_near, assert_same
 
 from fl.client import Client
+from fl.federation import ClientData, Federation
 from fl.method import Method, ServerState, mean
 from fl.methods.fedavg import FedAvg
 from fl.methods.local import Local
 from fl.simulation.accuracy import accuracy
-from fl.simulation.federation import ClientData, Federation
 from fl.tensors import dense
 from fl.types import Batch, Upload
 from fl.view import ThreatModel
@@ -51,17 +51,17 @@ def test_a_round_without_clients_changes_nothing_but_its_number() -> None:
 
 @pytest.mark.parametrize(("rate", "count"), [(1.0, 4), (0.5, 2), (0.3, 1), (0.01, 1), (0.65, 3)])
 def test_sampling(rate: float, count: int) -> None:
-    run = uneven(rate=rate)
+    run = uneven(client_fraction=rate)
     chosen = [run.sampled(round) for round in range(20)]
     assert all(len(set(numbers)) == count and numbers == sorted(numbers) for numbers in chosen)
     assert set().union(*chosen) == {0, 1, 2, 3}
-    assert chosen == [uneven(rate=rate).sampled(round) for round in range(20)]
+    assert chosen == [uneven(client_fraction=rate).sampled(round) for round in range(20)]
 
 
 @pytest.mark.parametrize("rate", [0.0, -0.1, 1.1])
 def test_rates_are_checked(rate: float) -> None:
-    with pytest.raises(ValueError, match=r"expected rate in \(0, 1\]"):
-        uneven(rate=rate)
+    with pytest.raises(ValueError, match=r"expected client_fraction in \(0, 1\]"):
+        uneven(client_fraction=rate)
 
 
 def test_a_federation_needs_clients() -> None:
