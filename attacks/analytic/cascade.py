@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
 from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
-from attacks.analytic.recursive.conv_equations import Returned, equations, pooling, statistics
-from attacks.analytic.recursive.relu_separation import first_told, told_apart
+from attacks.analytic.recursive.conv_equations import (
+    ActivationOutputs,
+    conv_equations,
+    input_statistics,
+    pooling_between,
+)
+from attacks.analytic.recursive.relu_separation import first_layer_with_signal, separate_images
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
@@ -27,11 +32,11 @@ from attacks.update.training_phases import training_phases
 from fl.tensors import dense
 from fl.view import ServerView
 
-MOST = 12_288
+MAX_UNKNOWNS = 12_288
 """Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
-MISSED = 1e-3
+MAX_UNEXPLAINED = 1e-3
 """Share of a linear layer's gradient, unexplained, that is no longer rounding."""
-RANGE = 1e-2
+PIXEL_MARGIN = 1e-2
 """How far outside [0, 1] a pixel may come out of equations that are satisfied."""
 
 
@@ -76,29 +81,29 @@ class Cascade(Attack):
 
     def one(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
-        best, taken, tried = self._round(view), view, False
+        best, taken, tried = self._attack_round(view), view, False
         for earlier in rounds_on_same_images(view):
             if isinstance(best, Reconstruction) and best.verified:
                 break
-            other, tried = self._round(earlier), True
+            other, tried = self._attack_round(earlier), True
             if _rank(other) < _rank(best):
                 best, taken = other, earlier
-        return _of_round(best, taken.round, view.round) if tried else best
+        return _naming_round(best, taken.round, view.round) if tried else best
 
-    def _round(self, view: ServerView) -> Result:
+    def _attack_round(self, view: ServerView) -> Result:
         """What one round gives away."""
         gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
-        place = _place(view)
-        stages = unroll(view, max_pooling=True, device=place)
+        device = _solving_device(view)
+        stages = unroll(view, max_pooling=True, device=device)
         if isinstance(stages, NotApplicable):
             return stages
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
-        sent = named(stages, {n: dense(g).detach().to(place, torch.float64) for n, g in gradient.items()})
+        sent = named(stages, {n: dense(g).detach().to(device, torch.float64) for n, g in gradient.items()})
         even, _ = rescale_to_unit({**sent})
         gradients = {n: dense(g) for n, g in even.items()}
-        top = first_told(stages, gradients)
+        top = first_layer_with_signal(stages, gradients)
         if top is None:
             there = any(isinstance(s.layer, nn.Linear) and f"{s.name}.bias" in gradients for s in stages)
             still = (
@@ -114,7 +119,9 @@ class Cascade(Attack):
         if refused is not None:
             return refused
         count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
-        first = _single(stages, gradients, top) if count == 1 else _several(stages, gradients, top, count)
+        first = (
+            _top_of_one_image(stages, gradients, top) if count == 1 else _top_of_batch(stages, gradients, top, count)
+        )
         if isinstance(first, NotApplicable):
             return first
         found = _descend(view, stages, gradients, top, first)
@@ -124,7 +131,7 @@ class Cascade(Attack):
         return found if found.inputs is None else replace(found, labels=assign_labels(view, gradients, found.inputs))
 
 
-def _place(view: ServerView) -> torch.device:
+def _solving_device(view: ServerView) -> torch.device:
     """Where to solve: where the view is, but for a device without double precision."""
     return torch.device("cpu") if view.device.type == "mps" else view.device
 
@@ -136,7 +143,7 @@ def _rank(result: Result) -> tuple[bool, bool, bool, bool, float]:
     return False, result.inputs is None, not result.verified, bool(result.note), result.objective
 
 
-def _of_round(result: Result, taken: int, last: int) -> Result:
+def _naming_round(result: Result, taken: int, last: int) -> Result:
     """The result, of which earlier rounds were tried as well."""
     if isinstance(result, NotApplicable):
         return result
@@ -147,13 +154,13 @@ def _of_round(result: Result, taken: int, last: int) -> Result:
 
 def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> NotApplicable | None:
     """Why the stages can't be undone, or None."""
-    if reason := _silent(stages, gradients):
+    if reason := _missing_update(stages, gradients):
         return NotApplicable(reason)
-    reason = _beyond(stages)
+    reason = _unsupported(stages)
     return NotApplicable(reason, limit=True) if reason else None
 
 
-def _silent(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:
+def _missing_update(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:
     """What the update or the model lacks, or None."""
     for stage in stages:
         weight = gradients.get(f"{stage.name}.weight")
@@ -170,111 +177,194 @@ def _silent(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None
     return None
 
 
-def _beyond(stages: Sequence[Stage]) -> str | None:
+def _unsupported(stages: Sequence[Stage]) -> str | None:
     """What of the stages is not handled here, or None."""
     first = stages[0]
     if not first.pointwise:
-        return f"what lies between the image and {first.name} ({_places(first.before)}) loses or mixes its numbers"
-    if isinstance(first.layer, nn.Conv2d) and statistics(first) is None:
-        return f"the normalisation before {first.name} ({_places(first.before)}) differs from place to place"
+        return (
+            f"what lies between the image and {first.name} ({_module_names(first.before)}) loses or mixes its numbers"
+        )
+    if isinstance(first.layer, nn.Conv2d) and input_statistics(first) is None:
+        return f"the normalisation before {first.name} ({_module_names(first.before)}) differs from place to place"
     for below, stage in zip([None, *stages], stages, strict=False):
         if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
             return f"{stage.name} is dilated, which is not handled; see the attack rconv"
-        if below is not None and isinstance(below.layer, nn.Conv2d) and pooling(below, stage) is None:
-            there = _places([*below.after, below.activation, *stage.before])
-            return f"what lies between {below.name} and {stage.name} ({there}) can't be undone: {SIMPLE}"
+        if below is not None and isinstance(below.layer, nn.Conv2d) and pooling_between(below, stage) is None:
+            there = _module_names([*below.after, below.activation, *stage.before])
+            return f"what lies between {below.name} and {stage.name} ({there}) can't be undone: {SUPPORTED}"
     return None
 
 
-def _places(modules: Iterable[nn.Module]) -> str:
+def _module_names(modules: Iterable[nn.Module]) -> str:
     """Where in the model some modules stand, in words."""
     return ", ".join(str(getattr(module, "place", type(module).__name__)) for module in modules)
 
 
-SIMPLE = "it takes at most one normalisation and one pooling whose windows do not overlap, averages before activations"
+SUPPORTED = (
+    "it takes at most one normalisation and one pooling whose windows do not overlap, averages before activations"
+)
 """What may stand between two layers."""
 
 
-def _single(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> SeparatedBatch:
+def _top_of_one_image(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> SeparatedBatch:
     """Signal and input of the top layer for one image: its gradient is their outer product."""
     weight, signal = (gradients[f"{stages[top].name}.{kind}"] for kind in ("weight", "bias"))
     values = (signal @ weight) / (signal @ signal)
     return SeparatedBatch(signal[None], values[None], 0.0, 0.0)
 
 
-def _several(
+def _top_of_batch(
     stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int
 ) -> SeparatedBatch | NotApplicable:
     """Signals and inputs of the top layer for the images of a batch, or why they can't be told apart."""
     for lower in stages[:top]:
-        if isinstance(lower.layer, nn.Conv2d) and count * lower.taken.numel() > MOST:
-            numbers = f"{count * lower.taken.numel()} numbers, more than {MOST} at once"
+        if isinstance(lower.layer, nn.Conv2d) and count * lower.taken.numel() > MAX_UNKNOWNS:
+            numbers = f"{count * lower.taken.numel()} numbers, more than {MAX_UNKNOWNS} at once"
             return NotApplicable(f"{count} inputs of {lower.name} are {numbers}", limit=True)
-    return told_apart(stages, gradients, top, count)
+    return separate_images(stages, gradients, top, count)
 
 
 def _descend(
     view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: SeparatedBatch
 ) -> Reconstruction:
-    residuals: dict[str, Tensor] = {}
-    # an unknown defence may have shortened weight and bias apart, which only a second layer shows
-    verified, off = view.threat.knows_defense or top > 0, 0.0
-    values, signal, fixed, count = first.inputs, first.signals, None, len(first.inputs)
-    kept: tuple[int, int] | None = None
-    spread = torch.zeros_like(values)
-    flows = max(first.off, relative_rounding(view, stages[top].sent("bias")))  # off by this, in every layer below
-    notes: list[str] = []
-    for i in range(top, -1, -1):
-        stage = stages[i]
-        if i < top:
-            returned = Returned.of(stage, stages[i + 1], values, signal, spread)
-            signal, flows = returned.signal, math.hypot(flows, returned.bent)
-        weight = gradients[f"{stage.name}.weight"]
-        if isinstance(stage.layer, nn.Linear):
-            if i < top:
-                values = torch.linalg.solve(signal @ signal.mT, signal @ weight)
-            left = weight - signal.mT @ values
-            share = float(left.norm() / weight.norm())
-            residuals[stage.name] = torch.tensor([share, first.left * (i == top)], dtype=weight.dtype)
-            off = max(share, RMS_ROUNDING * torch.finfo(view.dtype).eps, first.off)
-            if not off < MISSED:
-                verified = False
-                notes.append(f"{stage.name}: its gradient explained up to {off:.1e}")
-            signal, spread = signal @ stage.layer.weight.detach(), torch.full_like(values, off)
-        else:
-            off = max(off, relative_rounding(view, stage.sent("weight")))
-            known = replace(
-                equations(view, stage, stages[i + 1], gradients, returned, kept), gradient_noise=off, signal_noise=flows
-            )
-            scale = statistics(stage) if i == 0 else None
-            solved = solve_layer(known, scale)
-            found = solved.fit
-            residuals[stage.name] = torch.tensor([found.gradient_error, found.output_error])
-            verified = verified and solved.satisfied
-            notes += [] if solved.satisfied else [f"{stage.name}: {solved.progress}"]
-            if count > 1 and i > 0 and not found.error < BATCH_NEARLY_SOLVED:
-                return _stopped(residuals, stage.name, known.layer.split_images(found.x), notes)
-            if i == 0 and verified:
-                assert scale is not None
-                fixed = known.layer.split_images(find_determined_pixels(solved, *scale))
-                verified = bool(fixed.all())
-            values, signal = known.layer.split_images(found.x), known.layer.split_images(solved.input_signal)
-            off, kept = max(found.gradient_error, off), known.layer.visible_input_size
-            if i > 0:
-                spread = known.layer.split_images(solved.relative_deviations())
-    image = stages[0].undo(values)
-    if not bool((image > -RANGE).all() and (image < 1 + RANGE).all()):
-        verified, fixed = False, None
-        notes.append("the picture came out beyond [0, 1] and was cut off there")
-    return Reconstruction(
-        inputs=image.clamp(0, 1).to(view.device, view.dtype),
-        knowledge=("labels",) if count == 1 and view.labels is not None else (),
-        objective=_worst(residuals),
-        private={f"residual/{name}": value for name, value in residuals.items()},
-        verified=verified,
-        fixed=None if fixed is None else fixed.to(view.device),
-        note="; ".join(notes),
-    )
+    """Undo one stage after the other, from the top layer of the images in `first` down to the picture."""
+    descent = _Descent.begin(view, stages, gradients, top, first)
+    for number in range(top, -1, -1):
+        if number < top:
+            descent.undo_activation(number)
+        if isinstance(stages[number].layer, nn.Linear):
+            descent.undo_linear(number)
+        elif (stopped := descent.undo_convolution(number)) is not None:
+            return stopped
+    return descent.reconstruction()
+
+
+@dataclass
+class _Descent:
+    """Where a descent stands, from the top layer down; tensors of all images, one by one (B, ...).
+
+    Attributes:
+        view: the server's.
+        stages: of its network, bottom first.
+        gradients: of the weights, by name.
+        top: number of the stage it begins at.
+        first: signals and inputs of that stage.
+        values: the input of the stage undone last.
+        signal: what flows back into that stage's input, or, once its activation is undone, into a layer's output.
+        std: how far each of the values may be off, relative to the root mean square of all.
+        off: how far the equations of the layers undone so far are off, at most.
+        signal_noise: how far the signal may be off in every layer below, relative to its root mean square.
+        verified: whether every layer is explained so far.
+        returned: what is known of what the next layer returned.
+        residuals: what the inputs found leave of each layer's equations.
+        notes: on layers whose equations are not satisfied.
+        visible_cells: rows and columns of a convolution's pooled outputs that the stage above saw.
+        fixed: which pixels the equations determine, once the image is reached.
+    """
+
+    view: ServerView
+    stages: Sequence[Stage]
+    gradients: dict[str, Tensor]
+    top: int
+    first: SeparatedBatch
+    values: Tensor
+    signal: Tensor
+    std: Tensor
+    signal_noise: float
+    verified: bool
+    off: float = 0.0
+    returned: ActivationOutputs | None = None
+    residuals: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    visible_cells: tuple[int, int] | None = None
+    fixed: Tensor | None = None
+
+    @classmethod
+    def begin(
+        cls, view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: SeparatedBatch
+    ) -> _Descent:
+        """At the stage `top`, with the signals and inputs of its layer."""
+        return cls(
+            view,
+            stages,
+            gradients,
+            top,
+            first,
+            values=first.inputs,
+            signal=first.signals,
+            std=torch.zeros_like(first.inputs),
+            signal_noise=max(first.off, relative_rounding(view, stages[top].sent("bias"))),
+            # an unknown defense may have shortened weight and bias apart, which only a second layer shows
+            verified=view.threat.knows_defense or top > 0,
+        )
+
+    def undo_activation(self, number: int) -> None:
+        """From the input of the stage above to what this stage's layer returned."""
+        stage, above = self.stages[number], self.stages[number + 1]
+        self.returned = ActivationOutputs.of(stage, above, self.values, self.signal, self.std)
+        self.signal = self.returned.signal
+        self.signal_noise = math.hypot(self.signal_noise, self.returned.signal_noise)
+
+    def undo_linear(self, number: int) -> None:
+        """The input of a linear layer: known at the top, and below the least squares of its gradient."""
+        stage, is_top = self.stages[number], number == self.top
+        assert isinstance(stage.layer, nn.Linear)
+        weight = self.gradients[f"{stage.name}.weight"]
+        if not is_top:
+            self.values = torch.linalg.solve(self.signal @ self.signal.mT, self.signal @ weight)
+        left = weight - self.signal.mT @ self.values
+        share = float(left.norm() / weight.norm())
+        self.residuals[stage.name] = torch.tensor([share, self.first.left * is_top], dtype=weight.dtype)
+        self.off = max(share, RMS_ROUNDING * torch.finfo(self.view.dtype).eps, self.first.off)
+        if not self.off < MAX_UNEXPLAINED:
+            self.verified = False
+            self.notes.append(f"{stage.name}: its gradient explained up to {self.off:.1e}")
+        self.signal = self.signal @ stage.layer.weight.detach()
+        self.std = torch.full_like(self.values, self.off)
+
+    def undo_convolution(self, number: int) -> Reconstruction | None:
+        """The input of a convolution (`attacks.analytic.maxpool`); a result where the descent ends there."""
+        stage = self.stages[number]
+        assert self.returned is not None
+        self.off = max(self.off, relative_rounding(self.view, stage.sent("weight")))
+        equations = conv_equations(
+            self.view, stage, self.stages[number + 1], self.gradients, self.returned, self.visible_cells
+        )
+        equations = replace(equations, gradient_noise=self.off, signal_noise=self.signal_noise)
+        layer, scale = equations.layer, input_statistics(stage) if number == 0 else None
+        solution = solve_layer(equations, scale)
+        fit = solution.fit
+        self.residuals[stage.name] = torch.tensor([fit.gradient_error, fit.output_error])
+        self.verified = self.verified and solution.satisfied
+        if not solution.satisfied:
+            self.notes.append(f"{stage.name}: {solution.progress}")
+        if len(self.values) > 1 and number > 0 and not fit.error < BATCH_NEARLY_SOLVED:
+            return _stopped(self.residuals, stage.name, layer.split_images(fit.x), self.notes)
+        if number == 0 and self.verified:
+            assert scale is not None
+            self.fixed = layer.split_images(find_determined_pixels(solution, *scale))
+            self.verified = bool(self.fixed.all())
+        self.values, self.signal = layer.split_images(fit.x), layer.split_images(solution.input_signal)
+        self.off, self.visible_cells = max(fit.gradient_error, self.off), layer.visible_input_size
+        if number > 0:
+            self.std = layer.split_images(solution.relative_deviations())
+        return None
+
+    def reconstruction(self) -> Reconstruction:
+        """The picture, once the first stage is undone."""
+        view, image = self.view, self.stages[0].undo(self.values)
+        if not bool((image > -PIXEL_MARGIN).all() and (image < 1 + PIXEL_MARGIN).all()):
+            self.verified, self.fixed = False, None
+            self.notes.append("the picture came out beyond [0, 1] and was cut off there")
+        return Reconstruction(
+            inputs=image.clamp(0, 1).to(view.device, view.dtype),
+            knowledge=("labels",) if len(image) == 1 and view.labels is not None else (),
+            objective=_worst(self.residuals),
+            private={f"residual/{name}": value for name, value in self.residuals.items()},
+            verified=self.verified,
+            fixed=None if self.fixed is None else self.fixed.to(view.device),
+            note="; ".join(self.notes),
+        )
 
 
 def _worst(residuals: dict[str, Tensor]) -> float:

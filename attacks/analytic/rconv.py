@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attacks.analytic.recursive.base import Layerwise
+from attacks.analytic.recursive.base import LayerwiseInversion
 from attacks.base import attacks
 from fl.ranges import OpenShare
 
 
 @attacks.register("rconv")
 @dataclass(frozen=True, kw_only=True)
-class RConv(Layerwise):
+class RConv(LayerwiseInversion):
     """Inverts a network layer by layer from its gradients first, through ReLU as well (Eltaras et al. 2024, 2025).
 
     With x the input of a layer, o its output and A the activation:

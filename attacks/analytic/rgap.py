@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from attacks.analytic.recursive.base import Layerwise, backward, descend, returned
-from attacks.analytic.recursive.top_signal import Start
+from attacks.analytic.recursive.base import LayerwiseInversion, descend, layer_gradients, layer_output_shape
+from attacks.analytic.recursive.top_signal import TopSignal
 from attacks.base import NotApplicable, attacks
 from attacks.network.layer_chain import unroll
 from fl.seeds import stream
@@ -18,7 +18,7 @@ from fl.view import ServerView
 
 @attacks.register("rgap")
 @dataclass(frozen=True, kw_only=True)
-class RGAP(Layerwise):
+class RGAP(LayerwiseInversion):
     """Inverts a network layer by layer with gradient, weight and padding equations (Zhu and Blaschko, ICLR 2021).
 
     From the last layer down, with x the input of a layer, y = W x + b its output and k = dL/dy:
@@ -87,9 +87,9 @@ def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> 
     draw = stream(seed, "rank")
     pixels = torch.rand(1, *view.task.input_shape, generator=draw, dtype=torch.float64)
     top = len(stages) - 1
-    signal = torch.randn(1, *returned(stages[top]), generator=draw, dtype=torch.float64)
-    start = Start(top, signal)
-    solved = descend(stages, backward(stages, start, pixels), start, None, cutoff, math.inf)
+    signal = torch.randn(1, *layer_output_shape(stages[top]), generator=draw, dtype=torch.float64)
+    start = TopSignal(top, signal)
+    solved = descend(stages, layer_gradients(stages, start, pixels), start, None, cutoff, math.inf)
     return tuple(
         LayerRank(stage.name, s.unknowns, s.gradient, s.rank, s.condition)
         for stage, s in zip(stages, solved, strict=True)

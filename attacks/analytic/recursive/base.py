@@ -9,8 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attacks.analytic.recursive.layer_equations import Outputs, Solved, invert, slope_below, solve
-from attacks.analytic.recursive.top_signal import Gradients, Start, starts_of
+from attacks.analytic.recursive.layer_equations import (
+    ActivationInputs,
+    SolvedInput,
+    invert_activation,
+    negative_slope,
+    solve_input,
+)
+from attacks.analytic.recursive.top_signal import Gradients, TopSignal, top_signals
 from attacks.base import Attack
 from attacks.labels.assignment import assign_labels
 from attacks.network.layer_chain import Stage, named, unroll
@@ -30,7 +36,7 @@ PEAK = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layerwise(Attack):
+class LayerwiseInversion(Attack):
     """Undoes a chain of layers from the top, for one step on one image, or on a few (`batches`).
 
     The last linear layer with a bias gives what flows back into it (its bias gradient) and its own input, as its weight
@@ -88,7 +94,7 @@ class Layerwise(Attack):
         even, unit = rescale_to_unit({**observed})
         gradients = {n: dense(g) for n, g in even.items()}
         count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
-        starts = starts_of(view, stages, observed, unit, count)
+        starts = top_signals(view, stages, observed, unit, count)
         if isinstance(starts, NotApplicable):
             return starts
         reason = self._refusal(stages[: starts[0].top + 1], gradients, count)
@@ -108,27 +114,29 @@ class Layerwise(Attack):
                 return NotApplicable(f"the gradient of {stage.name} was not sent")
             if not bool(weight.any()):
                 return NotApplicable(f"no signal flows back into {stage.name}: its weight did not move")
-            needed = sizes(stage, count)[0 if self.share is None else 1]
+            needed = equation_gigabytes(stage, count)[0 if self.share is None else 1]
             if needed > self.gigabytes:
                 size = f"{needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
                 return NotApplicable(f"the equations of {stage.name} take {size}", limit=True)
         if self.inverts:
             for stage in stages[:-1]:
-                if slope_below(stage.activation) == 0:
+                if negative_slope(stage.activation) == 0:
                     reason = f"the activation above {stage.name} can't be inverted; rconv does without"
                     return NotApplicable(reason, limit=True)
         return None
 
-    def _attempt(self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: Start) -> Reconstruction:
+    def _attempt(
+        self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: TopSignal
+    ) -> Reconstruction:
         solved = descend(stages, gradients, start, self.share, self.cutoff, self.gigabytes)
         names = [stage.name for stage in stages[: start.top + 1]]
         pixels = solved[0].values.nan_to_num(0.5, 1.0, 0.0).clamp(0, 1)
-        again = backward(stages, start, pixels)
-        off = max(_apart(again[n], gradients[n]) for n in again if n in gradients)
+        again = layer_gradients(stages, start, pixels)
+        off = max(_relative_distance(again[n], gradients[n]) for n in again if n in gradients)
         whole = all(layer.rank == layer.unknowns for layer in solved)
         # what the gradient is off by, the equations of the pixels magnify by as much as their condition number
         doubt = max(off, start.off) * solved[0].condition
-        sharp = PEAK * doubt * _size(stages[0], pixels) <= LEVEL
+        sharp = PEAK * doubt * _input_scale(stages[0], pixels) <= LEVEL
         # an unknown defence may have shortened weight and bias apart, which only a second layer shows
         sized = view.threat.knows_defense or start.top > 0
         ranks = {
@@ -152,7 +160,7 @@ class Layerwise(Attack):
         return replace(found, labels=labels, note=SIGN_WARNING_NO_LABELS if odd else "")
 
 
-def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: Start) -> Reconstruction:
+def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: TopSignal) -> Reconstruction:
     """The one image with its label, known or read off what flows back into the classifier."""
     last = start.top == len(stages) - 1 and not stages[-1].above
     head = last and stages[start.top].sent("weight").startswith(view.task.head)
@@ -165,7 +173,7 @@ def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], 
     )
 
 
-def _size(stage: Stage, pixels: Tensor) -> float:
+def _input_scale(stage: Stage, pixels: Tensor) -> float:
     """Root mean square of what the first layer is given (N, ...), in pixel units: errors are relative to that."""
     if stage.pointwise:
         pixels = stage.given(pixels) / stage.affine()[1]
@@ -173,8 +181,13 @@ def _size(stage: Stage, pixels: Tensor) -> float:
 
 
 def descend(
-    stages: Sequence[Stage], gradients: Gradients, start: Start, trust: float | None, cutoff: float, gigabytes: float
-) -> list[Solved]:
+    stages: Sequence[Stage],
+    gradients: Gradients,
+    start: TopSignal,
+    trust: float | None,
+    cutoff: float,
+    gigabytes: float,
+) -> list[SolvedInput]:
     """The input of every stage up to the start's, bottom first.
 
     Args:
@@ -186,23 +199,23 @@ def descend(
         gigabytes: likewise; weight equations that take more are left out.
     """
     signal = start.signal
-    outputs: Outputs | None = None
-    found: list[Solved] = []
+    outputs: ActivationInputs | None = None
+    found: list[SolvedInput] = []
     for stage in reversed(stages[: start.top + 1]):
         gradient = gradients[f"{stage.name}.weight"]
-        usable = outputs if sizes(stage, len(signal))[2] <= gigabytes else None
+        usable = outputs if equation_gigabytes(stage, len(signal))[2] <= gigabytes else None
         with torch.no_grad():
-            solved = solve(stage, signal, gradient, usable, trust=trust, cutoff=cutoff)
+            solved = solve_input(stage, signal, gradient, usable, trust=trust, cutoff=cutoff)
         found.insert(0, solved)
-        signal = _pull(nn.Sequential(stage.before, stage.layer), stage.shape, signal)
+        signal = _backpropagate(nn.Sequential(stage.before, stage.layer), stage.shape, signal)
         if len(found) <= start.top:
             below = stages[start.top - len(found)]
-            outputs, slope = invert(below.activation, solved.values)
-            signal = _pull(below.after, returned(below), signal * slope)
+            outputs, slope = invert_activation(below.activation, solved.values)
+            signal = _backpropagate(below.after, layer_output_shape(below), signal * slope)
     return found
 
 
-def backward(stages: Sequence[Stage], start: Start, pixels: Tensor) -> Gradients:
+def layer_gradients(stages: Sequence[Stage], start: TopSignal, pixels: Tensor) -> Gradients:
     """The gradient of <signal, output of the start's layer> at images (N, C, H, W), by the layers' parameters."""
     values = pixels
     parameters: dict[str, nn.Parameter] = {}
@@ -216,14 +229,14 @@ def backward(stages: Sequence[Stage], start: Start, pixels: Tensor) -> Gradients
     return dict(zip(parameters, grads, strict=True))
 
 
-def sizes(stage: Stage, count: int = 1) -> tuple[float, float, float]:
+def equation_gigabytes(stage: Stage, count: int = 1) -> tuple[float, float, float]:
     """Gigabytes that a stage's equations take in one matrix: all, its gradient equations, its weight equations.
 
     Args:
         stage: the layer.
         count: of images, whose inputs are solved for together.
     """
-    layer, unknowns, outputs = stage.layer, count * stage.shape.numel(), count * returned(stage).numel()
+    layer, unknowns, outputs = stage.layer, count * stage.shape.numel(), count * layer_output_shape(stage).numel()
     before = 0.0 if stage.pointwise else 8e-9 * unknowns**2  # its linear maps as a matrix
     if not isinstance(layer, nn.Conv2d):
         return before, before, 8e-9 * outputs * unknowns
@@ -234,23 +247,23 @@ def sizes(stage: Stage, count: int = 1) -> tuple[float, float, float]:
     return max(whole, before), max(gradient, before), 8e-9 * outputs * unknowns
 
 
-def _apart(x: Tensor, y: Tensor) -> float:
+def _relative_distance(x: Tensor, y: Tensor) -> float:
     """Relative distance of two tensors, at most 2; 0 where both are zero."""
     size = max(float(x.norm()), float(y.norm()))
     return float((x - y).norm()) / size if size else 0.0
 
 
-def returned(stage: Stage) -> torch.Size:
+def layer_output_shape(stage: Stage) -> torch.Size:
     """The shape of what a stage's layer returns, without the batch."""
     with torch.no_grad():
         shape: torch.Size = stage.layer(stage.given(stage.blank())).shape
     return shape[1:]
 
 
-def _pull(linear: Callable[[Tensor], Tensor], shape: torch.Size, signal: Tensor) -> Tensor:
+def _backpropagate(linear: Callable[[Tensor], Tensor], shape: torch.Size, signal: Tensor) -> Tensor:
     """What flows back into a linear map."""
     with torch.enable_grad():
         at = torch.zeros(len(signal), *shape, dtype=torch.float64, requires_grad=True)
-        returned = linear(at)
-    (pulled,) = torch.autograd.grad(returned, at, signal.view_as(returned))
+        layer_output_shape = linear(at)
+    (pulled,) = torch.autograd.grad(layer_output_shape, at, signal.view_as(layer_output_shape))
     return pulled

@@ -1,4 +1,13 @@
-"""What flows back into a classifier without bias, from its weight gradient and the loss."""
+"""What flows back into a classifier without bias, from its weight gradient and the loss.
+
+With logits z = W x the gradient is delta x^T, delta = softmax(z) - e_y: of rank one, sigma u v^T. So x = +-t v, and
+
+    |delta(t)| t = sigma,   delta(t) = softmax(+-t W v) - e_y                                   (1)
+
+is one equation for the size t. R-GAP solves it for two classes, where it reads <dL/dW, W> = -mu / (1 + e^mu) with the
+margin mu: one solution for a wrong prediction, up to two for a right one. With more classes u fixes the sign of v, as
+delta is negative for the true class alone, and tells solutions apart.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-POINTS = 4001
+GRID_POINTS = 4001
 """Sizes tried for the classifier's input, evenly in their logarithm."""
 
 
-def biasless(weight: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Every dL/dlogits (1, K) that explains the gradient of a classifier without bias under cross entropy.
-
-    With logits z = W x the gradient is delta x^T, delta = softmax(z) - e_y: of rank one, sigma u v^T. So x = +-t v, and
-    |delta(t)| t = sigma is one equation for t. R-GAP solves it for two classes, where it reads <dL/dW, W> = -mu / (1 +
-    e^mu) with the margin mu: one solution for a wrong prediction, up to two for a right one. With more classes u fixes
-    the sign of v, as delta is negative for the true class alone, and tells solutions apart.
+def logit_gradients_without_bias(weight: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Return every dL/dlogits (1, K) that explains the gradient of a classifier without bias under cross entropy.
 
     Args:
         weight: (K, d), float64.
@@ -47,13 +51,13 @@ def _delta(logits: Tensor, label: int, t: Tensor) -> Tensor:
 
 
 def _excess(logits: Tensor, label: int, size: Tensor, t: Tensor) -> Tensor:
-    """By how much |delta(t)| t is larger than `size`."""
+    """By how much |delta(t)| t is larger than sigma, `size`: 0 where (1) holds."""
     return _delta(logits, label, t).norm(dim=-1) * t - size
 
 
 def _roots(function: Callable[[Tensor], Tensor], unit: float) -> list[Tensor]:
     """Where `function` changes sign between unit / 2 and unit * 1e6 (|delta| is at most sqrt 2), by bisection."""
-    grid = unit / 2 * torch.logspace(0, 6.4, POINTS, dtype=torch.float64)
+    grid = unit / 2 * torch.logspace(0, 6.4, GRID_POINTS, dtype=torch.float64)
     signs = function(grid) > 0
     roots = []
     for i in (signs[1:] != signs[:-1]).nonzero().flatten().tolist():

@@ -1,4 +1,4 @@
-"""What a chain's layers above one of its convolutions say of it: the equations that its input answers."""
+"""The equations of a convolution in a chain: what the layers above it say of its outputs and their signal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
-from attacks.analytic.recursive.layer_equations import Outputs, bend, invert
+from attacks.analytic.recursive.layer_equations import ActivationInputs, invert_activation, slope_change
 from attacks.network.interlayer_maps import Reshape, Scaling
 from attacks.network.layer_chain import Stage
 from attacks.update.float_rounding import relative_entry_rounding
@@ -20,14 +20,14 @@ RESHAPING = (nn.Identity, nn.Flatten, Reshape)
 
 @dataclass(frozen=True)
 class Pooling:
-    """Of windows side by side; (1, 1) is none."""
+    """Pooling of windows side by side; (1, 1) is none."""
 
     window: tuple[int, int] = (1, 1)
     average: bool = False
 
 
-def pooling(stage: Stage, above: Stage) -> Pooling | None:
-    """How a convolution's outputs are pooled before the stage above takes them, or None where that can't be undone."""
+def pooling_between(stage: Stage, above: Stage) -> Pooling | None:
+    """Return how outputs are pooled before the stage above takes them, or None where that can't be undone."""
     after = [m for m in stage.after if not isinstance(m, RESHAPING)]
     before = [m for m in above.before if not isinstance(m, RESHAPING)]
     norms = [m for m in after if isinstance(m, Scaling)]
@@ -58,27 +58,27 @@ def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Returned:
+class ActivationOutputs:
     """What is known of what a layer returned, pooled; image by image (B, .).
 
     Attributes:
-        given: what its activation was given.
+        inputs: what its activation was given.
         signal: what flows back into that.
-        loose: how far `given` may be off.
-        doubt: factor between the slopes on both sides of a bend where that leaves the side open, else 1.
-        bent: how far the activation's slope may put the signal off, relative to its root mean square: of those without
-            bends it changes with what they are given.
+        std: how far `inputs` may be off.
+        side_factor: between the slopes on both sides of a bend where `std` leaves the side open, else 1.
+        signal_noise: how far the activation's slope may put the signal off, relative to its root mean square: of
+            activations without bends it changes with what they are given.
     """
 
-    given: Outputs
+    inputs: ActivationInputs
     signal: Tensor
-    loose: Tensor
-    doubt: Tensor
-    bent: float
+    std: Tensor
+    side_factor: Tensor
+    signal_noise: float
 
     @classmethod
-    def of(cls, stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: Tensor) -> Returned:
-        """Of `stage`, from what comes into the one above and flows back into that.
+    def of(cls, stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: Tensor) -> ActivationOutputs:
+        """Return those of `stage`, from what comes into the one above and flows back into that.
 
         Args:
             stage: whose outputs they are.
@@ -91,43 +91,43 @@ class Returned:
             values, signal = above.undo(values), signal.flatten(1) * above.affine(values.dtype)[1].flatten()
         values, signal = values.flatten(1), signal.flatten(1)
         error = off.flatten(1) * values.square().mean().sqrt()
-        given, slope = invert(stage.activation, values)
-        doubt = torch.ones_like(slope)
+        inputs, slope = invert_activation(stage.activation, values)
+        side_factor = torch.ones_like(slope)
         if isinstance(stage.activation, nn.LeakyReLU):
             gentle = stage.activation.negative_slope
             other = torch.where(values >= 0, gentle, 1 / gentle).to(values)
-            doubt = torch.where(values.abs() > 5 * error, doubt, other)
+            side_factor = torch.where(values.abs() > 5 * error, side_factor, other)
         back = signal * slope
-        turned = (signal * bend(stage.activation, values) * error).norm()
-        bent = float(turned / back.norm()) if bool(back.any()) else 0.0  # where nothing flows back nothing is off
-        return cls(given, back, error / slope.clamp_min(1e-6), doubt, bent)
+        change = (signal * slope_change(stage.activation, values) * error).norm()
+        noise = float(change / back.norm()) if bool(back.any()) else 0.0  # where nothing flows back nothing is off
+        return cls(inputs, back, error / slope.clamp_min(1e-6), side_factor, noise)
 
 
-def equations(
+def conv_equations(
     view: ServerView,
     stage: Stage,
     above: Stage,
     gradients: dict[str, Tensor],
-    returned: Returned,
-    kept: tuple[int, int] | None,
+    returned: ActivationOutputs,
+    visible_cells: tuple[int, int] | None,
 ) -> Equations:
-    """What is known of a convolution.
+    """Return the equations that a convolution's input answers.
 
     Args:
         view: the server's, which tells how the gradient was rounded.
-        stage: with it.
-        above: what takes its outputs.
-        gradients: of the weights.
+        stage: of the convolution.
+        above: the stage that takes its outputs.
+        gradients: by the layer's name and ".weight".
         returned: what is known of its outputs.
-        kept: rows and columns of the outputs, pooled, that the layer above saw.
+        visible_cells: rows and columns of the outputs, pooled, that the layer above saw; None is all.
     """
     conv = stage.layer
     assert isinstance(conv, nn.Conv2d)
-    pooled = pooling(stage, above)
+    pooled = pooling_between(stage, above)
     assert pooled is not None
     weight = conv.weight.detach()
     bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
-    scale, shift = normalisation(stage, weight)
+    scale, shift = batch_norm_scale(stage, weight)
     count, (channels, height, width) = len(returned.signal), stage.taken
     layer = ConvPoolLayer(
         weight * scale[:, None, None, None],
@@ -138,30 +138,30 @@ def equations(
         pooled.window,
         pooled.average,
         count,
-        kept,
+        visible_cells,
     )
     rows, columns = replace(layer, visible_cells=None).pooled_size
     gradient = gradients[f"{stage.name}.weight"]
-    target, seen, signal, loose, doubt = (
+    target, target_known, signal, target_std, side_factor = (
         part.view(count, len(weight), rows, columns)[..., : layer.pooled_size[0], : layer.pooled_size[1]]
         .transpose(0, 1)
         .flatten(1)
-        for part in (returned.given.values, returned.given.known, returned.signal, returned.loose, returned.doubt)
+        for part in (returned.inputs.values, returned.inputs.known, returned.signal, returned.std, returned.side_factor)
     )
     return Equations(
         layer,
         gradient.flatten(1) / scale[:, None],
         target,
         signal,
-        seen,
-        loose,
-        doubt,
-        rounding=_grain(view, stage, gradient),
+        target_known,
+        target_std,
+        side_factor,
+        rounding=_relative_rounding(view, stage, gradient),
     )
 
 
-def normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Factor and shift of each output (O,) by batch normalisation at rest."""
+def batch_norm_scale(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factor and shift of each output (O,) by batch normalisation at rest."""
     norms = [m for m in stage.after if isinstance(m, Scaling)]
     if not norms:
         return like.new_ones(len(like)), like.new_zeros(len(like))
@@ -171,7 +171,7 @@ def normalisation(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _grain(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
+def _relative_rounding(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
     """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalisation is between."""
     found = (
         None
@@ -181,8 +181,8 @@ def _grain(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
     return None if found is None else stage.arranged("weight", found.to(gradient.device)).flatten(1)
 
 
-def statistics(stage: Stage) -> tuple[Tensor, Tensor] | None:
-    """Mean and standard deviation of the normalisation before the first layer, channel by channel (I,).
+def input_statistics(stage: Stage) -> tuple[Tensor, Tensor] | None:
+    """Return mean and standard deviation of the normalization before the first layer, channel by channel (I,).
 
     None where there is another map, or they differ from place to place.
     """

@@ -1,4 +1,15 @@
-"""The linear equations that a layer's input satisfies, given what flows back into the layer and what it returns."""
+r"""The linear equations that a layer's input satisfies, given what flows back into the layer and what it returned.
+
+With x_c channel c of what the layer is given, over P positions, and s what flows back into its output,
+
+    gradient equations:  K x_c = dL/dW[:, c]           for each c, with the same matrix K of signals,
+    weight equations:    W x = y - b                   with the outputs y that are known,
+    padding equations:   x = 0 where it is padding     (substituted: padded values are no unknowns).
+
+Of a batch of N images the gradient equations are `sum over i of K_i x_ic = dL/dW[:, c]`: as many as of one image, for N
+times the unknowns, while each image has its own weight equations. These are R-GAP's equations (Zhu and Blaschko, 2021);
+R-CONV trusts the gradient's first (Eltaras et al., 2024). `solve_input` does either.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +28,20 @@ CERTAIN = 1e-12
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """What the activation of a stage was given (N, ...), where `known`."""
+class ActivationInputs:
+    """What the activation of a stage was given.
+
+    Attributes:
+        values: (N, ...).
+        known: where they are known (N, ...).
+    """
 
     values: Tensor
     known: Tensor
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolvedInput:
     """What came into a stage, and how far its equations determine it.
 
     Attributes:
@@ -44,7 +60,7 @@ class Solved:
 
 
 @dataclass(frozen=True)
-class Weak:
+class WeakConstraints:
     """Gradient equations that say little: `sizes * (directions^T x_c) = turned[:, c]`, relative to the strongest.
 
     Attributes:
@@ -58,8 +74,8 @@ class Weak:
     turned: Tensor
 
 
-def invert(activation: nn.Module, values: Tensor) -> tuple[Outputs, Tensor]:
-    """What an activation was given, where that can be told, and its slope there; all from what it returned.
+def invert_activation(activation: nn.Module, values: Tensor) -> tuple[ActivationInputs, Tensor]:
+    """Return what an activation was given, where that can be told, and its slope there; all from what it returned.
 
     The slope of a common activation is a function of its value. Of a ReLU's values those that came out below zero,
     which is impossible, say how far off all of them may be: only larger ones count as active.
@@ -67,24 +83,24 @@ def invert(activation: nn.Module, values: Tensor) -> tuple[Outputs, Tensor]:
     if isinstance(activation, nn.Sigmoid):
         known = (values > CERTAIN) & (values < 1 - CERTAIN)
         safe = torch.where(known, values, 0.5)
-        return Outputs(torch.logit(safe), known), safe * (1 - safe) * known
+        return ActivationInputs(torch.logit(safe), known), safe * (1 - safe) * known
     if isinstance(activation, nn.Tanh):
         known = values.abs() < 1 - CERTAIN
         safe = torch.where(known, values, 0.0)
-        return Outputs(torch.atanh(safe), known), (1 - safe.square()) * known
+        return ActivationInputs(torch.atanh(safe), known), (1 - safe.square()) * known
     if isinstance(activation, Monotone):
         given, known = activation.inverse(values)
-        return Outputs(given * known, known), activation.derivatives(given)[0] * known
-    low = slope_below(activation)
+        return ActivationInputs(given * known, known), activation.derivatives(given)[0] * known
+    low = negative_slope(activation)
     if low == 0:
         known = values > torch.maximum(-2 * values.min(), CERTAIN * values.abs().max())
-        return Outputs(values * known, known), known.to(values)
+        return ActivationInputs(values * known, known), known.to(values)
     slope = torch.ones_like(values).masked_fill(values < 0, low)
-    return Outputs(values / slope, torch.ones_like(values, dtype=torch.bool)), slope
+    return ActivationInputs(values / slope, torch.ones_like(values, dtype=torch.bool)), slope
 
 
-def bend(activation: nn.Module, values: Tensor) -> Tensor:
-    """How fast an activation's slope changes with what it returned: d slope / d value, 0 where it is made of lines."""
+def slope_change(activation: nn.Module, values: Tensor) -> Tensor:
+    """Return how fast an activation's slope changes with what it returned, 0 where the activation is made of lines."""
     if isinstance(activation, nn.Sigmoid):
         return 1 - 2 * values
     if isinstance(activation, Monotone):
@@ -94,22 +110,23 @@ def bend(activation: nn.Module, values: Tensor) -> Tensor:
     return -2 * values if isinstance(activation, nn.Tanh) else torch.zeros_like(values)
 
 
-def slope_below(activation: nn.Module) -> float:
-    """The slope of a piecewise linear activation below zero; 1 for any other."""
+def negative_slope(activation: nn.Module) -> float:
+    """Return the slope of a piecewise linear activation below zero; 1 for any other."""
     if isinstance(activation, nn.LeakyReLU):
         return float(activation.negative_slope)
     return 0.0 if isinstance(activation, nn.ReLU) else 1.0
 
 
-def solve(
-    stage: Stage, signal: Tensor, gradient: Tensor, outputs: Outputs | None, *, trust: float | None, cutoff: float
-) -> Solved:
-    """What came into a stage, of all images of a batch at once.
-
-    Gradient equations say `K x_c = dL/dW[:, c]` for each channel c of the layer's input; of N images `sum of K_i x_ic`,
-    so that there are no more of them than of one image, for N times the unknowns. Weight equations say that x makes the
-    known outputs, image by image. Padding equations (padded values are zero) are substituted: padded values are no
-    unknowns.
+def solve_input(
+    stage: Stage,
+    signal: Tensor,
+    gradient: Tensor,
+    outputs: ActivationInputs | None,
+    *,
+    trust: float | None,
+    cutoff: float,
+) -> SolvedInput:
+    """Return what came into a stage, of all images of a batch at once.
 
     Args:
         stage: the layer.
@@ -122,17 +139,15 @@ def solve(
         cutoff: singular values below this share of the largest count as zero.
     """
     count, shape = len(signal), stage.taken
-    rows = gradient_rows(stage, signal, shape)
-    right = gradient.flatten(2).transpose(1, 2) if gradient.ndim == 4 else gradient
-    small, right = triangular(rows, right.reshape(len(rows), -1))
-    if not bool(small.isfinite().all() and right.isfinite().all() and small.any()):
+    rows, right = _gradient_equations(stage, signal, gradient, shape)
+    if not bool(rows.isfinite().all() and right.isfinite().all() and rows.any()):
         nothing = stage.blank(count)
-        return Solved(nothing, nothing.numel(), 0, 0, math.inf)
-    left, sizes, directions = torch.linalg.svd(small / small.norm())
-    right = right / small.norm()
-    told = int((sizes > sizes[0] * cutoff).sum())
-    strong = told if trust is None or outputs is None else int((sizes > sizes[0] * trust).sum())
-    positions, channels = small.shape[1], right.shape[1]
+        return SolvedInput(nothing, nothing.numel(), 0, 0, math.inf)
+    left, sizes, directions = torch.linalg.svd(rows / rows.norm())
+    right = right / rows.norm()
+    determined = int((sizes > sizes[0] * cutoff).sum())
+    strong = determined if trust is None or outputs is None else int((sizes > sizes[0] * trust).sum())
+    positions, channels = rows.shape[1], right.shape[1]
     alone = outputs is None or (strong == positions and (trust is not None or gradient.ndim == 2))
     if stage.pointwise and (alone or trust is not None):
         turned = left.T @ right
@@ -140,22 +155,32 @@ def solve(
         rank, condition = strong * channels, float(sizes[0] / sizes[strong - 1])
         if not alone:
             assert outputs is not None
-            spare = Weak(directions[strong:].T, sizes[strong:] / sizes[0], turned[strong:] / sizes[0])
-            values, found, worst = _filled(stage, shape, values, spare, outputs, cutoff)
-            rank, condition = rank + found, max(condition, worst)
+            weak = WeakConstraints(directions[strong:].T, sizes[strong:] / sizes[0], turned[strong:] / sizes[0])
+            values, more, worst = _fill_from_outputs(stage, shape, values, weak, outputs, cutoff)
+            rank, condition = rank + more, max(condition, worst)
     else:
-        values, rank, condition = _together(stage, shape, small / small.norm(), right, outputs, cutoff)
+        values, rank, condition = _solve_together(stage, shape, rows / rows.norm(), right, outputs, cutoff)
     condition = condition if rank == values.numel() else math.inf
-    if stage.pointwise:
-        apart = values.reshape(shape[0], count, -1).transpose(0, 1)
-        values = stage.undo(apart.reshape(count, *shape))
-    else:
-        values = values.reshape(count, *stage.shape)
-    return Solved(values, values.numel(), told * channels, rank, condition)
+    return SolvedInput(_as_input(stage, values, count), values.numel(), determined * channels, rank, condition)
+
+
+def _gradient_equations(stage: Stage, signal: Tensor, gradient: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """The gradient equations, turned so that no more rows than unknowns are left: (q, N P) and (q, C)."""
+    rows = gradient_rows(stage, signal, shape)
+    right = gradient.flatten(2).transpose(1, 2) if gradient.ndim == 4 else gradient
+    return triangular(rows, right.reshape(len(rows), -1))
+
+
+def _as_input(stage: Stage, values: Tensor, count: int) -> Tensor:
+    """Solved values as what came into the stage (N, ...)."""
+    if not stage.pointwise:
+        return values.reshape(count, *stage.shape)
+    by_image = values.reshape(stage.taken[0], count, -1).transpose(0, 1)
+    return stage.undo(by_image.reshape(count, *stage.taken))
 
 
 def gradient_rows(stage: Stage, signal: Tensor, shape: torch.Size) -> Tensor:
-    """The matrix K of the gradient equations (rows, N P), with P positions of one channel of the layer's input.
+    """Return the matrix K of the gradient equations (rows, N P), with P positions of one channel of the layer's input.
 
     dL/dW[o, c, k] = sum over images i and outputs l of signal[i, o, l] x_ic[where tap k of the kernel lies at output
     l], so that K is the same for every channel. A linear layer has one position and one tap. The positions of an image
@@ -172,7 +197,7 @@ def gradient_rows(stage: Stage, signal: Tensor, shape: torch.Size) -> Tensor:
 
 
 def weight_rows(stage: Stage, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """What a stage makes of the layer's input (C * P,) as a matrix (m, C * P) and an offset (m,)."""
+    """Return what a stage makes of the layer's input (C * P,) as a matrix (m, C * P) and an offset (m,)."""
     with torch.no_grad():
         zero = torch.zeros(1, *shape, dtype=torch.float64)
         weight = stage.layer.weight
@@ -197,8 +222,8 @@ def _taps(layer: nn.Conv2d, shape: torch.Size) -> Tensor:
     return kernel[0].long()
 
 
-def _filled(
-    stage: Stage, shape: torch.Size, values: Tensor, weak: Weak, outputs: Outputs, cutoff: float
+def _fill_from_outputs(
+    stage: Stage, shape: torch.Size, values: Tensor, weak: WeakConstraints, outputs: ActivationInputs, cutoff: float
 ) -> tuple[Tensor, int, float]:
     """Channels (C, N P) from their well determined part `values`; the rest from outputs and weak gradient equations."""
     weights, offset = weight_rows(stage, shape)
@@ -225,8 +250,8 @@ def _filled(
     return values + found.view(channels, -1) @ weak.directions.T, rank, condition
 
 
-def _together(
-    stage: Stage, shape: torch.Size, small: Tensor, right: Tensor, outputs: Outputs | None, cutoff: float
+def _solve_together(
+    stage: Stage, shape: torch.Size, small: Tensor, right: Tensor, outputs: ActivationInputs | None, cutoff: float
 ) -> tuple[Tensor, int, float]:
     """All equations at once: for what the layer is given, where what comes in follows from it, else for that.
 
@@ -264,7 +289,7 @@ def _of_image(rows: Tensor, image: int, images: int, channels: int) -> Tensor:
 
 
 def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0) -> tuple[Tensor, int, float]:
-    """The shortest solution of min |rows x - right|, the rank of `rows`, and their condition number.
+    """Return the shortest solution of min |rows x - right|, the rank of `rows`, and their condition number.
 
     Args:
         rows: (m, n).
@@ -283,7 +308,7 @@ def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0)
 
 
 def triangular(rows: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The same equations, turned so that no more than n are left: (min(m, n), n) and (min(m, n), c)."""
+    """Return the same equations, turned so that no more than n are left: (min(m, n), n) and (min(m, n), c)."""
     unknowns = rows.shape[1]
     if rows.shape[0] <= unknowns:
         q, upper = torch.linalg.qr(rows)

@@ -1,4 +1,4 @@
-"""The images of a batch, told apart at the first linear layer of a chain."""
+"""Separation of a batch's images at the first linear layer of a chain, by the bend of the (leaky) ReLU below it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from attacks.analytic.maxpool.batch_separation import (
     max_separable_images,
     separate_batch,
 )
-from attacks.analytic.recursive.layer_equations import slope_below
+from attacks.analytic.recursive.layer_equations import negative_slope
 from attacks.network.layer_chain import Stage
 from attacks.result import NotApplicable
 
 
-def first_told(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> int | None:
-    """The first linear layer, counted from below, above which nothing is needed: its bias moved."""
+def first_layer_with_signal(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> int | None:
+    """Return the first linear layer, counted from below, whose bias moved: nothing above it is needed."""
     for i, stage in enumerate(stages):
         sent = gradients.get(f"{stage.name}.bias")
         if isinstance(stage.layer, nn.Linear) and sent is not None and bool(sent.any()):
@@ -28,10 +28,10 @@ def first_told(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> int 
     return None
 
 
-def told_apart(
+def separate_images(
     stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int
 ) -> SeparatedBatch | NotApplicable:
-    """Signals and inputs of the layer `top` for each of `count` images, or why they can't be told apart.
+    """Return signals and inputs of the layer `top` for each of `count` images, or why they can't be told apart.
 
     Its gradient is the sum over the images of signal times input, which any mixture of them explains as well. What
     tells them apart is the bias gradient of the layer below, which hangs on where that layer's (leaky) ReLU bends.
@@ -42,49 +42,47 @@ def told_apart(
         top: number of a linear layer whose bias moved.
         count: number of images.
     """
-    reason = _inseparable(stages, gradients, top, count)
+    reason = _obstacle(stages, gradients, top, count)
     if reason is not None:
         return reason
     above, stage = stages[top], stages[top - 1]
     assert isinstance(above.layer, nn.Linear)
     offset, slope = (part.flatten() for part in above.affine())
-    share = _share(stage)
+    share = _bias_gain(stage)
     if share is None:
         return NotApplicable(f"pooling with padding above {stage.name} weighs its outputs unevenly", limit=True)
     rises = isinstance(above.activation, nn.LeakyReLU | nn.ReLU)
-    known = SummedGradient(
+    summed = SummedGradient(
         weight=above.layer.weight.detach(),
         bias=above.layer.bias.detach(),
-        low=slope_below(above.activation) if rises else None,
+        slope_above=negative_slope(above.activation) if rises else None,
         gradient=gradients[f"{above.name}.weight"],
-        moved=gradients[f"{above.name}.bias"],
+        bias_gradient=gradients[f"{above.name}.bias"],
         offset=offset,
-        slope=slope,
-        gentle=slope_below(stage.activation),
-        below=gradients[f"{stage.name}.bias"],
-        share=share,
+        scale=slope,
+        slope_below=negative_slope(stage.activation),
+        lower_bias_gradient=gradients[f"{stage.name}.bias"],
+        lower_scale=share,
     ).cpu()
-    if MixingProblem.of(known, count) is None:
+    if MixingProblem.of(summed, count) is None:
         return NotApplicable(
             f"the gradient of {above.name} is not of rank {count}: of the {count} images of the batch some are alike "
             "or leave nothing, or more than these were fed"
         )
-    found = separate_batch(known, count)
+    found = separate_batch(summed, count)
     if found is None:
         return NotApplicable(f"the {count} images of the batch could not be told apart", limit=True)
     return found.to(gradients[f"{above.name}.weight"].device)
 
 
-def _inseparable(
-    stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int
-) -> NotApplicable | None:
+def _obstacle(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int) -> NotApplicable | None:
     """Why the equations for telling `count` images apart are too few, or None."""
     if top == 0:
         return NotApplicable(f"nothing below {stages[0].name} tells the {count} images of the batch apart")
     above, stage = stages[top], stages[top - 1]
     if not isinstance(stage.activation, nn.LeakyReLU | nn.ReLU):
-        bend = f"it tells images apart by the bend of a (leaky) ReLU right below {above.name}: there is none"
-        return NotApplicable(bend, limit=True)
+        slope_change = f"it tells images apart by the bend of a (leaky) ReLU right below {above.name}: there is none"
+        return NotApplicable(slope_change, limit=True)
     below = gradients.get(f"{stage.name}.bias")
     if below is None or not bool(below.any()):
         return NotApplicable(f"the update says nothing of the bias of {stage.name}, by which images are told apart")
@@ -94,7 +92,7 @@ def _inseparable(
     return None
 
 
-def _share(stage: Stage) -> Tensor | None:
+def _bias_gain(stage: Stage) -> Tensor | None:
     """By how much the activation is given more if a bias of the layer grows by one (C,); None where that varies."""
     with torch.no_grad():
         zero = torch.zeros_like(stage.layer(stage.given(stage.blank())))

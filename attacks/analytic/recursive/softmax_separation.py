@@ -1,4 +1,18 @@
-"""The images of a batch, told apart at a softmax classifier: what flows back into it follows from what it was given."""
+r"""Separation of a batch's images at a softmax classifier whose loss the server knows.
+
+With inputs X (B, d) and signals D (B, K), the loss's derivatives with respect to the logits, the gradient of the
+classifier's weight is D^T X, a sum over the B images. It has rank B, U R by a singular value decomposition, so that
+
+    D^T = U A,   X = A^-1 R                                                                     (1)
+
+for one unknown matrix A (B, B). Mean cross entropy says what flows back at these inputs, if y are the labels:
+
+    D = (softmax(X W^T + b) - e_y) / B.                                                         (2)
+
+These are B (K - 1) equations for the B^2 numbers of A, and the gradient of the bias, D^T 1 = U A 1, says K - 1 more.
+They are solved by the method of Levenberg and Marquardt, from where predictions are guessed, for one set of labels
+after the other. The labels may be in any order, and may repeat.
+"""
 
 from __future__ import annotations
 
@@ -10,88 +24,84 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attacks.analytic.maxpool.batch_separation import SeparatedBatch
+from attacks.analytic.maxpool.batch_separation import MIN_SINGULAR_VALUE, SeparatedBatch
 from fl.seeds import stream
 
-FITS = 1e-4
+MAX_UNEXPLAINED = 1e-4
 """Share of the signals that the right answer may leave unexplained: rounding."""
-KNOWN = 1e-2
+MAX_DEVIATION = 1e-2
 """How far off an answer may be, relative to the inputs."""
 EXACT = 1e-10
 """Share of the signals below which they count as explained to rounding: no better answer is looked for."""
-SPARE = 2
+MIN_SPARE_EQUATIONS = 2
 """Equations beyond the unknowns, at least: where there are none, any labels can be explained."""
-TRACE = 1e-6
-"""Least singular value, relative to the largest, that is an image's own: less is rounding."""
-STARTS, TRIED, STEPS = 8, 100, 100
-"""Starts tried with the likeliest labels, starts tried in all, and steps from each."""
-STRIDE, STILL = 15, 0.5
+STARTS, OTHER_STARTS, MAX_STARTS = 8, 2, 100
+"""Starts tried with the likeliest labels, with any others, and in all."""
+MAX_STEPS = 100
+"""Of Levenberg and Marquardt's method from each start."""
+STRIDE, FALLING = 15, 0.5
 """Steps after which what is left must be less by this factor: else the start leads nowhere."""
-SPREAD = 0.4
+LOGIT_SPREAD = 0.4
 """Standard deviation by which the logits of each further start differ more than those of the one before."""
 
 
 @dataclass(frozen=True)
-class Classified:
+class ClassifierGradient:
     """What the gradient of a classifier under mean cross entropy says of a batch, at its true size, in float64.
 
     Attributes:
-        weight: of the classifier (K, d).
-        bias: likewise (K,); zero if it has none.
+        weight: W, of the classifier (K, d).
+        bias: b (K,); zero if it has none.
         gradient: of the weight (K, d).
-        moved: gradient of the bias (K,), or None.
+        bias_gradient: of the bias (K,), or None.
     """
 
     weight: Tensor
     bias: Tensor
     gradient: Tensor
-    moved: Tensor | None
+    bias_gradient: Tensor | None
 
 
-def few(classes: int, count: int, *, bias: bool) -> bool:
-    """Whether the equations are too few to tell `count` images apart behind a classifier of so many classes."""
-    return (count + bias) * (classes - 1) - count**2 < SPARE or count >= classes
+def is_underdetermined(classes: int, count: int, *, bias: bool) -> bool:
+    """Return whether the equations are too few to separate `count` images behind a classifier of so many classes."""
+    return (count + bias) * (classes - 1) - count**2 < MIN_SPARE_EQUATIONS or count >= classes
 
 
-def told_by_loss(known: Classified, labels: Iterable[Tensor]) -> tuple[SeparatedBatch, Tensor] | None:
-    """Signals and inputs of the classifier for each image, and its labels; None where no answer explains the gradient.
-
-    With inputs X (B, d) and signals D (B, K) the gradient is D^T X: of rank B, U R by an SVD, so that D^T = U A and
-    X = A^-1 R for an unknown A (B, B). The loss says what flows back at these inputs, if y are the labels:
-
-        D = (softmax(X W^T + b) - e_y) / B.
-
-    These are B (K - 1) equations for the B^2 numbers of A, and what the biases' gradient, D^T 1 = U A 1, says are K - 1
-    more. They are solved by Levenberg and Marquardt's method, from where predictions are guessed. The labels may be in
-    any order, and may repeat.
+def separate_by_softmax(
+    classifier: ClassifierGradient, candidates: Iterable[Tensor]
+) -> tuple[SeparatedBatch, Tensor] | None:
+    """Return signals and inputs of the classifier for each image, and their labels.
 
     Args:
-        known: of the classifier.
-        labels: of all images, the likeliest first; (B,) each, or probabilities (B, K) as of mixed images.
+        classifier: with its gradient.
+        candidates: labels of all images, the likeliest first; (B,) each, or probabilities (B, K) as of mixed images.
+
+    Returns:
+        The separated images and the candidate that explains them; None where no answer explains the gradient.
     """
-    left, sizes, right = torch.linalg.svd(known.gradient, full_matrices=False)
+    left, sizes, right = torch.linalg.svd(classifier.gradient, full_matrices=False)
     tried = 0
-    for likeliest, classes in enumerate(labels):
-        count, best = len(classes), None
-        if len(sizes) < count or not sizes[count - 1] > TRACE * sizes[0]:
+    for number, labels in enumerate(candidates):
+        count, best = len(labels), None
+        if len(sizes) < count or not sizes[count - 1] > MIN_SINGULAR_VALUE * sizes[0]:
             return None
-        mixed = _Mixed(known, left[:, :count], sizes[:count, None] * right[:count], classes)
-        for start in range(2 if likeliest else STARTS):
-            found, tried = mixed.solved(start), tried + 1
-            fits = found is not None and found.left < FITS and found.off < KNOWN
+        problem = _MixingProblem(classifier, left[:, :count], sizes[:count, None] * right[:count], labels)
+        for start in range(OTHER_STARTS if number else STARTS):
+            found, tried = problem.solve(start), tried + 1
+            fits = found is not None and found.left < MAX_UNEXPLAINED and found.off < MAX_DEVIATION
             if found is not None and fits and (best is None or found.left < best.left):
                 best = found
             if best is not None and best.left < EXACT:
                 break
         if best is not None:
-            return best, classes
-        if tried >= TRIED:
+            return best, labels
+        if tried >= MAX_STARTS:
             break
     return None
 
 
-def likely(classes: int, count: int, guess: Tensor | None) -> Iterator[Tensor]:
-    """Labels (B,) of so many images, each set of them once: those guessed, then those that differ least from them."""
+def label_candidates(classes: int, count: int, guess: Tensor | None) -> Iterator[Tensor]:
+    """Yield labels (B,) of so many images, each set of them once: the guess, then those that differ least from it."""
     if guess is None:
         yield from map(torch.tensor, combinations_with_replacement(range(classes), count))
         return
@@ -112,95 +122,100 @@ def likely(classes: int, count: int, guess: Tensor | None) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Mixed:
-    """A gradient U R of rank B, under given labels.
+class _MixingProblem:
+    """The equations for A, under given labels.
 
     Attributes:
-        known: what it is of.
-        left: U (K, B), orthonormal columns.
-        right: R (B, d).
-        labels: (B,), or probabilities (B, K).
+        classifier: with its gradient.
+        u: U (K, B), orthonormal columns.
+        r: R (B, d).
+        labels: y (B,), or probabilities (B, K).
     """
 
-    known: Classified
-    left: Tensor
-    right: Tensor
+    classifier: ClassifierGradient
+    u: Tensor
+    r: Tensor
     labels: Tensor
 
     @property
     def count(self) -> int:
-        """Number of images."""
+        """Number of images, B."""
         return len(self.labels)
 
-    def solved(self, start: int) -> SeparatedBatch | None:
-        """What is found from the start of that number, or None where it leads nowhere."""
-        mixing, damping = self._start(start), 1e-3
-        rows, off = self._equations(mixing)
-        last = off.norm()
-        for done in range(1, STEPS + 1):
-            form, slope = rows.mT @ rows, rows.mT @ off
-            sizes = form.diagonal() + 1e-12 * form.diagonal().max()
-            step, failed = torch.linalg.solve_ex(form + damping * sizes.diag(), slope)
-            moved = mixing - step.view_as(mixing)
-            there, less = self._equations(moved)
-            if not bool(failed) and bool(less.norm() < off.norm()):
-                mixing, rows, off, damping = moved, there, less, damping / 5
-            elif damping > 1e9 or not bool(off.isfinite().all()):
+    def solve(self, start: int) -> SeparatedBatch | None:
+        """Return what Levenberg and Marquardt's method finds from a start, or None where it leads nowhere.
+
+        A step solves (J^T J + damping diag(J^T J)) step = J^T residual. One that makes the residual less is taken, and
+        the damping falls; otherwise it grows.
+        """
+        a, damping = self._start(start), 1e-3
+        jacobian, residual = self._linearize(a)
+        last = residual.norm()
+        for done in range(1, MAX_STEPS + 1):
+            normal, slope = jacobian.mT @ jacobian, jacobian.mT @ residual
+            sizes = normal.diagonal() + 1e-12 * normal.diagonal().max()
+            step, failed = torch.linalg.solve_ex(normal + damping * sizes.diag(), slope)
+            moved = a - step.view_as(a)
+            moved_jacobian, moved_residual = self._linearize(moved)
+            if not bool(failed) and bool(moved_residual.norm() < residual.norm()):
+                a, jacobian, residual, damping = moved, moved_jacobian, moved_residual, damping / 5
+            elif damping > 1e9 or not bool(residual.isfinite().all()):
                 break
             else:
                 damping *= 4
             if done % STRIDE == 0:
-                if not bool(off.norm() < STILL * last):
+                if not bool(residual.norm() < FALLING * last):
                     break
-                last = off.norm()
-        return self._answer(mixing, rows, off)
+                last = residual.norm()
+        return self._separated(a, jacobian, residual)
 
     def _start(self, number: int) -> Tensor:
         """A (B, B) where predictions are those of no features at all, or of random ones."""
-        draw = stream(number, "softmax", "apart")
-        logits = self.known.bias + SPREAD * number * torch.randn(
-            self.count, len(self.known.bias), generator=draw, dtype=torch.float64
-        ).to(self.known.bias)
-        mixing = self.left.mT @ self._back(logits.softmax(-1)).mT
-        if self.known.moved is not None:
-            mixing = mixing + ((self.left.mT @ self.known.moved - mixing.sum(1)) / self.count)[:, None]
+        draw, classifier = stream(number, "softmax", "apart"), self.classifier
+        logits = classifier.bias + LOGIT_SPREAD * number * torch.randn(
+            self.count, len(classifier.bias), generator=draw, dtype=torch.float64
+        ).to(classifier.bias)
+        a = self.u.mT @ self._signals(logits.softmax(-1)).mT
+        if classifier.bias_gradient is not None:
+            a = a + ((self.u.mT @ classifier.bias_gradient - a.sum(1)) / self.count)[:, None]
         # images of one class start in one place, where nothing tells them apart
-        nudge = torch.randn(self.count, self.count, generator=draw, dtype=torch.float64).to(mixing)
-        return mixing + 0.1 * mixing.abs().mean() * nudge
+        nudge = torch.randn(self.count, self.count, generator=draw, dtype=torch.float64).to(a)
+        return a + 0.1 * a.abs().mean() * nudge
 
-    def _back(self, predictions: Tensor) -> Tensor:
-        """What flows back (B, K) under predictions (B, K)."""
-        whole = self.labels.ndim == 1
-        labels = functional.one_hot(self.labels, predictions.shape[1]) if whole else self.labels
+    def _signals(self, predictions: Tensor) -> Tensor:
+        """D (B, K) by (2), under predictions (B, K)."""
+        hard = self.labels.ndim == 1
+        labels = functional.one_hot(self.labels, predictions.shape[1]) if hard else self.labels
         return (predictions - labels.to(predictions)) / self.count
 
-    def _equations(self, mixing: Tensor) -> tuple[Tensor, Tensor]:
-        """What A (B, B) leaves of all equations (m,), and its derivatives by the numbers of A, row by row (m, B B)."""
-        inverse = torch.linalg.inv_ex(mixing)[0]
-        outputs = inverse @ (self.right @ self.known.weight.mT)
-        predictions = (outputs + self.known.bias).softmax(-1)
-        off = self._back(predictions) - (self.left @ mixing).mT
+    def _linearize(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """The equations' derivatives by A (B, B), row by row (m, B B), and what A leaves of them (m,)."""
+        inverse = torch.linalg.inv_ex(a)[0]
+        outputs = inverse @ (self.r @ self.classifier.weight.mT)
+        predictions = (outputs + self.classifier.bias).softmax(-1)
+        residual = self._signals(predictions) - (self.u @ a).mT
         # dX = -A^-1 dA X: what image k was given moves that of image i, by A^-1[i, j] for dA[j, k]
         mean = predictions @ outputs.mT
         moved = predictions[:, None] * (outputs - mean[..., None]) / self.count  # (i, k, K)
-        rows = -torch.einsum("ij,ikc->icjk", inverse, moved)
-        rows = rows - torch.einsum("cj,ik->icjk", self.left, torch.eye(self.count).to(mixing))
-        rows, off = rows.reshape(off.numel(), -1), off.flatten()
-        if self.known.moved is not None:
-            sums = torch.eye(self.count).to(mixing).repeat_interleave(self.count, 1)
-            rows = torch.cat([rows, self.left @ sums])
-            off = torch.cat([off, self.left @ mixing.sum(1) - self.known.moved])
-        return rows, off
+        jacobian = -torch.einsum("ij,ikc->icjk", inverse, moved)
+        jacobian = jacobian - torch.einsum("cj,ik->icjk", self.u, torch.eye(self.count).to(a))
+        jacobian, residual = jacobian.reshape(residual.numel(), -1), residual.flatten()
+        if self.classifier.bias_gradient is not None:
+            sums = torch.eye(self.count).to(a).repeat_interleave(self.count, 1)
+            jacobian = torch.cat([jacobian, self.u @ sums])
+            residual = torch.cat([residual, self.u @ a.sum(1) - self.classifier.bias_gradient])
+        return jacobian, residual
 
-    def _answer(self, mixing: Tensor, rows: Tensor, off: Tensor) -> SeparatedBatch | None:
-        """Signals and inputs by A (B, B), and to first order how far off the equations' rest may put them."""
-        inverse, failed = torch.linalg.inv_ex(mixing)
-        if bool(failed) or not bool(off.isfinite().all() and rows.isfinite().all()):
+    def _separated(self, a: Tensor, jacobian: Tensor, residual: Tensor) -> SeparatedBatch | None:
+        """Signals and inputs by (1), and to first order how far off the equations' residual may put them."""
+        inverse, failed = torch.linalg.inv_ex(a)
+        if bool(failed) or not bool(residual.isfinite().all() and jacobian.isfinite().all()):
             return None
-        inputs, signals = inverse @ self.right, (self.left @ mixing).mT
-        noise = off.norm() / max(len(off) - rows.shape[1], 1) ** 0.5
-        covariance = noise**2 * torch.linalg.pinv(rows.mT @ rows, hermitian=True)
+        inputs, signals = inverse @ self.r, (self.u @ a).mT
+        noise = residual.norm() / max(len(residual) - jacobian.shape[1], 1) ** 0.5
+        covariance = noise**2 * torch.linalg.pinv(jacobian.mT @ jacobian, hermitian=True)
         moved = torch.einsum("ij,kn->injk", inverse, inputs).flatten(2)
         deviation = ((moved @ covariance) * moved).sum(-1).clamp_min(0).sqrt()
-        error = torch.maximum(deviation.norm() / inputs.norm(), covariance.trace().clamp_min(0).sqrt() / mixing.norm())
-        return SeparatedBatch(signals, inputs, float(error), float(off.norm() / signals.norm()))
+        mixing_deviation = covariance.trace().clamp_min(0).sqrt()
+        off = torch.maximum(deviation.norm() / inputs.norm(), mixing_deviation / a.norm())
+        return SeparatedBatch(signals, inputs, float(off), float(residual.norm() / signals.norm()))

@@ -1,4 +1,4 @@
-"""Where to begin undoing a network from the top: what flows back into its linear layers, image by image."""
+"""The signal at the top of a chain: what flows back into its highest usable linear layer, image by image."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from attacks.analytic.recursive.bias_free_classifier import biasless
-from attacks.analytic.recursive.relu_separation import first_told, told_apart
-from attacks.analytic.recursive.softmax_separation import Classified, few, likely, told_by_loss
+from attacks.analytic.recursive.bias_free_classifier import logit_gradients_without_bias
+from attacks.analytic.recursive.relu_separation import first_layer_with_signal, separate_images
+from attacks.analytic.recursive.softmax_separation import (
+    ClassifierGradient,
+    is_underdetermined,
+    label_candidates,
+    separate_by_softmax,
+)
 from attacks.labels.recovery import recover_labels
 from attacks.network.layer_chain import Stage
 from attacks.result import NotApplicable
@@ -25,8 +30,8 @@ Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where a descent begins.
+class TopSignal:
+    """What flows back into the layer where a descent begins.
 
     Attributes:
         top: number of a linear layer's stage.
@@ -41,10 +46,10 @@ class Start:
     labels: Tensor | None = None
 
 
-def starts_of(
+def top_signals(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
-) -> list[Start] | NotApplicable:
-    """Where to begin, or why nothing tells; several where the loss of one image has several solutions.
+) -> list[TopSignal] | NotApplicable:
+    """Return where to begin, or why nothing tells; several where the loss of one image has several solutions.
 
     Args:
         view: the server's.
@@ -55,15 +60,21 @@ def starts_of(
     """
     if count < 1:
         return NotApplicable("no image was fed")
-    return _of_one(view, stages, observed, unit) if count == 1 else _of_batch(view, stages, observed, unit, count)
+    return (
+        _single_image_signals(view, stages, observed, unit)
+        if count == 1
+        else _batch_signals(view, stages, observed, unit, count)
+    )
 
 
-def _of_one(view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float) -> list[Start] | NotApplicable:
+def _single_image_signals(
+    view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float
+) -> list[TopSignal] | NotApplicable:
     """The highest stage whose signal the update of one image gives away."""
     for top in reversed(range(len(stages))):
         bias = observed.get(f"{stages[top].name}.bias")
         if isinstance(stages[top].layer, nn.Linear) and bias is not None and bool(bias.any()):
-            return [Start(top, bias[None] / unit)]
+            return [TopSignal(top, bias[None] / unit)]
     last = stages[-1]
     name = f"{last.name}.weight"
     bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
@@ -71,35 +82,39 @@ def _of_one(view: ServerView, stages: Sequence[Stage], observed: Gradients, unit
         why = f" ({last.above})" if last.above else ""
         reason = "no linear layer whose bias moved, and no classifier without bias: nothing to begin with"
         return NotApplicable(f"{reason}{why}", limit=bool(why))
-    if not _sized(view, last.sent("weight")):
+    if not _size_is_known(view, last.sent("weight")):
         return NotApplicable(
             "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
         )
     weight = last.layer.get_parameter("weight").detach()
-    undone = _undefended(view, last, observed)
+    undone = _gradient_before_defense(view, last, observed)
     ratio = observed[name].norm() / undone.norm()
-    found = [Start(len(stages) - 1, signal * ratio / unit) for signal in biasless(weight, undone)]
+    found = [
+        TopSignal(len(stages) - 1, signal * ratio / unit) for signal in logit_gradients_without_bias(weight, undone)
+    ]
     return found or NotApplicable("no logits explain the gradient of the classifier, which has no bias")
 
 
-def _of_batch(
+def _batch_signals(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
-) -> list[Start] | NotApplicable:
+) -> list[TopSignal] | NotApplicable:
     """What flows back of each image of a batch, or why that can't be told.
 
     At the classifier, by the loss, where the server knows both (`attacks.analytic.recursive.softmax_separation`); else
     at the first linear layer, by the bend of the (leaky) ReLU below it (`attacks.analytic.recursive.relu_separation`).
     """
-    start = _by_loss(view, stages, observed, unit, count)
+    start = _separate_at_classifier(view, stages, observed, unit, count)
     if isinstance(start, str):
-        other = _by_bend(stages, observed, count)
+        other = _separate_at_relu(stages, observed, count)
         if isinstance(other, NotApplicable):
             return NotApplicable(f"{start}; {other.reason}", other.limit)
         start = other
     return [start]
 
 
-def _by_loss(view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int) -> Start | str:
+def _separate_at_classifier(
+    view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
+) -> TopSignal | str:
     """The classifier's signals of each image, as the loss explains them, or why they can't be told."""
     last = stages[-1]
     weight, bias = (f"{last.name}.{kind}" for kind in ("weight", "bias"))
@@ -111,44 +126,46 @@ def _by_loss(view: ServerView, stages: Sequence[Stage], observed: Gradients, uni
     plain = view.method.uses_labels and view.method.plain_loss(view.client.task, view.round)
     if not plain or not mine[0].startswith(view.task.head) or any(n not in known for n in mine):
         return "the classifier or its loss is unknown"
-    if not _sized(view, mine[0]):
+    if not _size_is_known(view, mine[0]):
         return "the size of the classifier's gradient is unknown (clipping, a defence)"
-    if few(len(layer.weight), count, bias=bias in observed):
+    if is_underdetermined(len(layer.weight), count, bias=bias in observed):
         return f"{len(layer.weight)} classes are too few to tell {count} images apart by the loss"
-    undone = _undefended(view, last, observed)
+    undone = _gradient_before_defense(view, last, observed)
     ratio = observed[weight].norm() / undone.norm()
-    told = told_by_loss(
-        Classified(
+    told = separate_by_softmax(
+        ClassifierGradient(
             weight=layer.weight.detach(),
             bias=layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias.detach(),
             gradient=undone,
-            moved=observed[bias] / ratio if bias in observed else None,
+            bias_gradient=observed[bias] / ratio if bias in observed else None,
         ),
-        likely(len(layer.weight), count, _guess(view, count)) if view.labels is None else [view.labels.cpu()],
+        label_candidates(len(layer.weight), count, _guess_labels(view, count))
+        if view.labels is None
+        else [view.labels.cpu()],
     )
     if told is None:
         given = "" if view.labels is None else " of the labels known"
         return f"the loss explains the classifier's gradient by no {count} images{given}"
     found, labels = told
-    return Start(len(stages) - 1, found.signals * ratio / unit, found.off, labels)
+    return TopSignal(len(stages) - 1, found.signals * ratio / unit, found.off, labels)
 
 
-def _undefended(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
+def _gradient_before_defense(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
     """The gradient of a classifier's weight at the scale that it had before a known defence."""
     name = last.sent("weight")
     return last.arranged("weight", ObservedUpdate(view).before_defense(name, observed[name]))
 
 
-def _guess(view: ServerView, count: int) -> Tensor | None:
+def _guess_labels(view: ServerView, count: int) -> Tensor | None:
     """The likeliest labels of all images, in ascending order."""
     guess = recover_labels(ObservedUpdate(replace(view, batch_size=count)))
     return None if guess is None or len(guess) != count else guess.cpu()
 
 
-def _by_bend(stages: Sequence[Stage], observed: Gradients, count: int) -> Start | NotApplicable:
+def _separate_at_relu(stages: Sequence[Stage], observed: Gradients, count: int) -> TopSignal | NotApplicable:
     """The signals of the first linear layer with a bias, told apart by the activation below."""
     gradients = {n: dense(g) for n, g in rescale_to_unit({**observed})[0].items()}
-    top = first_told(stages, gradients)
+    top = first_layer_with_signal(stages, gradients)
     if top is None:
         return NotApplicable("no linear layer whose bias moved: nothing tells the images of the batch apart")
     above = stages[top]
@@ -156,11 +173,11 @@ def _by_bend(stages: Sequence[Stage], observed: Gradients, count: int) -> Start 
         return NotApplicable(f"pooling below {above.name} hides the bends by which images are told apart", limit=True)
     if not bool(gradients.get(f"{above.name}.weight", torch.zeros(1)).any()):
         return NotApplicable(f"no signal flows back into {above.name}: its weight did not move")
-    found = told_apart(stages, gradients, top, count)
-    return found if isinstance(found, NotApplicable) else Start(top, found.signals, found.off)
+    found = separate_images(stages, gradients, top, count)
+    return found if isinstance(found, NotApplicable) else TopSignal(top, found.signals, found.off)
 
 
-def _sized(view: ServerView, name: str) -> bool:
+def _size_is_known(view: ServerView, name: str) -> bool:
     """Whether the size of the gradient of `name` is known, not only its direction."""
     phases = view.method.phases(view.client.task, view.round)
     clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)

@@ -267,4 +267,4 @@ def test_a_picture_beyond_its_range_has_a_note() -> None:
 @pytest.mark.parametrize(("device", "place"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("mps", "cpu")])
 def test_it_solves_where_the_view_is_unless_there_is_no_double_precision(device: str, place: str) -> None:
     view = SimpleNamespace(device=torch.device(device))
-    assert cascade._place(view) == torch.device(place)  # type: ignore[arg-type]
+    assert cascade._solving_device(view) == torch.device(place)  # type: ignore[arg-type]

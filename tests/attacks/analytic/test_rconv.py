@@ -11,8 +11,8 @@ from torch import nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
-from attacks.analytic.recursive.base import Layerwise
-from attacks.analytic.recursive.layer_equations import invert
+from attacks.analytic.recursive.base import LayerwiseInversion
+from attacks.analytic.recursive.layer_equations import invert_activation
 from attacks.analytic.rgap import RGAP
 from defenses import defenses
 from fl.capture import from_batch
@@ -88,7 +88,7 @@ def test_no_unit_of_the_update_changes_the_result() -> None:
 
 @pytest.mark.parametrize("defense", [pytest.param(d, id=n) for n, d in defenses.examples() if d.group == 1])
 @pytest.mark.parametrize("attack_", [RConv(), RGAP()], ids=["rconv", "rgap"])
-def test_under_every_defence_it_answers_and_claims_nothing_false(attack_: Layerwise, defense: Defense) -> None:
+def test_under_every_defence_it_answers_and_claims_nothing_false(attack_: LayerwiseInversion, defense: Defense) -> None:
     view, truth = chains.seen(chains.chain(lambda: nn.LeakyReLU(0.2)), defense=defense)
     result = attack_(view)
     if isinstance(result, NotApplicable):
@@ -112,7 +112,7 @@ def test_a_dead_network_is_no_crash() -> None:
 
 def test_values_below_zero_measure_the_error_of_a_relus_others() -> None:
     values = torch.tensor([[-1e-4, 1e-5, 1.5e-4, 0.3, 0.0]], dtype=torch.float64)
-    outputs, slope = invert(nn.ReLU(), values)
+    outputs, slope = invert_activation(nn.ReLU(), values)
     assert slope.tolist() == [[0, 0, 0, 1, 0]]
     assert outputs.known.tolist() == [[False, False, False, True, False]]
 
@@ -122,14 +122,14 @@ def test_activation_and_slope_are_inverted(act: nn.Module) -> None:
     given = torch.linspace(-3, 3, 20, dtype=torch.float64)[None].requires_grad_()
     values = act(given)
     (slopes,) = torch.autograd.grad(values.sum(), given)
-    outputs, slope = invert(act, values.detach())
+    outputs, slope = invert_activation(act, values.detach())
     assert outputs.known.all()
     assert torch.allclose(outputs.values, given, rtol=0, atol=1e-9)
     assert torch.allclose(slope, slopes, rtol=0, atol=1e-9)
 
 
 def test_values_outside_an_activations_range_tell_nothing() -> None:
-    outputs, slope = invert(nn.Sigmoid(), torch.tensor([[-0.1, 0.0, 0.5, 1.0, 1.2]], dtype=torch.float64))
+    outputs, slope = invert_activation(nn.Sigmoid(), torch.tensor([[-0.1, 0.0, 0.5, 1.0, 1.2]], dtype=torch.float64))
     assert outputs.known.tolist() == [[False, False, True, False, False]]
     assert slope.tolist() == [[0, 0, 0.25, 0, 0]]
 

@@ -13,7 +13,12 @@ from torch.nn import functional
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
-from attacks.analytic.recursive.softmax_separation import Classified, few, likely, told_by_loss
+from attacks.analytic.recursive.softmax_separation import (
+    ClassifierGradient,
+    is_underdetermined,
+    label_candidates,
+    separate_by_softmax,
+)
 from attacks.analytic.rgap import RGAP
 from defenses import defenses
 from defenses.mixup import Mixup
@@ -222,14 +227,16 @@ def test_noise_that_mixes_images_into_one_is_refused() -> None:
 
 
 # ---- the loss's equations --------------------------------------------------------------------------------------------
-def classified(labels: Tensor, inputs: Tensor, classes: int = 10, *, bias: bool = True) -> tuple[Classified, Tensor]:
+def classified(
+    labels: Tensor, inputs: Tensor, classes: int = 10, *, bias: bool = True
+) -> tuple[ClassifierGradient, Tensor]:
     """What the gradient of a random classifier says of inputs (B, d), and the signals."""
     draw = stream(0, "classified")
     weight = torch.randn(classes, inputs.shape[1], generator=draw, dtype=torch.float64) / inputs.shape[1] ** 0.5
     offset = torch.randn(classes, generator=draw, dtype=torch.float64)
     signals = (inputs @ weight.mT + offset).softmax(-1) - functional.one_hot(labels, classes)
     signals = signals / len(labels)
-    return Classified(weight, offset, signals.mT @ inputs, signals.sum(0) if bias else None), signals
+    return ClassifierGradient(weight, offset, signals.mT @ inputs, signals.sum(0) if bias else None), signals
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -238,7 +245,7 @@ def test_the_loss_tells_four_images_apart(bias: bool, size: float) -> None:
     labels = torch.tensor([3, 0, 9, 3])
     inputs = size * torch.randn(4, 30, generator=stream(0, "in"), dtype=torch.float64)
     known, signals = classified(labels, inputs, bias=bias)
-    told = told_by_loss(known, [torch.tensor([0, 0, 3, 9]), torch.tensor([9, 3, 3, 0])])  # the first are wrong
+    told = separate_by_softmax(known, [torch.tensor([0, 0, 3, 9]), torch.tensor([9, 3, 3, 0])])  # the first are wrong
     assert told is not None
     found, classes = told
     which = torch.cdist(found.inputs, inputs).argmin(1)
@@ -251,19 +258,19 @@ def test_the_loss_tells_four_images_apart(bias: bool, size: float) -> None:
 def test_no_wrong_labels_explain_a_gradient() -> None:
     inputs = torch.randn(2, 30, generator=stream(1, "in"), dtype=torch.float64)
     known, _ = classified(torch.tensor([1, 4]), inputs)
-    assert told_by_loss(known, [torch.tensor([1, k]) for k in (0, 1, 2, 3)]) is None
+    assert separate_by_softmax(known, [torch.tensor([1, k]) for k in (0, 1, 2, 3)]) is None
 
 
 def test_equations_are_counted() -> None:
-    assert few(2, 2, bias=True)
-    assert not few(3, 2, bias=True)
-    assert few(3, 2, bias=False)
-    assert few(4, 4, bias=True)
+    assert is_underdetermined(2, 2, bias=True)
+    assert not is_underdetermined(3, 2, bias=True)
+    assert is_underdetermined(3, 2, bias=False)
+    assert is_underdetermined(4, 4, bias=True)
 
 
 def test_likely_labels_come_once_each_and_those_guessed_first() -> None:
-    every = [tuple(sorted(labels.tolist())) for labels in likely(4, 3, torch.tensor([0, 2, 2]))]
+    every = [tuple(sorted(labels.tolist())) for labels in label_candidates(4, 3, torch.tensor([0, 2, 2]))]
     assert every[0] == (0, 2, 2)
     assert len(every) == len(set(every)) == 20
     assert sum(labels.count(2) >= 1 for labels in every[1:4]) == 3
-    assert len(list(islice(likely(4, 3, None), 100))) == 20
+    assert len(list(islice(label_candidates(4, 3, None), 100))) == 20

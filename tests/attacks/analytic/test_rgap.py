@@ -13,7 +13,14 @@ from support.pictures import photograph, victim
 from torch import Tensor, nn
 
 from attacks import NotApplicable, Reconstruction
-from attacks.analytic.recursive.layer_equations import Outputs, bend, gradient_rows, invert, solve, weight_rows
+from attacks.analytic.recursive.layer_equations import (
+    ActivationInputs,
+    gradient_rows,
+    invert_activation,
+    slope_change,
+    solve_input,
+    weight_rows,
+)
 from attacks.analytic.rgap import RGAP, rank_analysis
 from attacks.base import build
 from attacks.network.layer_chain import Stage, unroll
@@ -50,8 +57,8 @@ def off(result: Reconstruction, truth: Tensor) -> float:
 def test_how_slopes_change_with_what_an_activation_returned(act: nn.Module) -> None:
     given = torch.randn(9, generator=stream(0, "given"), dtype=torch.float64)
     values, step = act(given).detach(), 1e-7
-    change = (invert(act, values + step * (values != 0))[1] - invert(act, values)[1]) / step
-    assert torch.allclose(bend(act, values), change, atol=1e-5)
+    change = (invert_activation(act, values + step * (values != 0))[1] - invert_activation(act, values)[1]) / step
+    assert torch.allclose(slope_change(act, values), change, atol=1e-5)
 
 
 # ---- the equations ---------------------------------------------------------------------------------------------------
@@ -94,8 +101,8 @@ def test_solution_and_rank_are_those_of_the_padded_system(
     (gradient,) = torch.autograd.grad((output * signal).sum(), [stage.layer.weight])
     output = output.detach()
     values, rank = layer_equations.solution(stage.layer, signal, gradient, output, (2, 7, 6))
-    known = Outputs(output, torch.ones_like(output, dtype=torch.bool))
-    solved = solve(stage, signal, gradient, known, trust=trust, cutoff=1e-10)
+    known = ActivationInputs(output, torch.ones_like(output, dtype=torch.bool))
+    solved = solve_input(stage, signal, gradient, known, trust=trust, cutoff=1e-10)
     assert solved.unknowns == 84
     assert solved.rank == rank
     assert (solved.condition < float("inf")) == (rank == 84)

@@ -49,14 +49,14 @@ def mixed(
     summed = SummedGradient(
         weight=weight,
         bias=bias,
-        low=low,
+        slope_above=low,
         gradient=signals.mT @ inputs,
-        moved=signals.sum(0),
+        bias_gradient=signals.sum(0),
         offset=offset,
-        slope=slope,
-        gentle=gentle,
-        below=back.sum(0).view(channels, -1).sum(1) * share,
-        share=share,
+        scale=slope,
+        slope_below=gentle,
+        lower_bias_gradient=back.sum(0).view(channels, -1).sum(1) * share,
+        lower_scale=share,
     )
     return summed, inputs, signals
 
@@ -83,15 +83,15 @@ def test_two_images_that_are_one_are_not_told_apart() -> None:
 
 def test_biases_that_contradict_are_not_believed() -> None:
     summed, *_ = mixed(2)
-    altered = summed.below.clone()
+    altered = summed.lower_bias_gradient.clone()
     altered[:3] *= 2
-    assert separate_batch(replace(summed, below=altered), 2) is None
+    assert separate_batch(replace(summed, lower_bias_gradient=altered), 2) is None
 
 
 def test_an_answer_that_is_known_to_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     summed, inputs, signals = mixed(2)
     for off, there in ((1e-3, True), (2.0, False)):
-        monkeypatch.setattr(MixingProblem, "refined", lambda *_, off=off: SeparatedBatch(signals, inputs, off, 0.0))
+        monkeypatch.setattr(MixingProblem, "refine", lambda *_, off=off: SeparatedBatch(signals, inputs, off, 0.0))
         assert (separate_batch(summed, 2) is not None) == there
 
 
