@@ -8,7 +8,8 @@ import torch
 from reference.label_counts import best_counts
 from support import worlds
 
-from attacks.labels.recovery import _Head, fixed_labels, idlg_label, recover_labels
+from attacks.labels.classifier_fit import ClassifierGradient
+from attacks.labels.recovery import fixed_labels, idlg_label, recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from defenses.clip import Clip
 from defenses.compose import Chain
@@ -120,9 +121,9 @@ def test_signs_are_proofs() -> None:
     """A class whose bias gradient is below zero is there, at least as often as the gradient needs."""
     labels = [5] * 7 + [6]
     view, _ = victim(labels)
-    head = _Head.of(ObservedUpdate(view))
+    head = ClassifierGradient.of(ObservedUpdate(view))
     assert head is not None
-    counts = head.counts(8)
+    counts = head.count_labels(8)
     assert (counts >= (-8 * head.bias - 1e-3).ceil().clamp_min(0)).all()
     assert counts.sum() == 8
 
@@ -137,10 +138,10 @@ def test_counts_are_the_best_of_all(seed: int, sized: bool, doubt: float) -> Non
     bias = (predictions - torch.eye(4)).mT @ true / 6
     bias = bias + 0.02 * torch.randn(4, generator=draw, dtype=torch.float64) * sized
     view, _ = victim([1, 2])
-    head = _Head.of(ObservedUpdate(view))
+    head = ClassifierGradient.of(ObservedUpdate(view))
     assert head is not None
     head = replace(head, bias=bias if sized else bias / 7, sent=torch.ones(4, dtype=torch.bool), sized=sized)
-    found, left = head._fit(predictions, 6, torch.zeros(4, dtype=torch.float64), doubt)
+    found, left = head.fit_counts(predictions, 6, torch.zeros(4, dtype=torch.float64), doubt)
     assert torch.equal(found.long(), best_counts(bias, predictions, 6))
     assert sized or left < 1e-6
 
@@ -157,7 +158,7 @@ def test_a_pruned_bias_counts_where_it_was_sent() -> None:
 def test_a_defence_is_looked_at_only_where_it_is_known(known: bool) -> None:
     view, _ = victim([0, 0, 0, 3, 3, 7, 7, 9], defense=Prune(ratio=0.5))
     view = replace(view, threat=ThreatModel(knows_defense=known))
-    head = _Head.of(ObservedUpdate(view))
+    head = ClassifierGradient.of(ObservedUpdate(view))
     assert head is not None
     assert (head.sized, head.exact, bool(head.sent.all())) == ((False,) * 3 if known else (True,) * 3)
 
