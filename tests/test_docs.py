@@ -1,6 +1,7 @@
 """What the pages in docs/ tell a reader to type works as it stands, and what they point at is there."""
 
 import ast
+import importlib
 import importlib.util
 import re
 import shlex
@@ -154,6 +155,30 @@ def test_links_resolve(page: Path) -> None:
 def test_named_files_exist(page: Path) -> None:
     for name in re.findall(r"`((?:fl|attacks|defenses|eval|tests|benchmarks|configs)/[\w/.]*)`", prose(page)):
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_named_objects_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:fl|attacks|defenses|eval|hyperleak)(?:\.\w+)+)(?:\([^`]*\))?`", prose(page)):
+        resolve(name)
+
+
+def resolve(name: str) -> object:
+    """The module, class, function or attribute of a dotted name.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise AttributeError(name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
