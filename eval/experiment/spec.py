@@ -108,7 +108,7 @@ class Observe:
         clients: numbers of the watched clients.
         rounds: after how many rounds of training they are watched; `()` is after the last, or before the last update
             that a method of bounded participation sends.
-        part: whose images an update is computed from: those that the client trains on ("train"), or its test images,
+        split: whose images an update is computed from: those that the client trains on ("train"), or its test images,
             which no client has trained on ("test"): what it would send of a picture that is new to the network.
         images: how many of them of each client; None is all.
         batch_size: how many of these an update is computed from; None is all of them at once.
@@ -118,9 +118,11 @@ class Observe:
         augment: whether the images are changed as in training before they are fed.
     """
 
+    former_names: ClassVar[Mapping[str, str]] = {"part": "split"}
+
     clients: Annotated[tuple[CountFrom0, ...], Length(1)] = (0,)
     rounds: tuple[CountFrom0, ...] = ()
-    part: Literal["train", "test"] = "train"
+    split: Literal["train", "test"] = "train"
     images: Count | None = 8
     batch_size: Count | None = 1
     classes: tuple[int | str, ...] = ()
@@ -145,15 +147,17 @@ class Score:
     Attributes:
         lpips: "auto" takes LPIPS if a backbone is at hand; "off", or the backbone's name.
         download: whether its weights may be downloaded.
-        levels: accuracies in [0, 1] of which the report says in how many rounds, and with how many numbers sent, they
-            were reached; `()` takes those that published figures have.
-        level_of: the accuracy that is meant.
+        target_accuracies: accuracies in [0, 1] of which the report says in how many rounds, and with how many numbers
+            sent, they were reached; `()` takes those that published figures have.
+        target_metric: the accuracy that is meant.
     """
+
+    former_names: ClassVar[Mapping[str, str]] = {"levels": "target_accuracies", "level_of": "target_metric"}
 
     lpips: Literal["auto", "off", "alex", "squeeze", "vgg"] = "auto"
     download: bool = False
-    levels: tuple[Share, ...] = ()
-    level_of: Accuracy = "accuracy"
+    target_accuracies: tuple[Share, ...] = ()
+    target_metric: Accuracy = "accuracy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +197,20 @@ class Published:
         accuracy_global: on the data set's whole test part (`federation.global_test`).
         best: whether these accuracies are each of its own best round, picked by itself, instead of the last.
         cpr: how many numbers a client that takes part sends and receives in a round, together.
-        until: in how many rounds an accuracy (`score.level_of`) was reached, by level in [0, 1]; None is never.
-        sent_share: how many numbers a client sends and receives until the best round of `score.level_of`, as a share
-            of those of the method `beside`, from 0.
-        beside: label of that method.
+        rounds_to_accuracy: in how many rounds an accuracy (`score.target_metric`) was reached, by level in [0, 1];
+            None is never.
+        communication_share: how many numbers a client sends and receives until the best round of
+            `score.target_metric`, as a share of those of the method `reference_method`, from 0.
+        reference_method: label of that method.
         seconds: per round.
         note: why ours may differ, in words.
     """
+
+    former_names: ClassVar[Mapping[str, str]] = {
+        "until": "rounds_to_accuracy",
+        "sent_share": "communication_share",
+        "beside": "reference_method",
+    }
 
     method: str
     source: str
@@ -215,17 +226,17 @@ class Published:
     accuracy_global: Share | None = None
     best: bool = False
     cpr: Annotated[float, Range(0)] | None = None
-    until: dict[Share, CountFrom0 | None] = field(default_factory=dict)
-    sent_share: Annotated[float, Range(0)] | None = None
-    beside: str = ""
+    rounds_to_accuracy: dict[Share, CountFrom0 | None] = field(default_factory=dict)
+    communication_share: Annotated[float, Range(0)] | None = None
+    reference_method: str = ""
     seconds: Annotated[float, Range(0)] | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
         if self.best and all(getattr(self, key) is None for key in ACCURACIES):
             raise ValueError("published.best: expected an accuracy beside it, got none")
-        if (self.sent_share is None) != (not self.beside):
-            raise ValueError("published: expected both sent_share and beside, or neither; got one of them")
+        if (self.communication_share is None) != (not self.reference_method):
+            raise ValueError("published: expected both communication_share and reference_method, or neither; got one")
 
 
 @declared("")
@@ -264,9 +275,13 @@ class Experiment:
         last = self.federation.rounds
         if late := [number for number in self.observe.rounds if number > last]:
             raise ValueError(f"observe.rounds: expected at most {last} (federation.rounds), got {late}")
-        level_of = self.score.level_of
-        if lacking := [f"federation.{key}" for key in NEEDED.get(level_of, ()) if not getattr(self.federation, key)]:
-            raise ValueError(f"score.level_of: {level_of} is only taken with {' and '.join(lacking)}: set that first")
+        target_metric = self.score.target_metric
+        if lacking := [
+            f"federation.{key}" for key in NEEDED.get(target_metric, ()) if not getattr(self.federation, key)
+        ]:
+            raise ValueError(
+                f"score.target_metric: {target_metric} is only taken with {' and '.join(lacking)}: set that first"
+            )
         self.observed_methods()
         check_published(self, swept=False)
 
@@ -317,11 +332,11 @@ def check_published(experiment: Experiment, *, swept: bool = True) -> None:
 
 def lacking(experiment: Experiment, figures: Published, *, swept: bool = True) -> tuple[str, str, list[str]] | None:
     """Which key of published figures names what is not there, its label and those that are; None where all is well."""
-    places = (("method", experiment.method), ("beside", experiment.method), ("attack", experiment.attack))
+    places = (("method", experiment.method), ("reference_method", experiment.method), ("attack", experiment.attack))
     for place, entries in places:
         known = sorted({name for e in entries for name in (e.label, e.label.partition("@")[0])})
         label = getattr(figures, place)
-        if label is None or (place == "beside" and not label):
+        if label is None or (place == "reference_method" and not label):
             continue
         if (label if swept else label.partition("@")[0]) not in known:
             return place, label, known

@@ -88,7 +88,7 @@ def attack_cell(
     """The cell of one attack after `number` rounds of a training; `public` are digests of the data that it names."""
     observed_part = section_spec(observe, first_names=True)
     watched = {key: value for key, value in observed_part.items() if key not in {"rounds", "method"}}
-    if observe.part == "train":  # as in cells from before there was a choice
+    if observe.split == "train":  # as in cells from before there was a choice
         del watched["part"]
     return Cell(
         {

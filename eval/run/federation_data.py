@@ -133,17 +133,17 @@ class FederationData:
     def _watched(self, observe: Observe, client: int) -> list[Target]:
         """The updates of one client."""
         classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
-        whole: Batch = getattr(self.dataset, observe.part)
-        own: Tensor = getattr(self.partition, observe.part)[client]
+        whole: Batch = getattr(self.dataset, observe.split)
+        own: Tensor = getattr(self.partition, observe.split)[client]
         if len(classes):
             own = own[torch.isin(whole.labels.cpu()[own], classes)]
         own = own[torch.randperm(len(own), generator=stream(observe.seed, "observe", client))]
         count = observe.images or len(own)
         if not len(own) or count > len(own):
-            held = f"{len(own)} {'training' if observe.part == 'train' else 'test'} images of client {client}"
+            held = f"{len(own)} {'training' if observe.split == 'train' else 'test'} images of client {client}"
             raise ValueError(f"observe.images: expected at most the {held}, got {count}")
         samples = own[:count].split(observe.batch_size or count)
-        return [Target(client, chosen, whole.take(chosen), observe.part) for chosen in samples]
+        return [Target(client, chosen, whole.take(chosen), observe.split) for chosen in samples]
 
 
 def device_of(name: str) -> torch.device:

@@ -186,9 +186,9 @@ class IdentificationBounds:
                 return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
         if watch.scene.threat.knows_randomness and isinstance(watch.scene.method, Private):
             return "the attacker knows the noise (threat.knows_randomness), which no guarantee survives"
-        if watch.scene.observe.part == "test" and watch.round:
+        if watch.scene.observe.split == "test" and watch.round:
             return (
-                "candidates were trained on and the watched images were not (observe.part), which may tell them apart"
+                "candidates were trained on and the watched images were not (observe.split), which may tell them apart"
             )
         return ""
 

@@ -19,7 +19,7 @@ OF_MODELS = {name: f"accuracy {words}" for name, words in ACCURACY_NAMES.items()
 BEST = {f"{name}_best": f"{words}, best round" for name, words in {**OF_MODELS, "accuracy": "accuracy"}.items()}
 OF_COSTS = {
     "cpr": "numbers up and down a round",
-    "sent_share": "numbers until the best round, as a share of another's",
+    "communication_share": "numbers until the best round, as a share of another's",
     "seconds": "seconds a round",
 }
 FIGURES = {**OF_PICTURES, **OF_MODELS, **BEST, **OF_COSTS}
@@ -44,8 +44,8 @@ def blocks(numbered: NumberedGroups) -> list[Block]:
                 lines.append([subject_label(group), attack, source, str(group.round), *_pairs(given, ours)])
         if not found and set(given.values()) != {NO_VALUE}:
             lines.append([method, attack, source, NO_VALUE, *_pairs(given, {})])
-        if figures.get("beside"):
-            notes.append((method, f"its share is of the numbers of {figures['beside']}"))
+        if figures.get("reference_method"):
+            notes.append((method, f"its share is of the numbers of {figures['reference_method']}"))
         if figures.get("note") and not only_rounds(figures):
             notes.append((" under ".join(word for word in (method, attack) if word != NO_VALUE), str(figures["note"])))
     if not lines:
@@ -83,7 +83,7 @@ def _published(figures: Mapping[str, Any]) -> dict[str, str]:
         "lpips": format_number(figures.get("lpips"), 3),
         **{f"{name}_best" if figures.get("best") else name: format_percent(figures.get(name), 2) for name in OF_MODELS},
         "cpr": _whole(figures.get("cpr")),
-        "sent_share": format_percent(figures.get("sent_share"), 2),
+        "communication_share": format_percent(figures.get("communication_share"), 2),
         "seconds": format_number(figures.get("seconds"), 2),
     }
 
@@ -108,7 +108,9 @@ def _of_model(run: Run, group: ResultGroup, figures: Mapping[str, Any]) -> dict[
         "accuracy": format_accuracy(run, group, last=True),
         **{name: format_percent(group.mean_over_seeds(name), 1) for name in BEST},
         "cpr": _whole(cost.up + cost.down if cost else None),
-        "sent_share": format_percent(communication_share(run, group.subject, str(figures.get("beside"))), 1),
+        "communication_share": format_percent(
+            communication_share(run, group.subject, str(figures.get("reference_method"))), 1
+        ),
         "seconds": format_number(cost.seconds if cost else None, 2),
     }
 

@@ -98,14 +98,18 @@ def _other(known: Mapping[Key, Any], key: Key, beside: str) -> str:
 
 def only_rounds(figures: Mapping[str, Any]) -> bool:
     """Return whether a paper's figures are nothing but rounds until accuracies: these have a table of their own."""
-    words = {"method", "attack", "source", "note", "until", "best", "beside"}
-    return bool(figures.get("until")) and not any(figures[key] is not None for key in figures if key not in words)
+    words = {"method", "attack", "source", "note", "rounds_to_accuracy", "best", "reference_method"}
+    return bool(figures.get("rounds_to_accuracy")) and not any(
+        figures[key] is not None for key in figures if key not in words
+    )
 
 
 def blocks(run: Run) -> list[Block]:
     """Return the table, where a config or a paper names levels; nothing without."""
-    printed = [figures for figures in run.settings.published if figures.get("until")]
-    named = run.settings.section("score").get("levels") or [level for figures in printed for level in figures["until"]]
+    printed = [figures for figures in run.settings.published if figures.get("rounds_to_accuracy")]
+    named = run.settings.section("score").get("target_accuracies") or [
+        level for figures in printed for level in figures["rounds_to_accuracy"]
+    ]
     wanted, column = sorted({float(level) for level in named}), _column(run)
     if not wanted:
         return []
@@ -138,7 +142,7 @@ def blocks(run: Run) -> list[Block]:
 
 
 def _column(run: Run) -> str:
-    return str(run.settings.section("score").get("level_of") or "accuracy")
+    return str(run.settings.section("score").get("target_metric") or "accuracy")
 
 
 def _cell(found: Sequence[Milestone | None]) -> str:
@@ -151,7 +155,7 @@ def _cell(found: Sequence[Milestone | None]) -> str:
 
 def _line(figures: Mapping[str, Any], method: str, defense: str, wanted: Sequence[float]) -> list[str]:
     """Return a paper's row: numbers follow from rounds."""
-    rounds = {float(level): value for level, value in figures["until"].items()}
+    rounds = {float(level): value for level, value in figures["rounds_to_accuracy"].items()}
     cells = [
         NO_VALUE if (value := rounds.get(level)) is None else _words(value, figures.get("cpr"), value)
         for level in wanted

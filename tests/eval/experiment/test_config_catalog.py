@@ -76,7 +76,8 @@ def test_show_of_a_config():
     for part in (
         "quickstart (config)\nDo federated updates give faces away?\n",
         "`make demo`: two ways to learn together on real faces",
-        "methods: fedavg, hyperfl\ndefences: none\nattacks: ig, joint, peel+ig\ncells: 5 (2 trainings, 3 attacks)\n",
+        "methods: fedavg, hyperfl\ndefences: none\n"
+        "attacks: ig, cascade, joint, peel+ig, peel+cascade\ncells: 7 (2 trainings, 5 attacks)\n",
     ):
         assert part in shown
     (about,) = describe("leakage-over-training")

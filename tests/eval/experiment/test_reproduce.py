@@ -15,7 +15,7 @@ from fl.simulation.protocol import FURTHER
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PATHS = sorted(CONFIGS.rglob("*.yaml"))
-OF_COSTS = ("cpr", "sent_share", "seconds", "until")
+OF_COSTS = ("cpr", "communication_share", "seconds", "rounds_to_accuracy")
 PAPERS = {
     "hfedf": "hFedF (Bartholet et al., 2024)",
     "hyperfednet": "HyperFedNet (Chen et al., 2024)",
@@ -101,12 +101,12 @@ def test_what_is_published_of_rounds_can_be_had(path):
     for figures in found.published:
         (method, *_) = [entry for entry in found.method if called(figures.method, entry)]
         own = sweep.part(found, method, None).federation
-        if figures.until:
+        if figures.rounds_to_accuracy:
             assert own.evaluate_every == 1, "an accuracy is reached in rounds that are scored"
-            assert set(figures.until) <= set(found.score.levels)
-            assert max(rounds or 0 for rounds in figures.until.values()) <= own.rounds
-        if figures.until or figures.sent_share is not None:
-            assert asked_for(found.score.level_of, own)
+            assert set(figures.rounds_to_accuracy) <= set(found.score.target_accuracies)
+            assert max(rounds or 0 for rounds in figures.rounds_to_accuracy.values()) <= own.rounds
+        if figures.rounds_to_accuracy or figures.communication_share is not None:
+            assert asked_for(found.score.target_metric, own)
 
 
 def asked_for(accuracy: str, own: FederationSpec) -> bool:

@@ -19,7 +19,7 @@ attack:
 observe: {images: 8, batch_size: 1, method: {steps: 1, head_epochs: 0}}
 published:
   - {method: fedavg, attack: ig, psnr: 16.0, source: A paper}
-  - {method: hyperfl, accuracy: 0.5, sent_share: 0.1, beside: fedavg, source: A paper}
+  - {method: hyperfl, accuracy: 0.5, communication_share: 0.1, reference_method: fedavg, source: A paper}
 sweep: {method.fedavg.lr: [0.1, 0.2]}
 """
 
@@ -61,7 +61,7 @@ def test_entries_are_left_out_with_what_is_of_them(load, words, left, lost):
     assert labels(found) == left
     assert notes == ([f"published figures of what is not run are left out: {', '.join(lost)}"] if lost else [])
     assert not any(
-        figures.attack in lost or {figures.method, figures.beside} & set(lost) for figures in found.published
+        figures.attack in lost or {figures.method, figures.reference_method} & set(lost) for figures in found.published
     )
     for attack in found.attack:
         assert set(attack.against) <= set(left[0])

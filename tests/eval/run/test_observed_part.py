@@ -1,4 +1,4 @@
-"""Clients watched on images that none has trained on (`observe.part`)."""
+"""Clients watched on images that none has trained on (`observe.split`)."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ def _guesses():
 
 
 def victims(*overrides):
-    plan = runner.prepare(tiny("observe.part=test", *overrides), device="cpu")
+    plan = runner.prepare(tiny("observe.split=test", *overrides), device="cpu")
     return plan.trainings[0].world, plan.trainings[0].watches[0].scene.victims
 
 
 def test_clients_may_be_watched_on_images_that_none_has_trained_on(tmp_path):
-    rows = run(tiny("observe.part=test", "observe.images=2", "observe.batch_size=1", "attack=guess"), tmp_path / "a")
+    rows = run(tiny("observe.split=test", "observe.images=2", "observe.batch_size=1", "attack=guess"), tmp_path / "a")
     world, found = victims("observe.images=2", "observe.batch_size=1")
     for victim in found:
         assert torch.isin(victim.samples, world.partition.test[0]).all()
@@ -31,13 +31,13 @@ def test_clients_may_be_watched_on_images_that_none_has_trained_on(tmp_path):
     assert [victim.key for victim in found] == named
     with pytest.raises(ValueError, match=r"observe.images: expected at most the \d+ test images of client 0, got 9000"):
         victims("observe.images=9000", "observe.batch_size=1")
-    with pytest.raises(ValueError, match=r"observe\.part"):
-        tiny("observe.part=both")
+    with pytest.raises(ValueError, match=r"observe\.split"):
+        tiny("observe.split=both")
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_the_report_says_whether_images_were_new(part, tmp_path):
-    run(tiny(f"observe.part={part}", "observe.images=2", "observe.batch_size=1", "attack=guess"), tmp_path / "a")
+    run(tiny(f"observe.split={part}", "observe.images=2", "observe.batch_size=1", "attack=guess"), tmp_path / "a")
     new = " test images that no client trained on" if part == "test" else ""
     assert dict(build_report(tmp_path / "a").facts)["Images"] == f"2{new}, 1 per update"
 
@@ -47,7 +47,7 @@ def test_the_choice_of_part_renames_no_cell_from_before_there_was_one():
         return runner.prepare(tiny(*words), device="cpu").trainings[0].watches[0].cell.settings["observe"]
 
     assert "part" not in settings()
-    assert settings("observe.part=test", "observe.images=2")["part"] == "test"
+    assert settings("observe.split=test", "observe.images=2")["part"] == "test"
 
 
 SAME = "{name: lti, iterations: 2, batch: 2, width: 4, hashed: 16, auxiliary: {name: faces, size: 8}, part: %s}"
@@ -57,7 +57,7 @@ SAME = "{name: lti, iterations: 2, batch: 2, width: 4, hashed: 16, auxiliary: {n
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_an_attacker_has_none_of_the_watched_images_beforehand(part, attack):
     other = {"train": "test", "test": "train"}[part]
-    common = (f"observe.part={part}", "observe.images=2", "observe.batch_size=1")
+    common = (f"observe.split={part}", "observe.images=2", "observe.batch_size=1")
     runner.prepare(tiny(*common, f"attack={attack % other}"), device="cpu")
     with pytest.raises(ValueError, match=r"lti': expected images that are not attacked, got 2 of the 2 watched ones"):
         runner.prepare(tiny(*common, f"attack={attack % part}"), device="cpu")

@@ -63,9 +63,9 @@ COURSE = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.6, 0.5, 0.4, 0.3]  # rounds 0 to 
 
 def test_the_table_has_means_over_seeds_and_a_papers_rows(tmp_path: Path) -> None:
     words = """
-score: {levels: [0.1, 0.3, 0.7]}
+score: {target_accuracies: [0.1, 0.3, 0.7]}
 published:
-- {method: hyperfl, until: {0.1: 1, 0.3: 14, 0.7: null}, cpr: 0.57e6, source: Table III}
+- {method: hyperfl, rounds_to_accuracy: {0.1: 1, 0.3: 14, 0.7: null}, cpr: 0.57e6, source: Table III}
 """
     slow = [0.1, 0.1, *COURSE[:-2]]
     lower = [0.1, 0.1, 0.1, 0.1, 0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
@@ -89,7 +89,7 @@ published:
 def test_without_levels_there_is_no_table_and_a_paper_may_name_them(tmp_path: Path) -> None:
     built(tmp_path / "a", "score: {lpips: auto}", ("fedavg", COURSE, 0))
     assert grid(tmp_path / "a" / "run", "Rounds until an accuracy") is None
-    words = "published:\n- {method: fedavg, until: {0.2: 3}, source: Table III}\n"
+    words = "published:\n- {method: fedavg, rounds_to_accuracy: {0.2: 3}, source: Table III}\n"
     built(tmp_path / "b", words, ("fedavg", COURSE, 0))
     found = grid(tmp_path / "b" / "run", "Rounds until an accuracy")
     assert found is not None
@@ -100,7 +100,7 @@ def test_without_levels_there_is_no_table_and_a_paper_may_name_them(tmp_path: Pa
 def test_what_a_method_takes_until_its_best_round_as_a_share_of_anothers(tmp_path: Path) -> None:
     words = """
 published:
-- {method: hyperfl, sent_share: 0.1515, beside: fedavg, source: Table IV}
+- {method: hyperfl, communication_share: 0.1515, reference_method: fedavg, source: Table IV}
 - {method: fedavg, accuracy: 0.8, best: true, cpr: 155508, seconds: 23, source: Table II}
 """
     built(tmp_path, words, ("fedavg", COURSE, 0), ("hyperfl", [0.1, 0.2, 0.9, *[0.3] * 8], 0))
@@ -125,7 +125,7 @@ published:
 
 
 def test_a_papers_figures_are_of_all_that_a_sweep_made(tmp_path: Path) -> None:
-    words = "published:\n- {method: fedavg, until: {0.2: 3}, source: Table III}\n"
+    words = "published:\n- {method: fedavg, rounds_to_accuracy: {0.2: 3}, source: Table III}\n"
     courses = [("fedavg@lr=0.1", COURSE, 0), ("hyperfl@lr=0.1", [0.1, 0.2, 0.9, *[0.3] * 8], 0)]
     built(tmp_path, words, *courses, ("fedavg@lr=1", COURSE[::-1], 0), ("hyperfl@steps=1", COURSE, 0))
     found = grid(tmp_path / "run", "Rounds until an accuracy")
@@ -143,8 +143,8 @@ def test_a_papers_figures_are_of_all_that_a_sweep_made(tmp_path: Path) -> None:
 def test_what_a_paper_adds_to_its_rounds_stands_once(tmp_path: Path) -> None:
     words = """
 published:
-- {method: fedavg, until: {0.2: 3}, source: Table III, note: Never said of which}
-- {method: fedavg, accuracy: 0.8, until: {0.2: 3}, source: Table II, note: Of the other}
+- {method: fedavg, rounds_to_accuracy: {0.2: 3}, source: Table III, note: Never said of which}
+- {method: fedavg, accuracy: 0.8, rounds_to_accuracy: {0.2: 3}, source: Table II, note: Of the other}
 """
     built(tmp_path, words, ("fedavg", COURSE, 0))
     sections = build_report(tmp_path / "run").sections
@@ -169,8 +169,8 @@ published:
     ],
 )
 def test_levels_are_of_an_accuracy_that_is_taken(name: str, settings: dict[str, object]) -> None:
-    asked = {**BASE, "score": {"level_of": name}}
-    assert yaml_config.read({**asked, "federation": settings}).score.level_of == name
+    asked = {**BASE, "score": {"target_metric": name}}
+    assert yaml_config.read({**asked, "federation": settings}).score.target_metric == name
     for key in settings:
         with pytest.raises(ValueError, match=f"{name} is only taken with federation.{key}: set that first"):
             yaml_config.read({**asked, "federation": {k: v for k, v in settings.items() if k != key}})
@@ -187,12 +187,12 @@ BASE = {"task": {"dataset": "faces", "model": "tiny"}, "method": ["fedavg", "hyp
 @pytest.mark.parametrize(
     ("figures", "said"),
     [
-        ({"until": {70: 3}}, "published.until: expected a number in"),
-        ({"until": {0.7: -1}}, "published.until.0.7: expected a whole number >= 0"),
+        ({"rounds_to_accuracy": {70: 3}}, "published.rounds_to_accuracy: expected a number in"),
+        ({"rounds_to_accuracy": {0.7: -1}}, "published.rounds_to_accuracy.0.7: expected a whole number >= 0"),
         ({"cpr": -1.0}, "published.cpr: expected a number >= 0"),
         ({"best": True}, "expected an accuracy beside it"),
-        ({"sent_share": 0.5}, "expected both sent_share and beside"),
-        ({"sent_share": 0.5, "beside": "hyperlf"}, "did you mean 'hyperfl'"),
+        ({"communication_share": 0.5}, "expected both communication_share and reference_method"),
+        ({"communication_share": 0.5, "reference_method": "hyperlf"}, "did you mean 'hyperfl'"),
     ],
 )
 def test_what_is_published_of_rounds_is_checked(figures: dict[str, object], said: str) -> None:
@@ -201,11 +201,11 @@ def test_what_is_published_of_rounds_is_checked(figures: dict[str, object], said
 
 
 def test_levels_are_shares_and_survive_the_round_trip() -> None:
-    figures = {"method": "fedavg", "source": "Table III", "until": {0.1: 0, 0.7: None}, "cpr": 1.13e6}
+    figures = {"method": "fedavg", "source": "Table III", "rounds_to_accuracy": {0.1: 0, 0.7: None}, "cpr": 1.13e6}
     found = yaml_config.read(
-        {**BASE, "score": {"levels": [0.1, 0.7], "level_of": "accuracy_local"}, "published": figures}
+        {**BASE, "score": {"target_accuracies": [0.1, 0.7], "target_metric": "accuracy_local"}, "published": figures}
     )
     assert yaml_config.read(yaml_config.to_plain(found)) == found
-    assert found.published[0].until == {0.1: 0, 0.7: None}
-    with pytest.raises(ValueError, match=r"score\.levels\.0: expected a number in"):
-        yaml_config.read({**BASE, "score": {"levels": [10]}})
+    assert found.published[0].rounds_to_accuracy == {0.1: 0, 0.7: None}
+    with pytest.raises(ValueError, match=r"score\.target_accuracies\.0: expected a number in"):
+        yaml_config.read({**BASE, "score": {"target_accuracies": [10]}})
