@@ -203,7 +203,7 @@ def test_a_key_pressed_stops_the_run_where_it_is(path, monkeypatch):
     def pressed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eval.run.attack_cell.attack", pressed)
+    monkeypatch.setattr("eval.run.attack_cell.run_attack_cell", pressed)
     result = run(path)
     assert result.exit_code == 130
     assert "the same command goes on from here" in result.output
