@@ -24,14 +24,26 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u20
 
 
 def format_number(value: float | None, digits: int = 1, *, sign: bool = False) -> str:
-    """Return a figure with a true minus sign, or a dash where there is none."""
+    """Return a figure with a true minus sign, or a dash where there is none.
+
+    Args:
+        value: the figure.
+        digits: behind the point.
+        sign: whether a plus sign is written, too.
+    """
     if value is None:
         return NO_VALUE
     return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def format_interval(found: Interval | None, digits: int = 1, *, sign: bool = False) -> str:
-    """Return an interval as `19.1 [17.9, 20.0]`; without brackets where there is none."""
+    """Return an interval as `19.1 [17.9, 20.0]`; without brackets where there is none.
+
+    Args:
+        found: the interval.
+        digits: behind the point.
+        sign: whether plus signs are written, too.
+    """
     if found is None:
         return NO_VALUE
     value = format_number(found.value, digits, sign=sign)

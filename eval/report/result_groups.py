@@ -294,7 +294,13 @@ def baseline_scores(rows: Sequence[Row], metric: str = "psnr") -> dict[str, Inte
 
 
 def share_reaching(rows: Sequence[Row], level: float, column: str = "psnr") -> Interval | None:
-    """Return share of rows of at least `level` dB in a column."""
+    """Return share of rows of at least `level` dB in a column.
+
+    Args:
+        rows: one per image.
+        level: a PSNR in dB.
+        column: of the PSNR.
+    """
     known = [row for row in rows if row.get(column) is not None]
     return success_share([{**row, "hit": float(row[column] >= level)} for row in known], "hit")
 

@@ -42,7 +42,13 @@ def accuracy_interval(run: Run, group: ResultGroup, *, last: bool = False) -> In
 
 
 def format_accuracy(run: Run, group: ResultGroup, *, last: bool = False) -> str:
-    """Return the group's accuracy in words, with its interval where there is one; as `accuracy_interval`."""
+    """Return the group's accuracy in words, with its interval where there is one; as `accuracy_interval`.
+
+    Args:
+        run: the run.
+        group: one of its groups.
+        last: whether after the last round of training rather than in the group's.
+    """
     clients = accuracy_interval(run, group, last=last)
     known = group.mean_over_seeds("accuracy_last") if last else group.accuracy
     return format_percent_interval(clients, 1) if clients else format_percent(known, 1)

@@ -23,6 +23,12 @@ _TOLERANCE = 0.05
 def build_gallery(run: Run, group: ResultGroup, name: str, title: str) -> GalleryBlock:
     """Return the best, the median and the worst image of an attack.
 
+    Args:
+        run: the run.
+        group: the attack's results.
+        name: of the files, without ending.
+        title: above the images.
+
     Raises:
         ValueError: there are no pictures, or they are not those that the rows are about; says which.
     """

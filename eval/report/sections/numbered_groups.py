@@ -53,7 +53,15 @@ class NumberedGroups:
         return self.cells(str(key), group.method, group.defense, group.attack, str(group.round))
 
     def cells(self, key: str, method: str, defense: str, attack: str, at: str) -> list[str]:
-        """Return the cells that there are columns for."""
+        """Return the cells that there are columns for.
+
+        Args:
+            key: the group's number.
+            method: its method.
+            defense: its defense; left out where there is none at all.
+            attack: its attack.
+            at: its round; left out where there is only one.
+        """
         return [key, method, *([defense] if self.defended else []), attack, *([at] if self.several_rounds else [])]
 
     def marker(self, group: ResultGroup) -> Marker:

@@ -115,6 +115,11 @@ def bounded_identification(run: Run, group: ResultGroup, way: str = BY_PICTURE) 
 
     The bounds are on one guess for each image, so they say nothing where the closest of several stands for it; and
     images of one update are not independent of each other.
+
+    Args:
+        run: the run.
+        group: the attack's results.
+        way: column that says whether an image was named.
     """
     claims = [row for row in run.privacy if (row["method"], row["defense"]) == group.subject]
     once, several = group.first_rows(way), "images" if way == BY_UPDATE else "candidates"

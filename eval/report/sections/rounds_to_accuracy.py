@@ -69,6 +69,11 @@ def communication_share(run: Run, key: Key, beside: str) -> float | None:
     """Return a method's numbers until its best round as a share of those of `beside`, means over seeds.
 
     None where one of them was not scored, or where `beside` was best before training.
+
+    Args:
+        run: the run.
+        key: method and defense.
+        beside: label of the method to compare with.
     """
     known, column, means = rows_by_training(run.rounds), _column(run), list[float]()
     for one in (key, (_other(known, key, beside), key[1])):
