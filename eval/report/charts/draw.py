@@ -175,7 +175,7 @@ def _scatter(chart: ScatterPlot, width: int, with_key: bool) -> Figure:
             _whiskers(axes, [((p.x, p.x), p.y_interval)], p.marker.series, cap="_")
     for p in points:
         _mark(axes, p.x, p.y, p.marker, tooltip=f"{p.number}: {p.label}, {p.x:.1f} dB, {p.y:.1f} %")
-    _number_points(figure, axes, points)
+    _number_points(figure, axes, points, chart.baselines)
     return figure
 
 
@@ -184,7 +184,7 @@ def _within(interval: Span | None, low: float, high: float) -> Span | None:
     return None if interval is None else (max(interval[0], low), min(interval[1], high))
 
 
-def _number_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:
+def _number_points(figure: Figure, axes: Axes, points: Sequence[Point], baselines: Sequence[Baseline]) -> None:
     """Write every point's number beside it, with a line to it where that is not next to it."""
     figure.draw_without_rendering()  # settles where the axes are
 
@@ -201,6 +201,8 @@ def _number_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:
             (left, bottom), (right, top) = (pixels(*place) for place in end)
             lines.append((left - 2, bottom - 2, right + 2, top + 2))
     frame = axes.get_window_extent()
+    uprights = [pixels(baseline.value, 0)[0] for baseline in baselines]
+    lines += [(x - 2, frame.y0, x + 2, frame.y1) for x in uprights]
     placed = place_labels(
         places,
         [(_text_width(str(p.number)) + 3, style.TEXT_SIZE + 1) for p in points],
