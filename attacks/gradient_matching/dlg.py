@@ -45,8 +45,8 @@ class DLG(GradientMatching):
     objective: Objective = "cosine"
     optimizer: Literal["adam", "lbfgs"] = "lbfgs"
     lr: StepSize = 1.0
-    boxed: bool = False
+    clamp_pixels: bool = False
     labels: Literal["auto", "joint", "random"] = "random"
     tolerance: Weight = 1e-10
     patience: CountFrom0 = 1000
-    enough: Weight = 3e-9
+    success_threshold: Weight = 3e-9

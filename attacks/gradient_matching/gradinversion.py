@@ -28,6 +28,16 @@ Moments = dict[str, tuple[Tensor, Tensor]]
 """Mean and variance per channel of what a batch norm is given, by the layer's name."""
 
 
+LONG_SEARCH: dict[str, Any] = {
+    "iterations": 20_000,
+    "objective": "l2",
+    "signed": False,
+    "first_layer_factor": 10.0,
+    "tv_weight": 1e-4,
+}
+"""What the published presets have in common."""
+
+
 @attacks.register("gradinversion")
 @dataclass(frozen=True, kw_only=True)
 class GradInversion(GradientMatching):
@@ -35,12 +45,13 @@ class GradInversion(GradientMatching):
 
     With observed update u and batch-norm statistics m_l, v_l of layer l, each restart minimises over images x
 
-        d(update(x), u) + tv TV(x) + energy mean(x^2) + group mean((x - consensus)^2)
-            + statistics sum_l first_l (|mean_l(x) - m_l| + |var_l(x) - v_l|),
+        d(update(x), u) + tv_weight TV(x) + energy_weight mean(x^2) + group_weight mean((x - consensus)^2)
+            + statistics_weight sum_l f_l (|mean_l(x) - m_l| + |var_l(x) - v_l|),
 
-    where the consensus is that of all restarts of one view, and first_l is 1 but in the first layer; noise is added to
-    every step. The paper takes squared distances and plain Adam; directions and signed steps find more on small
-    networks, so they are the defaults. The weights are relative to the update's own size, and so not the paper's.
+    where the consensus is that of all restarts of one view, and f_l is 1 but in the first layer
+    (`first_layer_factor`); noise is added to every step. The paper takes squared distances and plain Adam;
+    directions and signed steps find more on small networks, so they are the defaults. The weights are
+    relative to the update's own size, and so not the paper's.
 
     Threat model: that of `IG`, and batch-norm statistics come from shared buffers. Where the server sees them after
     a client trained in train mode, they give the very statistics of its batch (of several steps, their weighted
@@ -57,25 +68,32 @@ class GradInversion(GradientMatching):
     Attributes:
         iterations: of the search.
         restarts: searches that agree with each other; the one with the smallest objective is the result.
-        energy: weight of the mean square of the images in normalised units.
-        statistics: weight of the batch-norm statistics' distance.
-        first: factor on that of the first batch norm.
-        group: weight of the mean squared distance to the consensus.
-        register: farthest shift in pixels when the searches are aligned; 0 takes their mean pixel by pixel.
+        energy_weight: weight of the mean square of the images in normalised units.
+        statistics_weight: weight of the batch-norm statistics' distance.
+        first_layer_factor: factor on that of the first batch norm.
+        group_weight: weight of the mean squared distance to the consensus.
+        max_shift: farthest shift in pixels when the searches are aligned; 0 takes their mean pixel by pixel.
     """
 
     plain: ClassVar[str] = (
         "runs several searches that agree on one picture, and checks it against the averages the network keeps."
     )
     coupled_restarts: ClassVar[bool] = True
+    former_names: ClassVar[Mapping[str, str]] = {
+        "energy": "energy_weight",
+        "statistics": "statistics_weight",
+        "first": "first_layer_factor",
+        "group": "group_weight",
+        "register": "max_shift",
+    }
     presets: ClassVar[dict[str, Preset]] = {
         "published": Preset(
             "Yin et al., CVPR 2021: length, warm-up and noise of the search; the weights are in other units",
-            {"iterations": 20_000, "objective": "l2", "signed": False, "langevin": 0.2, "first": 10.0, "tv": 1e-4},
+            LONG_SEARCH | {"langevin": 0.2},
         ),
         "breaching": Preset(
             "breaching 0.1.2, `seethroughgradients`: one search, less noise",
-            {"iterations": 20_000, "objective": "l2", "signed": False, "first": 10.0, "restarts": 1, "tv": 1e-4},
+            LONG_SEARCH | {"restarts": 1},
         ),
     }
 
@@ -84,36 +102,38 @@ class GradInversion(GradientMatching):
     schedule: Literal["step", "cosine", "none"] = "cosine"
     warmup: CountFrom0 = 50
     langevin: Weight = 0.01
-    tv: Weight = 1e-2
-    energy: Weight = 1e-6
-    statistics: Weight = 1e-3
-    first: Weight = 1.0
-    group: Weight = 0.01
-    register: CountFrom0 = 0
+    tv_weight: Weight = 1e-2
+    energy_weight: Weight = 1e-6
+    statistics_weight: Weight = 1e-3
+    first_layer_factor: Weight = 1.0
+    group_weight: Weight = 0.01
+    max_shift: CountFrom0 = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("energy", "statistics", "first", "group", "register"):
+        for name in ("energy_weight", "statistics_weight", "first_layer_factor", "group_weight", "max_shift"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
-        if self.enough:
-            raise ValueError(f"expected enough=0, since all searches run side by side, got {self.enough}")
+        if self.success_threshold:
+            raise ValueError(
+                f"expected success_threshold=0, since all searches run side by side, got {self.success_threshold}"
+            )
 
     def regularizers(self, view: ServerView) -> tuple[Regularizer, ...]:
         """Return the images' energy, and the batch-norm statistics where the server knows any."""
-        terms: list[Regularizer] = [Energy(weight=self.energy)] if self.energy else []
-        if self.statistics and known_moments(view):
-            terms.append(BatchNormStatistics(weight=self.statistics, first=self.first))
+        terms: list[Regularizer] = [Energy(weight=self.energy_weight)] if self.energy_weight else []
+        if self.statistics_weight and known_moments(view):
+            terms.append(BatchNormStatistics(weight=self.statistics_weight, first=self.first_layer_factor))
         return tuple(terms)
 
     def batch_capacity(self) -> int:
         """As many whole views as fit; a view's searches are never parted."""
-        return max(1, self.stack // self.restarts) * self.restarts
+        return max(1, self.max_parallel_trials // self.restarts) * self.restarts
 
     def evaluate_batch(self, batch: ProblemBatch, variables: Variables) -> tuple[Tensor, Variables]:
         """With the distance to the consensus, which is held fixed as in the paper; for the mean that is exact."""
         values, grads = batch.evaluate(variables)
-        if not self.group:
+        if not self.group_weight:
             return values, grads
         rows: dict[int, list[int]] = {}
         for row, problem in enumerate(batch.problems):
@@ -122,9 +142,9 @@ class GradInversion(GradientMatching):
                 rows.setdefault(id(problem), []).append(row)
         for mine in rows.values():
             guesses = variables[INPUTS][mine]
-            apart = guesses - consensus(guesses, self.register)
-            values[mine] += self.group * apart.square().flatten(1).mean(1)
-            grads[INPUTS][mine] += 2 * self.group * apart / apart[0].numel()
+            apart = guesses - consensus(guesses, self.max_shift)
+            values[mine] += self.group_weight * apart.square().flatten(1).mean(1)
+            grads[INPUTS][mine] += 2 * self.group_weight * apart / apart[0].numel()
         return values, grads
 
     def build_result(
@@ -132,7 +152,7 @@ class GradInversion(GradientMatching):
     ) -> Reconstruction:
         """Return the result of one trial; says which statistics it used."""
         result = super().build_result(problem, row, objective, history)
-        if not any(isinstance(term, BatchNormStatistics) for term in problem.terms):
+        if not any(isinstance(term, BatchNormStatistics) for term in problem.regularizers):
             return result
         which = "batch" if has_batch_statistics(problem.view) else "running"
         return replace(result, knowledge=(*result.knowledge, f"batch-norm statistics ({which})"))

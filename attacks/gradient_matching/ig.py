@@ -33,31 +33,33 @@ class InvertingGradients(GradientMatching):
 
     Attributes:
         iterations: of the search.
-        tv: weight of the total variation.
+        tv_weight: weight of the total variation.
     """
 
     plain: ClassVar[str] = "changes a guessed picture step by step until it would cause the update that was sent."
     presets: ClassVar[dict[str, Preset]] = {
         "untrained": Preset(
             "Geiping et al. 2020, appendix C: LeNet of Zhu et al., untrained",
-            {"iterations": 4800, "tv": 1e-2},
+            {"iterations": 4800, "tv_weight": 1e-2},
         ),
         "command": Preset(
-            "the authors' reconstruct_image.py: defaults of its command line", {"iterations": 4000, "tv": 1e-4}
+            "the authors' reconstruct_image.py: defaults of its command line", {"iterations": 4000, "tv_weight": 1e-4}
         ),
         "tables": Preset(
             "the authors' rec_mult.py, which made the paper's tables, with its default weight",
-            {"iterations": 4800, "tv": 1e-4},
+            {"iterations": 4800, "tv_weight": 1e-4},
         ),
-        "library": Preset("the authors' DEFAULT_CONFIG: unsigned", {"iterations": 4800, "tv": 1e-1, "signed": False}),
-        "hyperfl": Preset("HyperFL, Table 3 (50 images, batch 1)", {"iterations": 10_000, "tv": 1e-6}),
+        "library": Preset(
+            "the authors' DEFAULT_CONFIG: unsigned", {"iterations": 4800, "tv_weight": 1e-1, "signed": False}
+        ),
+        "hyperfl": Preset("HyperFL, Table 3 (50 images, batch 1)", {"iterations": 10_000, "tv_weight": 1e-6}),
         "breaching": Preset(
             "breaching 0.1.2, `invertinggradients`; its total variation also counts the image's border",
-            {"iterations": 24_000, "tv": 0.2},
+            {"iterations": 24_000, "tv_weight": 0.2},
         ),
-        "hyperfl-colour-untrained": Preset("our sweep on that network (settings.md)", {"tv": 1e-2, "lr": 0.3}),
-        "lenet-zhu-untrained": Preset("our sweep on that network (settings.md)", {"tv": 1e-1}),
+        "hyperfl-colour-untrained": Preset("our sweep on that network (settings.md)", {"tv_weight": 1e-2, "lr": 0.3}),
+        "lenet-zhu-untrained": Preset("our sweep on that network (settings.md)", {"tv_weight": 1e-1}),
     }
 
     iterations: Count = 3000
-    tv: Weight = 3e-3
+    tv_weight: Weight = 3e-3

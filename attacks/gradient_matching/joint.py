@@ -29,7 +29,7 @@ class Joint(InvertingGradients):
 
     Attributes:
         iterations: of the search.
-        tv: weight of the total variation.
+        tv_weight: weight of the total variation.
         private_lr: step size for private tensors, one for all or by how their names begin.
         label_lr: step size for label logits, that of all that is private but an embedding.
     """
@@ -41,12 +41,12 @@ class Joint(InvertingGradients):
     presets: ClassVar[dict[str, Preset]] = {
         "published": Preset(
             "HyperFL (Guo et al., AAAI 2025), appendix D.1; it gives no step size for what is private",
-            {"iterations": 10_000, "tv": 1e-6, "lr": 0.1, "private_lr": 0.01},
+            {"iterations": 10_000, "tv_weight": 1e-6, "lr": 0.1, "private_lr": 0.01},
         ),
     }
 
     iterations: Count = 10_000
-    tv: Weight = 1e-2
+    tv_weight: Weight = 1e-2
     private_lr: StepSize | Mapping[str, StepSize] = field(default_factory=lambda: {EMBEDDING: 0.1})
     label_lr: StepSize = 0.01
 

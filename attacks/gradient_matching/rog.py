@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -22,9 +23,9 @@ from fl.view import ServerView
 class ROG(GradientMatching):
     """ROG, reconstruction from obfuscated gradients (Yue et al., USENIX Security 2023).
 
-    With observed update u, the result is E(D(z)) of the code z that minimises d(update(D(z)), u) + tv TV(D(z)). The
-    image D(z) is `factor` times larger than z on each side: fewer unknowns, which noise, pruning and quantisation of
-    the update can't fill with nonsense. D is bicubic interpolation, or the decoder half of an auto-encoder; E is an
+    With observed update u, the result is E(D(z)) of the code z that minimises d(update(D(z)), u) + tv_weight TV(D(z)).
+    The image D(z) is `factor` times larger than z on each side: fewer unknowns, which noise, pruning and quantization
+    of the update can't fill with nonsense. D is bicubic interpolation, or the decoder half of an auto-encoder; E is an
     enhancer, or nothing. Threat model: that of `IG`; a defence the server knows is applied to the prediction too.
     Labels are recovered, while the authors' code is given them. What D can't show can't be found:
     `eval.metrics.baselines.bound` says how close to an image a code comes: for photographs of 32 x 32 pixels 22 to 28
@@ -40,13 +41,13 @@ class ROG(GradientMatching):
 
     Attributes:
         iterations: of the search.
-        tv: weight of the total variation, chosen with bicubic codes.
+        tv_weight: weight of the total variation, chosen with bicubic codes.
         factor: 1, 2 or 4; the images' sides need not be multiples of it. A decoder has its own.
         decoder: path of a trained decoder; None takes bicubic interpolation.
         enhancer: path of a trained enhancer, which sharpens the result after the search; None leaves it as it is.
-        start: "uniform" and "grey" are meant for bicubic codes; a decoder's codes always start from N(0, 1).
-        clamped: show the network enlarged images with their pixels kept in [0, 1]. Codes may overshoot then, which
-            brings far more of black and white strokes back, and less of photographs (settings.md).
+        init: "uniform" and "gray" are meant for bicubic codes; a decoder's codes always start from N(0, 1).
+        clamp_upsampled: show the network enlarged images with their pixels kept in [0, 1]. Codes may overshoot then,
+            which brings far more of black and white strokes back, and less of photographs (settings.md).
     """
 
     plain: ClassVar[str] = "guesses a small picture whose enlargement would cause the update that was sent."
@@ -56,7 +57,7 @@ class ROG(GradientMatching):
             {
                 "iterations": 100,
                 "factor": 4,
-                "tv": 0.0,
+                "tv_weight": 0.0,
                 "objective": "l2",
                 "lr": 0.05,
                 "schedule": "cosine",
@@ -65,6 +66,8 @@ class ROG(GradientMatching):
         ),
         "hyperfl-grey-untrained": Preset("our sweep on that network (settings.md)", {"objective": "l2", "factor": 1}),
     }
+
+    former_names: ClassVar[Mapping[str, str]] = {"clamped": "clamp_upsampled"}
 
     iterations: Count = 500
     factor: Literal[1, 2, 4] = 2
@@ -75,17 +78,19 @@ class ROG(GradientMatching):
     signed: bool = False
     schedule: Literal["step", "cosine", "none"] = "cosine"
     last_lr: Share = 0.1
-    tv: Weight = 1e-2
-    boxed: bool = False
-    start: Literal["normal", "uniform", "grey"] = "uniform"
-    clamped: bool = False
+    tv_weight: Weight = 1e-2
+    clamp_pixels: bool = False
+    init: Literal["normal", "uniform", "gray"] = "uniform"
+    clamp_upsampled: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.boxed and self.decoder is not None:
-            raise ValueError("expected boxed=False with a decoder, whose codes are no pixels")
-        if self.clamped and (self.boxed or self.decoder is not None):
-            raise ValueError("expected clamped=False with boxed codes, which can't overshoot, and with a decoder")
+        if self.clamp_pixels and self.decoder is not None:
+            raise ValueError("expected clamp_pixels=False with a decoder, whose codes are no pixels")
+        if self.clamp_upsampled and (self.clamp_pixels or self.decoder is not None):
+            raise ValueError(
+                "expected clamp_upsampled=False with clamp_pixels, whose codes can't overshoot, and with a decoder"
+            )
 
     @classmethod
     def example(cls) -> ROG:
@@ -106,7 +111,7 @@ class ROG(GradientMatching):
         """Return the codes that images are made from."""
         shape = view.task.input_shape
         if self.decoder is None:
-            return Upsampled(self.factor, shape[1:], self.clamped)
+            return Upsampled(self.factor, shape[1:], self.clamp_upsampled)
         decoder = generators.load(self.decoder, "decoder", view.dtype, view.device)
         return Decoded(decoder, decoder.code(shape))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, Literal, TypeVar
 
@@ -49,8 +49,8 @@ class Bilevel(Attack):
     residual h(v) - theta itself, the head biases' update is that gradient, and the rest follows from products
     (`peel`). It stands here as published, to be compared with: on small networks the search comes within a tenth of
     the embedding, on the published one 3000 iterations were not enough (one image: still further off than its norm).
-    The paper's iterations and total variation go by the name `published`; the defaults of `tv` and `head_lr` found more
-    in short searches (benchmarks/results/settings.md).
+    The paper's iterations and total variation go by the name `published`; the defaults of `tv_weight` and `head_lr`
+    found more in short searches (benchmarks/results/settings.md).
 
     Threat model: an honest-but-curious server that sees one client's update and knows its local training;
     embedding, classifier and labels are the client's own. The hypernetwork is shared and trained by SGD.
@@ -61,17 +61,17 @@ class Bilevel(Attack):
             through the extractor that this search ends at, so cutting both at once would hide which of them fell
             short. Each runs the whole hypernetwork; for a quick try set both.
         lower_lr: its step size, for v and theta (Adam, divided by ten at 3/8, 5/8 and 7/8).
-        lower_start: where theta starts: "output" at h(v) of the dummy v, "normal" at N(0, 1) as DLG's labels do,
+        lower_init: where theta starts: "output" at h(v) of the dummy v, "normal" at N(0, 1) as DLG's labels do,
             from where the search ended far from the embedding in every trial on a small network.
         iterations: of the search for the image.
         lr: step size of the image, in normalised units (signed Adam, divided by ten at 3/8, 5/8 and 7/8).
         head_lr: step size of the classifier (Adam).
-        tv: weight of the total variation, in normalised units.
+        tv_weight: weight of the total variation, in normalised units.
         restarts: of both levels; the smallest objective wins, of each the smallest of its last eighth.
-        stack: trials (views and restarts) evaluated at once, at most; fewer where a CPU is faster with fewer.
-        memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then; infinity
-            is no limit.
-        compiled: make machine code of searches of 2,000 iterations and more by torch.compile.
+        max_parallel_trials: trials (views and restarts) evaluated at once, at most; fewer where that is faster.
+        memory_limit_gib: GiB that a batch's evaluation may keep, by an estimate: fewer trials share a batch then;
+            infinity is no limit.
+        compile: make machine code of searches of 2,000 iterations and more by torch.compile.
     """
 
     plain: ClassVar[str] = "guesses the secret code first and the picture after, as the paper of hyperfl did."
@@ -79,30 +79,38 @@ class Bilevel(Attack):
     presets: ClassVar[dict[str, Preset]] = {
         "published": Preset(
             "HyperFL (Guo et al., AAAI 2025), appendix D.1; it says nothing of the classifier's step size",
-            {"iterations": 10_000, "tv": 1e-6, "head_lr": 1e-3},
+            {"iterations": 10_000, "tv_weight": 1e-6, "head_lr": 1e-3},
         ),
+    }
+
+    former_names: ClassVar[Mapping[str, str]] = {
+        "lower_start": "lower_init",
+        "tv": "tv_weight",
+        "stack": "max_parallel_trials",
+        "memory": "memory_limit_gib",
+        "compiled": "compile",
     }
 
     inner: Literal["squared", "logcosh"] = "squared"
     lower_iterations: Count = 3000
     lower_lr: StepSize = 0.01
-    lower_start: Literal["output", "normal"] = "output"
+    lower_init: Literal["output", "normal"] = "output"
     iterations: Count = 10_000
     lr: StepSize = 0.1
     head_lr: StepSize = 1e-2
-    tv: Weight = 1e-2
+    tv_weight: Weight = 1e-2
     restarts: Count = 1
-    stack: Count = 32
-    memory: Limit = 8.0
-    compiled: bool = False
+    max_parallel_trials: Count = 32
+    memory_limit_gib: Limit = 8.0
+    compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lower_iterations", "iterations", "restarts", "stack"):
+        for name in ("lower_iterations", "iterations", "restarts", "max_parallel_trials"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if not self.memory > 0:
-            raise ValueError(f"expected memory > 0 (infinity is no limit), got {self.memory}")
-        for name in ("lower_lr", "lr", "head_lr", "tv"):
+        if not self.memory_limit_gib > 0:
+            raise ValueError(f"expected memory_limit_gib > 0 (infinity is no limit), got {self.memory_limit_gib}")
+        for name in ("lower_lr", "lr", "head_lr", "tv_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
 
@@ -113,7 +121,7 @@ class Bilevel(Attack):
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Those that fill a stack."""
-        return split_into_portions(views, self.stack, self.restarts)
+        return split_into_portions(views, self.max_parallel_trials, self.restarts)
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Embedding, extractor and images; the objective is that of the lower level, relative to its start."""
@@ -164,7 +172,7 @@ class Bilevel(Attack):
         level = Lower.of(opened, self.inner)
         for restart in range(self.restarts):
             draw = stream(seed, "bilevel", "lower", restart)
-            yield _Trial(index, level, level.start(draw, normal=self.lower_start == "normal"))
+            yield _Trial(index, level, level.start(draw, normal=self.lower_init == "normal"))
 
     def _upper(self, index: int, peeled: Peeled, seed: int) -> Iterator[_Trial[Upper]]:
         """The searches for one view's images."""
@@ -175,7 +183,7 @@ class Bilevel(Attack):
             labels = view.labels
             if labels is None:  # nothing tells them: a class is inverted, whichever it is
                 labels = torch.randint(classes, (count,), generator=draw).to(view.device)
-            level = Upper(view, peeled.extractor, labels, self.tv)
+            level = Upper(view, peeled.extractor, labels, self.tv_weight)
             yield _Trial(index, level, level.start(draw))
 
     def _best(
@@ -206,20 +214,29 @@ class Bilevel(Attack):
         return best
 
     def _batch_size(self, trial: _Trial[Level]) -> int:
-        """How many trials share a stack."""
+        """How many trials share a batch."""
         each = saved_bytes(trial.level, trial.start) / GIB
-        return max(1, int(min(self.stack, trials_in_cache(trial.level.view), self.memory / max(each, 1 / GIB))))
+        return max(
+            1,
+            int(
+                min(
+                    self.max_parallel_trials,
+                    trials_in_cache(trial.level.view),
+                    self.memory_limit_gib / max(each, 1 / GIB),
+                )
+            ),
+        )
 
     # ---- the searches ------------------------------------------------------------------------------------------------
     def _search_embeddings(self, levels: list[Lower], start: Variables, monitor: SearchMonitor) -> list[TrialResult]:
         """Embedding and output move together (Adam)."""
-        settings = GradientMatching(iterations=self.lower_iterations, private_lr=self.lower_lr, boxed=False)
-        return settings.search(ProblemBatch(levels, compiled=self.compiled), start, [], monitor)
+        settings = GradientMatching(iterations=self.lower_iterations, private_lr=self.lower_lr, clamp_pixels=False)
+        return settings.search(ProblemBatch(levels, compiled=self.compile), start, [], monitor)
 
     def _search_images(self, levels: list[Upper], variables: Variables, monitor: SearchMonitor) -> list[TrialResult]:
         """Images (by sign) and classifier move in turn."""
-        pictures = ProblemBatch(levels, compiled=self.compiled)
-        heads = ProblemBatch([replace(level, moves="classifier") for level in levels], compiled=self.compiled)
+        pictures = ProblemBatch(levels, compiled=self.compile)
+        heads = ProblemBatch([replace(level, moves="classifier") for level in levels], compiled=self.compile)
         settings = GradientMatching(iterations=self.iterations, lr=self.lr, private_lr=self.head_lr)
         image, classifier = Adam(settings, []), Adam(replace(settings, schedule="none"), [])
         limits = pixel_bounds(levels[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,19 +41,21 @@ class LatentPayload(Attack):
     Attributes:
         iterations: of Adam; 0 returns what the decoder makes.
         lr: its step size, in pixels.
-        tv: weight of total variation, in units of the model's normalisation as for `ig`.
+        tv_weight: weight of total variation, in units of the model's normalisation as for `ig`.
     """
 
     plain: ClassVar[str] = "finds an image whose short code is the one that the client sent."
 
+    former_names: ClassVar[Mapping[str, str]] = {"tv": "tv_weight"}
+
     iterations: CountFrom0 = 1000
     lr: StepSize = 0.02
-    tv: Weight = 1e-2
+    tv_weight: Weight = 1e-2
 
     def __post_init__(self) -> None:
         if self.iterations < 0:
             raise ValueError(f"expected iterations >= 0, got {self.iterations}")
-        for name in ("lr", "tv"):
+        for name in ("lr", "tv_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"expected {name} >= 0 and finite, got {getattr(self, name)}")
 
@@ -87,7 +90,7 @@ class LatentPayload(Attack):
 
         def objective(image: Tensor) -> Tensor:
             apart = (encoder.encoder(image)[0] - wanted).square().sum() / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-            return apart + self.tv * total_variation(image, std)
+            return apart + self.tv_weight * total_variation(image, std)
 
         image = start.clone().requires_grad_()
         optimizer = torch.optim.Adam([image], lr=self.lr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -55,9 +55,9 @@ class LearningToInvert(Attack):
         part: "test" or "train", which images of it; clients train on the images of "train", and are watched on one of
             the two (`observe.part`).
         iterations: of Adam; the step size falls to a tenth after three quarters of them.
-        batch: imitated updates in each.
+        batch_size: imitated updates in each.
         width: units of the two hidden layers.
-        hashed: longest input of the network; longer updates are hashed to it.
+        hash_size: longest input of the network; longer updates are hashed to it.
         lr: step size.
         seed: of initialisation, hash and lessons.
     """
@@ -66,21 +66,23 @@ class LearningToInvert(Attack):
     presets: ClassVar[dict[str, Preset]] = {
         "published": Preset(
             "the authors' code: LeNet of Zhu et al. on CIFAR-10, one image; 200 passes over 50,000 images",
-            {"iterations": 39_200, "batch": 256, "width": 3000, "hashed": 100_000, "lr": 1e-4},
+            {"iterations": 39_200, "batch_size": 256, "width": 3000, "hash_size": 100_000, "lr": 1e-4},
         ),
     }
+
+    former_names: ClassVar[Mapping[str, str]] = {"batch": "batch_size", "hashed": "hash_size"}
 
     auxiliary: Source | None = None
     part: Literal["train", "test"] = "test"
     iterations: Count = 3000
-    batch: Count = 64
+    batch_size: Count = 64
     width: Width = 512
-    hashed: Count = 4096
+    hash_size: Count = 4096
     lr: PositiveStep = 1e-3
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "batch", "width", "hashed"):
+        for name in ("iterations", "batch_size", "width", "hash_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         if not 0 < self.lr < math.inf:
@@ -89,7 +91,7 @@ class LearningToInvert(Attack):
     @classmethod
     def example(cls) -> LearningToInvert:
         """A few steps on small faces."""
-        return cls(auxiliary=Faces(size=8), iterations=5, batch=4, width=8, hashed=64)
+        return cls(auxiliary=Faces(size=8), iterations=5, batch_size=4, width=8, hash_size=64)
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """All together, for what is trained for one reads the others, too."""
@@ -167,9 +169,9 @@ class LearningToInvert(Attack):
         return train(
             imitation,
             iterations=self.iterations,
-            batch=self.batch,
+            batch=self.batch_size,
             width=self.width,
-            hashed=self.hashed,
+            hashed=self.hash_size,
             lr=self.lr,
             seed=self.seed,
         )

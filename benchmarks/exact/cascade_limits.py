@@ -44,7 +44,7 @@ Key = tuple[str, str, str]
 def attacked(views: Sequence[ServerView], images: Sequence[Batch], exact: str, iterations: int) -> list[dict[str, Any]]:
     """What both attacks make of every image."""
     rows = []
-    search = build({"name": exact.replace(EXACT, SEARCH), "iterations": iterations, "tv": 1e-4})
+    search = build({"name": exact.replace(EXACT, SEARCH), "iterations": iterations, "tv_weight": 1e-4})
     for result, image in zip(search.run(list(views), list(range(len(views)))), images, strict=True):
         rows.append({"attack": SEARCH, **_row(result, image)})
     for view, image in zip(views, images, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STEP: dict[str, Any] = {"steps": 1, "batch_size": None}
-SEARCH: dict[str, Any] = {"iterations": 300, "tv": 1e-2}
+SEARCH: dict[str, Any] = {"iterations": 300, "tv_weight": 1e-2}
 SIGMOID_TV = 1e-1
 """The best on the sigmoid LeNet (settings.md)."""
 IMAGES = 16
@@ -82,7 +82,7 @@ def batches() -> Iterator[Case]:
         for images in (1, 2, 4, 8, 16):
             yield Case("batches", method, images, f"{PEEL[method]}ig", searched(method))
     for images in (1, 4, 16):
-        yield Case("batches", "FedAvg", images, "ig", searched("FedAvg", tv=SIGMOID_TV), network="lenet-zhu")
+        yield Case("batches", "FedAvg", images, "ig", searched("FedAvg", tv_weight=SIGMOID_TV), network="lenet-zhu")
 
 
 WORK: tuple[tuple[str, int, dict[str, Any]], ...] = (

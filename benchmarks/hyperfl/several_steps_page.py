@@ -40,7 +40,7 @@ def page(searches: Found, read: Mapping[str, Sequence[Row]]) -> list[str]:
         "",
         "FedAvg and HyperFL (heads scaled, its classifier at rest), Fashion-MNIST on `hyperfl-grey`, CIFAR-10 on "
         "`lenet-zhu`; untrained where nothing else is said, every update of test images and a network of its own. "
-        f"Searches are `ig` of {SEARCH['iterations']} iterations with TV {SEARCH['tv']:g} ({SIGMOID_TV:g} on "
+        f"Searches are `ig` of {SEARCH['iterations']} iterations with TV {SEARCH['tv_weight']:g} ({SIGMOID_TV:g} on "
         "`lenet-zhu`): short ones, so that rows compare with each other and not with those of other pages. No labels "
         "are given. Reconstructions are assigned to the images they are nearest to; intervals are 95 % over "
         "images, which takes those of one update as independent. *Mean colour* is what a guess of each image's own "

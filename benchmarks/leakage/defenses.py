@@ -98,7 +98,14 @@ CASES = (
     Case("none", "", {"name": "none"}, images=2),
     Case("mixup, alpha 1", "Zhang et al. 2018", {"name": "mixup"}, {"labels": "joint"}, images=2, redrawn=True),
     Case("mixup, labels from random ones", "Zhang et al. 2018", {"name": "mixup"}, images=2, redrawn=True),
-    Case("instahide, k = 2", "Huang et al. 2020 (k = 4)", {"name": "instahide", "k": 2}, {"tv": 0.0}, 2, redrawn=True),
+    Case(
+        "instahide, k = 2",
+        "Huang et al. 2020 (k = 4)",
+        {"name": "instahide", "k": 2},
+        {"tv_weight": 0.0},
+        2,
+        redrawn=True,
+    ),
     Case("none", "", {"name": "none"}, images=4),
     Case("secagg, 4 clients", "Bonawitz et al. 2017", {"name": "secagg"}, images=4),
 )
@@ -160,7 +167,7 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
         "# Every defence against an attacker who knows it",
         "",
         *([] if len(body) == len(CASES) else ["**Incomplete: the run was not finished.**", ""]),
-        f"PSNR in dB of `ig` ({search['iterations']} iterations, TV {search['tv']:g}, one start) on {count} "
+        f"PSNR in dB of `ig` ({search['iterations']} iterations, TV {search['tv_weight']:g}, one start) on {count} "
         "Fashion-MNIST test images, so many in one step of FedAvg as the second column says (of `secagg` one for each "
         "client), untrained LeNet of Zhu et al. (weights U(-0.5, 0.5)), labels unknown. `knowing` "
         "adapts to the defence (`surrogate`, `weights`, private noise, and the settings of the last column), "
@@ -213,7 +220,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     images = fl.data.load("fashion_mnist").test.take(torch.arange(FIRST, FIRST + chosen.images))
-    search = {"iterations": chosen.iterations, "tv": chosen.tv}
+    search = {"iterations": chosen.iterations, "tv_weight": chosen.tv}
     cases = [case for case in CASES if chosen.only is None or case.name in chosen.only]
     scored, spent = kept(search) if chosen.only else ([], 0.0)
     begin = time.process_time()

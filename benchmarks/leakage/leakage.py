@@ -45,7 +45,7 @@ IMAGES, SEEDS = 32, 3
 TV = 1e-2
 ITERATIONS = {"l2": 6000, "cosine": 10_000}  # of iDLG; most trials end long before, once they have converged
 TITLES = {"idlg": "iDLG", "dlg": "DLG"}
-KEPT: dict[str, dict[str, Any]] = {"idlg": {"history": 50}, "dlg": {}}
+KEPT: dict[str, dict[str, Any]] = {"idlg": {"history_size": 50}, "dlg": {}}
 """What differs from the attack's defaults: iDLG was measured with the 50 pairs that it kept then; now both keep 100."""
 NOTES = {
     "idlg": "All keep 50 pairs of steps and gradient changes, half of what the attack keeps by default.",
@@ -105,7 +105,7 @@ def _restarted(
     """The better of the first start and further ones, which are made where the first did not get close."""
     attack = attacks.build(settings)
     assert isinstance(attack, GradientMatching)
-    missed = [i for i, r in enumerate(one) if isinstance(r, Reconstruction) and r.objective > attack.enough]
+    missed = [i for i, r in enumerate(one) if isinstance(r, Reconstruction) and r.objective > attack.success_threshold]
     again, spent = timed(attack, [victims[i] for i in missed], seed) if missed else ([], 0.0)
     best = list(one)
     for i, other in zip(missed, again, strict=True):
@@ -193,35 +193,35 @@ ANCHORS: list[tuple[str, str, dict[str, Any], dict[str, Any], list[float | None]
         "LeNet (Zhu), TV 1e-2, 4800 iterations",
         "colour",
         {"name": "lenet-zhu", "normalize": True, "init": "redrawn"},
-        {"iterations": 4800, "tv": 1e-2},
+        {"iterations": 4800, "tv_weight": 1e-2},
         [19.1, 26.8, None, None],
     ),
     (
         "HyperFL colour, TV 1e-6, 10,000 iterations",
         "colour",
         {"name": "hyperfl-colour"},
-        {"iterations": 10_000, "tv": 1e-6},
+        {"iterations": 10_000, "tv_weight": 1e-6},
         [12.0, 18.4, 13.9, 17.4],
     ),
     (
         "HyperFL colour, TV 1e-4, 3000 iterations",
         "colour",
         {"name": "hyperfl-colour"},
-        {"iterations": 3000, "tv": 1e-4},
+        {"iterations": 3000, "tv_weight": 1e-4},
         [12.2, 17.9, 13.9, 18.8],
     ),
     (
         "HyperFL grey, TV 1e-6, 10,000 iterations",
         "grey",
         {"name": "hyperfl-grey"},
-        {"iterations": 10_000, "tv": 1e-6},
+        {"iterations": 10_000, "tv_weight": 1e-6},
         [16.1, 19.2, 19.1, None],
     ),
     (
         "HyperFL grey, TV 1e-4, 3000 iterations",
         "grey",
         {"name": "hyperfl-grey"},
-        {"iterations": 3000, "tv": 1e-4},
+        {"iterations": 3000, "tv_weight": 1e-4},
         [25.1, 18.1, 20.4, 36.5],
     ),
 ]
@@ -302,7 +302,7 @@ def run_hyperfl(dataset: str, iterations: int) -> None:
         hidden = seen(
             task, HyperFL(head_epochs=0, parametrisation=Hypernetwork(init="scaled"), **one_step), images, seed
         )
-        search = {"iterations": iterations, "tv": TV}
+        search = {"iterations": iterations, "tv_weight": TV}
         for method, name, settings, victims in (
             ("FedAvg", "ig", search, plain),
             ("FedAvg", "headless+ig", search, plain),

@@ -143,8 +143,9 @@ def main() -> None:
         f"PSNR in dB on {chosen.images} test images of Fashion-MNIST from number {chosen.first} on: untrained sigmoid "
         "LeNet, FedAvg, one step on one image in float32, no label given; all attacks know the defence. `lti` learns "
         f"on {len(data.train)} training images, in {chosen.steps} steps on 64 imitated updates; `ig` takes "
-        f"{search.iterations} iterations with a total variation of {search.tv:g}, its default; `rog` its default "
-        f"{rog.iterations} iterations on codes {rog.factor} times smaller on each side, total variation {rog.tv:g}, "
+        f"{search.iterations} iterations with a total variation of {search.tv_weight:g}, its default; `rog` its "
+        f"default {rog.iterations} iterations on codes {rog.factor} times smaller on each side, total variation "
+        f"{rog.tv_weight:g}, "
         f"objective {rog.objective}. The mean of all training images has {floor:.1f} dB. Brackets are 95 % intervals "
         "over images, differences are paired. CPU seconds for "
         "all images, one thread, training included.",

@@ -18,7 +18,7 @@ import attacks
 from attacks.base import Attack
 from benchmarks.common import RESULTS, publish, table
 from benchmarks.leakage.settings import added, data, of, own, words, written
-from benchmarks.leakage.sweeps import CHARACTERS, COLOUR, GREY, SIGMOID, Sweep
+from benchmarks.leakage.sweeps import CHARACTERS, COLOUR, GREY, SIGMOID, Sweep, page_name
 from eval.metrics.statistics import mean_interval, paired_difference
 
 FIRST, IMAGES, ROUNDS = 340, 16, 5
@@ -38,7 +38,7 @@ HEAD = ["attack", "preset", "sets", "images of", "rounds", "steps", "the preset"
 def case(name: str, network: str, dataset: str, rounds: int) -> Sweep:
     """What is measured, as a sweep of what the preset sets."""
     attack: Attack = attacks.build(name)
-    grid = {key: (value,) for key, value in attack.presets[called(network)].settings.items()}
+    grid = {page_name(key): (value,) for key, value in attack.presets[called(network)].settings.items()}
     steps: int = getattr(attack, "iterations")  # noqa: B009 - searches have it, attacks need not
     return Sweep(name, network, dataset, grid, steps, images=IMAGES, rounds=rounds)
 

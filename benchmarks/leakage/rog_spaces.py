@@ -53,8 +53,8 @@ def searches(paths: Networks) -> dict[str, dict[str, Any]]:
         "`ig`": {"name": "ig", "iterations": ITERATIONS},
         "`rog`, bicubic": rog,
         "bicubic, enhanced": {**rog, "enhancer": paths["enhancer"]},
-        "decoder, half a side": {**rog, "decoder": paths["decoder, half a side"], "tv": 0.0},
-        "decoder, a quarter": {**rog, "decoder": paths["decoder, a quarter"], "tv": 0.0},
+        "decoder, half a side": {**rog, "decoder": paths["decoder, half a side"], "tv_weight": 0.0},
+        "decoder, a quarter": {**rog, "decoder": paths["decoder, a quarter"], "tv_weight": 0.0},
     }
 
 

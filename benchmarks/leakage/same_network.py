@@ -78,7 +78,7 @@ def section(name: str, init: str, measured: Measured) -> list[str]:
     found, seconds, search = measured["rows"], measured["cpu_seconds"], measured["search"]
     about = (
         f"{measured['images']} test images x {measured['seeds']} seeds, `{SETS[name]}`, {search['iterations']} "
-        f"iterations and TV {search['tv']:g} for every search."
+        f"iterations and TV {search['tv_weight']:g} for every search."
     )
     body = []
     for key, data in found.items():
@@ -122,7 +122,7 @@ def main() -> None:
     if given.rewrite:
         rewrite("same_network", lambda known: document(known["sets"]))
         return
-    search = {"iterations": given.iterations, "tv": given.tv}
+    search = {"iterations": given.iterations, "tv_weight": given.tv}
     path = RESULTS / "same_network.json"
     known: dict[str, dict[str, Measured]] = json.loads(path.read_text())["sets"] if path.exists() else {}
     for name, init in itertools.product(given.sets, given.init or ["scaled"]):

@@ -20,7 +20,7 @@ import attacks
 from attacks.base import Attack, Chain
 from benchmarks.common import RESULTS, publish, table
 from benchmarks.leakage.leakage import rows, timed
-from benchmarks.leakage.sweeps import CLIENTS, IMAGES, SWEEPS, TESTED, Sweep, number
+from benchmarks.leakage.sweeps import CLIENTS, IMAGES, SWEEPS, TESTED, Sweep, number, setting_name
 from eval.metrics.statistics import Interval, mean_interval, paired_difference
 
 FIRST = 300
@@ -39,7 +39,7 @@ def own(sweep: Sweep, preset: str | None = None) -> dict[str, Any]:
     settings = {"name": sweep.attack} if preset is None else {"name": sweep.attack, "preset": preset}
     built: Attack = attacks.build(settings)
     built = built.then if isinstance(built, Chain) else built  # whose settings those of a chain are
-    return {key: getattr(built, key) for key in sweep.grid}
+    return {key: getattr(built, setting_name(key)) for key in sweep.grid}
 
 
 def named(sweep: Sweep) -> dict[str, dict[str, Any]]:
@@ -66,7 +66,8 @@ def added(sweep: Sweep, settings: Sequence[Mapping[str, Any]], before: Sequence[
     victims = sweep.victims(first) if lacking else []
     found = list(before)
     for setting in lacking:
-        attack = attacks.build({"name": sweep.attack, **sweep.fixed, **setting, "iterations": sweep.iterations})
+        varied = {setting_name(key): value for key, value in setting.items()}
+        attack = attacks.build({"name": sweep.attack, **sweep.fixed, **varied, "iterations": sweep.iterations})
         results, seconds = timed(attack, victims, 0)
         psnr = [row["psnr"] for row in rows(results, victims, 0)]
         found.append({"setting": setting, "psnr": psnr, "seconds": seconds / len(victims)})

@@ -21,6 +21,14 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 
+SHORT_NAMES = {
+    "tv": "tv_weight",
+    "group": "group_weight",
+    "statistics": "statistics_weight",
+    "clamped": "clamp_upsampled",
+}
+"""Settings that the page calls by a shorter name."""
+
 STEP: dict[str, Any] = {"steps": 1, "batch_size": None}
 CLIENTS, IMAGES, TESTED = 5, 300, 200
 """Of the federation that trains a network before it is attacked: clients, images of each, and test images."""
@@ -35,7 +43,7 @@ class Sweep:
         attack: its name.
         network: of the victims, one step on one image each.
         dataset: of the images.
-        grid: values by setting.
+        grid: values by setting, as the page calls it (`SHORT_NAMES`).
         iterations: of every search; of `lti` the steps of its training.
         method: of the victims.
         fixed: settings that all have and the attack has not by default.
@@ -113,6 +121,16 @@ def trained(network: str, dataset: str, rounds: int, **options: Any) -> Federati
     for _ in range(rounds):
         run.step(evaluate=False)
     return run
+
+
+def setting_name(called: str) -> str:
+    """The name of a setting that the page calls `called`."""
+    return SHORT_NAMES.get(called, called)
+
+
+def page_name(setting: str) -> str:
+    """What the page calls a setting."""
+    return next((short for short, name in SHORT_NAMES.items() if name == setting), setting)
 
 
 def number(value: float | str | Mapping[str, float]) -> str:

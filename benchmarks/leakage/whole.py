@@ -72,7 +72,7 @@ def evaluation(name: str, number: int, iterations: int, *, compiled: bool) -> tu
     """Seconds of the clock and of the CPUs that one attack takes in so many processes."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0)
     views = victims(task, photographs("colour", 32, "cpu"), WHOLE[name], COUNT)
-    attack = attacks.build({"name": name, **SETTINGS[name], "iterations": iterations, "compiled": compiled})
+    attack = attacks.build({"name": name, **SETTINGS[name], "iterations": iterations, "compile": compiled})
     began, before = time.perf_counter(), spent()
     with closing(AttackPool(number, patience=0.0)) as spread:
         found = spread.run(attack, views, range(COUNT))

@@ -74,7 +74,7 @@ CASES = (
         iterations=100,
         moves=400,
         options={"objective": "l2", "tolerance": 0.0, "patience": 0},
-        others={"50 pairs": {"history": 50}},
+        others={"50 pairs": {"history_size": 50}},
         knows_labels=False,
         notes="L-BFGS on the squared distance, N(0, 1) start, no prior; both recover the label. Theirs makes up to 100 "
         "steps of torch's L-BFGS, of up to 20 moves each, and stops where it calls itself converged; one by one, ours "

@@ -57,7 +57,7 @@ class Case:
 
     def attack(self, iterations: int) -> attacks.Attack:
         """Ours."""
-        prior = {"tv": self.tv} if self.tv else {}
+        prior = {"tv_weight": self.tv} if self.tv else {}
         return attacks.build({"name": self.ours, "iterations": iterations, **prior, **self.options})
 
 

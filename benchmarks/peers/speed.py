@@ -16,7 +16,7 @@ from benchmarks.peers.victims import network, victims
 
 ITERATIONS, REPEATS, STACK = 2000, 3, 64
 """From so many iterations on searches are recorded; a single victim is attacked so often, so many in one call once."""
-COMPILED = {"compiled": True}
+COMPILED = {"compile": True}
 
 
 @dataclass(frozen=True)

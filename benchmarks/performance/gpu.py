@@ -52,7 +52,9 @@ def seconds(run: Callable[[], object]) -> float:
 
 def searching(views: list[ServerView], *, compiled: bool = False) -> tuple[Callable[[int], None], float]:
     """A function that makes so many iterations of IG on the views together, and the seconds until it was ready."""
-    attack = attacks.build({"name": "ig", "iterations": ITERATIONS, "compiled": compiled, "stack": len(views)})
+    attack = attacks.build(
+        {"name": "ig", "iterations": ITERATIONS, "compile": compiled, "max_parallel_trials": len(views)}
+    )
     assert isinstance(attack, GradientMatching)
     given = [attack.build_problem(view) for view in views]
     starts = [attack.initial_variables(problem, 0, i) for i, problem in enumerate(given)]
@@ -103,7 +105,7 @@ def whole(name: str) -> dict[str, float]:
     """Seconds of 50 images and 10,000 iterations of one attack on the colour network, recording included."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0).to(device="cuda")
     views = victims(task, photographs("colour", 32, "cuda"), WHOLE[name], COUNT)
-    attack = attacks.build({"name": name, **SETTINGS[name], "iterations": ITERATIONS, "stack": COUNT})
+    attack = attacks.build({"name": name, **SETTINGS[name], "iterations": ITERATIONS, "max_parallel_trials": COUNT})
     taken = seconds(partial(attack.run, views, list(range(COUNT))))
     torch.cuda.empty_cache()
     return {f"{name} on {WHOLE[name].name}": taken}

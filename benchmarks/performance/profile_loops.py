@@ -62,7 +62,9 @@ def searching(task: Task, count: int) -> Callable[[int], None]:
     view, _ = run.observe(0)
 
     def call(iterations: int) -> None:
-        attacks.build({"name": "ig", "iterations": iterations, "restarts": count, "stack": count}).run([view], [0])
+        attacks.build({"name": "ig", "iterations": iterations, "restarts": count, "max_parallel_trials": count}).run(
+            [view], [0]
+        )
 
     return call
 

@@ -35,7 +35,7 @@ def settings(*, knows_defense: bool) -> dict:
         "federation": {"partition": {"name": "iid", "clients": 4}, "rounds": 0},
         "method": [{"name": "fedavg", "lr": 0.05}],
         "defense": DEFENSES,
-        "attack": [{"name": "ig", "iterations": 300, "tv": 1e-2}],
+        "attack": [{"name": "ig", "iterations": 300, "tv_weight": 1e-2}],
         "observe": {"images": 6, "method": {"steps": 1}, "classes": ["face"]},
         "threat": {"knows_defense": knows_defense},
     }

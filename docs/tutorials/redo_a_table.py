@@ -34,9 +34,9 @@ changes = [
     "task.dataset=faces",
     "federation.partition={name: iid, clients: 4}",
     "attack.iterations=500",
-    "attack.ig.tv=1e-2",
-    "attack.peel+ig.tv=1e-2",
-    "attack.joint.tv=1e-2",
+    "attack.ig.tv_weight=1e-2",
+    "attack.peel+ig.tv_weight=1e-2",
+    "attack.joint.tv_weight=1e-2",
     "observe.images=4",
     "observe.classes=[face]",
 ]

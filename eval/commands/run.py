@@ -50,7 +50,7 @@ def run(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change a setting: attack.iterations=500; a list makes a grid: attack.tv=[1e-4,1e-2]. Repeatable.",
+            help="Change a setting: attack.iterations=500; a list makes a grid: attack.lr=[0.03,0.1]. Repeatable.",
         ),
     ] = None,
     without: Annotated[

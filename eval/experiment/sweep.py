@@ -1,8 +1,8 @@
-"""Settings changed by dotted keys: one value (`--set attack.tv=1e-2`), or several that make a grid.
+"""Settings changed by dotted keys: one value (`--set attack.tv_weight=1e-2`), or several that make a grid.
 
-A list for a setting that takes one value spreads the entries that have it: `attack.ig.tv=[1e-4, 1e-2]` makes of `ig`
-the entries `ig@tv=0.0001` and `ig@tv=0.01`. Settings of `task` and `federation` spread the methods, as in
-`fedavg@rounds=10`, settings of `observe` the attacks; the others are one for a whole table.
+A list for a setting that takes one value spreads the entries that have it: `attack.ig.tv_weight=[1e-4, 1e-2]` makes
+of `ig` the entries `ig@tv_weight=0.0001` and `ig@tv_weight=0.01`. Settings of `task` and `federation` spread the
+methods, as in `fedavg@rounds=10`, settings of `observe` the attacks; the others are one for a whole table.
 """
 
 from __future__ import annotations

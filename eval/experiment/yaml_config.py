@@ -18,7 +18,7 @@ seeds: [0]
 score: {lpips: auto}
 published:                               # a paper's figures, for the report to set beside ours
   - {method: fedavg, attack: ig, psnr: 16.16, source: "HyperFL, Table 3"}
-sweep: {attack.ig.tv: [1e-4, 1e-2]}      # each value becomes an entry of its own (see `eval.experiment.sweep`)
+sweep: {attack.ig.tv_weight: [1e-4, 1e-2]}  # each value becomes an entry of its own (see `eval.experiment.sweep`)
 ```
 """
 

@@ -141,7 +141,7 @@ def parse(text: str) -> Any:
 
 
 def named(text: str) -> dict[str, Any]:
-    """Settings given by name or as YAML: `ig`, `{name: ig, tv: 1e-2}`.
+    """Settings given by name or as YAML: `ig`, `{name: ig, tv_weight: 1e-2}`.
 
     Raises:
         ValueError: as `parse`.

@@ -122,13 +122,13 @@ def test_a_hypernetworks_update_that_is_not_finite_is_not_opened(attack: str, od
     [
         {"lr": math.nan},
         {"lr": math.inf},
-        {"tv": math.nan},
+        {"tv_weight": math.nan},
         {"max_step": math.nan},
         {"max_step": 0.0},
         {"last_lr": 2.0},
-        {"memory": math.nan},
-        {"enough": math.inf},
-        {"enough": math.nan},
+        {"memory_limit_gib": math.nan},
+        {"success_threshold": math.inf},
+        {"success_threshold": math.nan},
     ],
 )
 def test_settings_of_searches_are_finite(setting: dict[str, float]) -> None:
@@ -140,8 +140,8 @@ def test_infinity_is_no_limit() -> None:
     view = view_with(torch.clone)[0]
     for name in ("ig", "dlg"):
         search = {"name": name, "iterations": 30, "restarts": 2}
-        wide = build({**search, "memory": math.inf, "max_step": math.inf})(view)
-        large = build({**search, "memory": 1e6, "max_step": 1e6})(view)
+        wide = build({**search, "memory_limit_gib": math.inf, "max_step": math.inf})(view)
+        large = build({**search, "memory_limit_gib": 1e6, "max_step": 1e6})(view)
         assert isinstance(wide, Reconstruction)
         assert isinstance(large, Reconstruction)
         assert wide.inputs is not None
@@ -152,9 +152,9 @@ def test_infinity_is_no_limit() -> None:
 @pytest.mark.parametrize(
     ("attack", "settings"),
     [
-        ("bilevel", ("lr", "lower_lr", "head_lr", "tv")),
-        ("gradinversion", ("energy", "statistics", "first", "group")),
-        ("latent-payload", ("lr", "tv")),
+        ("bilevel", ("lr", "lower_lr", "head_lr", "tv_weight")),
+        ("gradinversion", ("energy_weight", "statistics_weight", "first_layer_factor", "group_weight")),
+        ("latent-payload", ("lr", "tv_weight")),
         ("lti", ("lr",)),
         ("analytic", ("fits",)),
         ("spear", ("fits",)),

@@ -62,10 +62,10 @@ def told(result: object) -> list[int]:
 @pytest.mark.parametrize(
     ("attack", "method"),
     [
-        ({"name": "ig", "iterations": 4, "stack": 2}, None),
-        ({"name": "gradinversion", "iterations": 4, "restarts": 2, "stack": 4}, None),
+        ({"name": "ig", "iterations": 4, "max_parallel_trials": 2}, None),
+        ({"name": "gradinversion", "iterations": 4, "restarts": 2, "max_parallel_trials": 4}, None),
         ("analytic", None),
-        ({"name": "peel+ig", "iterations": 4, "stack": 2}, HyperFL.example()),
+        ({"name": "peel+ig", "iterations": 4, "max_parallel_trials": 2}, HyperFL.example()),
     ],
 )
 def test_the_number_of_processes_changes_no_bit(
@@ -198,14 +198,14 @@ def test_portions_fill_stacks_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     given = views(1)[0]
     assert trials_in_cache(given) > 32
-    assert sizes(50, stack=16) == [12, 13, 12, 13]
-    assert sizes(50, stack=32) == [12, 13, 12, 13]  # more than sixteen leave cores idle
-    assert sizes(50, stack=10) == [10] * 5
-    assert sizes(5, stack=32) == [5]
-    assert sizes(5, stack=4, restarts=2) == [1, 2, 2]
-    assert sizes(3, stack=4, restarts=9) == [1, 1, 1]
+    assert sizes(50, max_parallel_trials=16) == [12, 13, 12, 13]
+    assert sizes(50, max_parallel_trials=32) == [12, 13, 12, 13]  # more than sixteen leave cores idle
+    assert sizes(50, max_parallel_trials=10) == [10] * 5
+    assert sizes(5, max_parallel_trials=32) == [5]
+    assert sizes(5, max_parallel_trials=4, restarts=2) == [1, 2, 2]
+    assert sizes(3, max_parallel_trials=4, restarts=9) == [1, 1, 1]
     monkeypatch.setattr(
         "attacks.gradient_matching.engine.memory_estimate.CACHE",
         3 * 8 * sum(v.numel() for v in given.client.task.parameters.values()),
     )
-    assert sizes(5, stack=32) == [2, 3]
+    assert sizes(5, max_parallel_trials=32) == [2, 3]

@@ -68,7 +68,7 @@ def test_a_search_ends_at_its_time_limit_with_its_best_iterate(name: str, monkey
 
 
 def test_the_time_is_shared_out_among_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    attack = attacks.build({"name": "ig", "iterations": 1000, "stack": 1})
+    attack = attacks.build({"name": "ig", "iterations": 1000, "max_parallel_trials": 1})
     clock = Clock(monkeypatch)
     results = attack.run_controlled(views(3), [0, 1, 2], SearchControl(time_limit=60))
     assert clock.evaluations == 60
@@ -120,7 +120,7 @@ def test_an_interrupt_keeps_the_best_where_that_is_asked_for(keep: bool, monkeyp
 def test_progress_is_told_in_iterations_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[SearchProgress] = []
     clock = Clock(monkeypatch)
-    attack = attacks.build({"name": "ig", "iterations": 50, "stack": 1, "restarts": 2})
+    attack = attacks.build({"name": "ig", "iterations": 50, "max_parallel_trials": 1, "restarts": 2})
     attack(views(1)[0], control=SearchControl(on_progress=told.append, interval=10))
     assert clock.evaluations == 102
     assert {progress.iterations for progress in told} == {100}
@@ -135,7 +135,7 @@ def test_a_search_takes_as_long_as_it_estimates(monkeypatch: pytest.MonkeyPatch)
     clock = Clock(monkeypatch, per_evaluation=2.0)
     given = views(2)
     for name in ("ig", "headless+ig"):
-        attack = attacks.build({"name": name, "iterations": 40, "stack": 1, "restarts": 3})
+        attack = attacks.build({"name": name, "iterations": 40, "max_parallel_trials": 1, "restarts": 3})
         estimate = attack.estimate_seconds(given)
         begun = clock.now
         attack.run(given, [0, 1])
@@ -149,7 +149,7 @@ def test_workers_keep_to_the_time_limit_too() -> None:
     attack = attacks.build({"name": "ig", "iterations": 10**6})
     spread = AttackPool(2, patience=0.0)
     try:
-        spread._started().result()
+        spread._ready_pool().result()
         begun = time.monotonic()
         results = spread.run(attack, views(20), range(20), control=SearchControl(time_limit=2))
     finally:

@@ -257,7 +257,7 @@ def test_config_by_name():
         (["--out", "ABOVE/secret/a", "ABOVE/secret/tiny.yaml"], ["--out", "a", "tiny.yaml"]),
         (["tiny.yaml", "--out", "../a"], ["tiny.yaml", "--out", "a"]),
         (["out/config.yaml", "--out", "out"], ["out/config.yaml", "--out", "out"]),
-        (["../tiny.yaml", "--set", "attack.tv=1"], ["../tiny.yaml", "--set", "attack.tv=1"]),
+        (["../tiny.yaml", "--set", "attack.tv_weight=1"], ["../tiny.yaml", "--set", "attack.tv_weight=1"]),
     ],
 )
 def test_the_command_that_is_kept_tells_nothing_of_the_machine(tmp_path, monkeypatch, words, kept):

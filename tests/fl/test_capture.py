@@ -89,7 +89,7 @@ def test_from_batch_takes_any_method(model, batch):
 
 def test_attack_and_leakage(model, batch):
     view, truth = from_batch(model, *batch, threat=ThreatModel(knows_labels=True))
-    attack = attacks.build({"name": "ig", "iterations": 300, "tv": 0.0})
+    attack = attacks.build({"name": "ig", "iterations": 300, "tv_weight": 0.0})
     text = leakage(attack(view), truth)
     assert text.count("PSNR") == 2
     assert "\nimage content leaked: 2 of 2 image(s) came back at 20 dB or more" in text

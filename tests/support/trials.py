@@ -39,7 +39,7 @@ def views(method: Method, defense: Defense, count: int, device: str = "cpu") -> 
 def problems(name: str, count: int, device: str = "cpu") -> tuple[ProblemBatch, Callable[[int], dict[str, Tensor]]]:
     """A stack of so many trials, and a function from a seed to where they may be."""
     attack, method, defense = SETTINGS[name]
-    settings = attacks.build({"name": attack, "tv": 1e-3})
+    settings = attacks.build({"name": attack, "tv_weight": 1e-3})
     assert isinstance(settings, GradientMatching)
     given = [settings.build_problem(view) for view in views(method, defense, count, device)]
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class GradientMatching(Attack):
     Of an observed update u, each trial seeks the variables z = (x, y, p), images x, label logits y (where labels are
     unknown) and private tensors p (where there are any), that minimize
 
-        E(z) = d(F(z), u) + tv TV(x) + landmarks d_L(F(z), u) + sum_k R_k(x),
+        E(z) = d(F(z), u) + tv_weight TV(x) + landmark_weight d_L(F(z), u) + sum_k R_k(x),
 
     where F(z) is the update that a client would send who had z (`fl.predict`: the local training, as far as the server
     knows it), d the `objective`, TV the total variation, d_L the squared distance at the method's landmarks, and R_k
@@ -88,19 +88,19 @@ class GradientMatching(Attack):
             every number of every tensor the same say, and is the likelihood under noise relative to each tensor's size.
             Which is better depends on network and images, not on the noise (benchmarks/results/settings.md).
         optimizer: "adam", or "lbfgs" without line search.
-        lr: step size for images, in normalised units.
+        lr: step size for images, in normalized units.
         signed: move images by the sign of the gradient (adam only).
         schedule: of the step size (adam only): "step" divides it by 10 at 3/8, 5/8 and 7/8 of the search, "cosine"
             lets it fall to `last_lr`, "none" keeps it.
         warmup: iterations in which the step size first rises in equal parts, at most half of the search (adam only).
         last_lr: where the cosine ends, as a share of `lr`.
         langevin: noise added to every step on the images, as a multiple of the step size (adam only).
-        tv: weight of the total variation.
-        tv_units: whether it is taken of "normalised" images, as most weights are published, or of their "pixels".
-        landmarks: weight of the squared distance at the method's landmarks, such as a known input of a layer; most
-            methods have none.
-        boxed: keep pixels in [0, 1] during the search.
-        start: "normal" starts from N(0, 1) in normalised units, "uniform" from uniform pixels, "grey" from mid grey.
+        tv_weight: weight of the total variation.
+        tv_units: whether it is taken of "normalized" images, as most weights are published, or of their "pixels".
+        landmark_weight: weight of the squared distance at the method's landmarks, such as a known input of a layer;
+            most methods have none.
+        clamp_pixels: keep pixels in [0, 1] during the search.
+        init: "normal" starts from N(0, 1) in normalized units, "uniform" from uniform pixels, "gray" from mid gray.
         labels: "auto" takes labels as known, else as read off the classifier, else searches from random ones; "joint"
             searches from those read off, dealt out at random, unless they are known, and so does "auto" where it
             matters which image has which (known order of small batches, whose first restart deals them out as is
@@ -109,25 +109,41 @@ class GradientMatching(Attack):
         private_lr: step size for private tensors (adam only; these are never signed): one for all, or one for each
             group of them, by how their names begin: `{"embedding": 0.1, "head": 0.01}`. The longest beginning counts,
             `""` begins all, and what none begins takes 0.01. Unused with "lbfgs".
-        history: pairs kept by L-BFGS.
+        history_size: pairs kept by L-BFGS.
         max_step: longest step of L-BFGS, as the root of its mean square over all unknowns; infinity is no limit.
         tolerance: a trial ends where its objective falls below this share of its start.
         patience: a trial ends when its objective has not fallen for this many iterations; 0 never.
-        enough: no further restart of a view once one's objective has fallen to this share of its own start; 0 never.
-            From 1 on the first restart is the last, as with `restarts=1`, so infinity is refused.
-        orders: where it is unknown which image fed which batch, so many guesses are ranked by what the labels tell
-            (where it is known, so many deals of the labels);
-            each restart begins with the next best. 0 takes the images in turn.
-        stack: trials evaluated at once, at most; fewer where a CPU is faster with fewer (large networks).
-        memory: GiB that a stack's evaluation may keep, by an estimate: fewer trials share a stack then, and a view of
-            which even one would not fit is refused; infinity is no limit.
-        compiled: make machine code of searches of 2,000 iterations and more by torch.compile: on a CPU 1.4 to 2.5 times
+        success_threshold: no further restart of a view once one's objective has fallen to this share of its own start;
+            0 never. From 1 on the first restart is the last, as with `restarts=1`, so infinity is refused.
+        order_candidates: where it is unknown which image fed which batch, so many guesses are ranked by what the labels
+            tell (where it is known, so many deals of the labels); each restart begins with the next best. 0 takes the
+            images in turn.
+        max_parallel_trials: trials evaluated at once, at most; fewer where a CPU is faster with fewer (large networks).
+        memory_limit_gib: GiB that a batch's evaluation may keep, by an estimate: fewer trials share a batch then, and a
+            view of which even one would not fit is refused; infinity is no limit.
+        compile: make machine code of searches of 2,000 iterations and more by torch.compile: on a CPU 1.4 to 2.5 times
             as fast after a minute or two of compiling. Takes a C++ compiler, and rounds differently.
     """
 
     supports_groups: ClassVar[bool] = True
     coupled_restarts: ClassVar[bool] = False
     """Whether the restarts of a view look at each other, and so have to feed their images in the same order."""
+    former_names: ClassVar[Mapping[str, str]] = {
+        "tv": "tv_weight",
+        "landmarks": "landmark_weight",
+        "boxed": "clamp_pixels",
+        "start": "init",
+        "history": "history_size",
+        "enough": "success_threshold",
+        "orders": "order_candidates",
+        "stack": "max_parallel_trials",
+        "memory": "memory_limit_gib",
+        "compiled": "compile",
+    }
+    former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = {
+        "tv_units": {"normalised": "normalized"},
+        "init": {"grey": "gray"},
+    }
 
     iterations: Count = 1000
     restarts: Count = 1
@@ -140,33 +156,33 @@ class GradientMatching(Attack):
     warmup: CountFrom0 = 0
     last_lr: Share = 0.0
     langevin: Weight = 0.0
-    tv: Weight = 0.0
-    tv_units: Literal["normalised", "pixels"] = "normalised"
-    landmarks: Weight = 0.1
-    boxed: bool = True
-    start: Literal["normal", "uniform", "grey"] = "normal"
+    tv_weight: Weight = 0.0
+    tv_units: Literal["normalized", "pixels"] = "normalized"
+    landmark_weight: Weight = 0.1
+    clamp_pixels: bool = True
+    init: Literal["normal", "uniform", "gray"] = "normal"
     labels: Literal["auto", "joint", "random"] = "auto"
     label_lr: StepSize = 0.1
     private_lr: StepSize | Mapping[str, StepSize] = PRIVATE_LR
-    history: Count = 100
+    history_size: Count = 100
     max_step: Limit = 0.1
     tolerance: Weight = 0.0
     patience: CountFrom0 = 0
-    enough: Weight = 0.0
-    orders: CountFrom0 = 100
-    stack: Count = 32
-    memory: Limit = 8.0
-    compiled: bool = False
+    success_threshold: Weight = 0.0
+    order_candidates: CountFrom0 = 100
+    max_parallel_trials: Count = 32
+    memory_limit_gib: Limit = 8.0
+    compile: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "restarts", "stack", "history"):
+        for name in ("iterations", "restarts", "max_parallel_trials", "history_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
-        for name in ("memory", "max_step"):
+        for name in ("memory_limit_gib", "max_step"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected {name} > 0 (infinity is no limit), got {getattr(self, name)}")
-        sizes = ("lr", "label_lr", "last_lr", "langevin", "tv", "landmarks")
-        names = (*sizes, "warmup", "tolerance", "patience", "enough", "orders")
+        sizes = ("lr", "label_lr", "last_lr", "langevin", "tv_weight", "landmark_weight")
+        names = (*sizes, "warmup", "tolerance", "patience", "success_threshold", "order_candidates")
         given = {name: getattr(self, name) for name in names}
         given |= {f"private_lr{begins and f' of {begins!r}'}": size for begins, size in self._private_steps.items()}
         for name, value in given.items():
@@ -201,7 +217,7 @@ class GradientMatching(Attack):
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Those that fill a stack."""
-        return split_into_portions(views, self.stack, self.restarts)
+        return split_into_portions(views, self.max_parallel_trials, self.restarts)
 
     # ---- the search: views -> problems -> batches of trials -> the best trial of each view ---------------------------
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
@@ -263,7 +279,7 @@ class GradientMatching(Attack):
         """Run the trials of views that can share batches of `size`; returns the results by the views' indices."""
         # trials that look at each other have to feed their images alike
         count = 1 if self.coupled_restarts else self.restarts
-        orders = {target.index: rank_orders(target.problem, self.orders, count) for target in members}
+        orders = {target.index: rank_orders(target.problem, self.order_candidates, count) for target in members}
         best = {target.index: BestTrial() for target in members}
         stopped = ""
         for trials in self._waves(members, best):
@@ -290,7 +306,7 @@ class GradientMatching(Attack):
         """Minimize the objectives of one batch of trials."""
         variables = stack_variables(self._initial_variables(trial) for trial in trials)
         noise = [stream(trial.target.seed, "langevin", trial.restart) for trial in trials]
-        return self.search(ProblemBatch(problems, compiled=self.compiled), variables, noise, monitor)
+        return self.search(ProblemBatch(problems, compiled=self.compile), variables, noise, monitor)
 
     def _initial_variables(self, trial: Trial) -> Variables:
         return self.initial_variables(trial.target.problem, trial.target.seed, trial.restart)
@@ -309,21 +325,23 @@ class GradientMatching(Attack):
             make_optimizer(self, noise),
             StoppingRule(self.iterations, self.tolerance, self.patience),
             evaluate=self.evaluate_batch,
-            bounds=pixel_bounds(batch.problems[0]) if self.boxed else None,
+            bounds=pixel_bounds(batch.problems[0]) if self.clamp_pixels else None,
             monitor=monitor,
         )
 
     def _waves(self, members: Sequence[Target], best: Mapping[int, BestTrial]) -> Iterator[list[Trial]]:
         """Yield trials to run together: all, or restart by restart of views without success where it can be told."""
-        if self.enough == 0:
+        if self.success_threshold == 0:
             yield [Trial(target, restart) for target in members for restart in range(self.restarts)]
             return
         for restart in range(self.restarts):
-            yield [Trial(target, restart) for target in members if not best[target.index].least <= self.enough]
+            yield [
+                Trial(target, restart) for target in members if not best[target.index].least <= self.success_threshold
+            ]
 
     def _count_batches(self, views: int, size: int) -> int:
         """Return how many batches of `size` the trials of so many views fill, at most."""
-        if self.enough == 0:
+        if self.success_threshold == 0:
             return -(-views * self.restarts // size)
         return self.restarts * -(-views // size)
 
@@ -332,14 +350,16 @@ class GradientMatching(Attack):
         # any restart is as large; the first may look for the likeliest labels beside
         problem = target.problem
         each = bytes_per_trial(problem, self._initial_variables(Trial(target, 1))) / GIB
-        room = int(min(self.memory / max(each, 1 / GIB), self.stack, trials_in_cache(problem.view)))
-        size = replace(self, stack=max(room, 1)).batch_capacity()
-        if room and (size <= room or size * each <= self.memory):
+        room = int(
+            min(self.memory_limit_gib / max(each, 1 / GIB), self.max_parallel_trials, trials_in_cache(problem.view))
+        )
+        size = replace(self, max_parallel_trials=max(room, 1)).batch_capacity()
+        if room and (size <= room or size * each <= self.memory_limit_gib):
             return size
         steps = sum(map(len, problem.view.schedule or ()))
         return NotApplicable(
             f"{size} trial(s) of {steps} local step(s) would keep about {size * each:.3g} GiB, above "
-            f"memory={self.memory:g}: raise it{surrogate_hint(problem.view, ', or ')}",
+            f"memory_limit_gib={self.memory_limit_gib:g}: raise it{surrogate_hint(problem.view, ', or ')}",
             limit=True,
         )
 
@@ -390,11 +410,11 @@ class GradientMatching(Attack):
         """Return what is searched for, and compared with what."""
         labels = fixed_labels(view, self.label_rule(view))
         space, terms = self.search_space(view), self.regularizers(view)
-        compared = (self.objective, self.tv, self.landmarks, self.tv_units, space, terms, self.balance)
+        compared = (self.objective, self.tv_weight, self.landmark_weight, self.tv_units, space, terms, self.balance)
         now = Problem(view, labels, *compared)
         searchable = [earlier for earlier in comparable_rounds(view) if self.refuse(earlier) is None]
-        past = [replace(now, view=earlier, tv=0.0, terms=()) for earlier in searchable]
-        return replace(now, earlier=tuple(rank_orders(problem, self.orders, 1)[0] for problem in past))
+        past = [replace(now, view=earlier, tv_weight=0.0, regularizers=()) for earlier in searchable]
+        return replace(now, earlier=tuple(rank_orders(problem, self.order_candidates, 1)[0] for problem in past))
 
     def label_rule(self, view: ServerView) -> str:
         """Return `labels`, but that those read off are dealt out where it matters which image has which."""
@@ -410,7 +430,7 @@ class GradientMatching(Attack):
 
     def batch_capacity(self) -> int:
         """Return how many trials share a batch at most; the restarts of a view lie side by side."""
-        return self.stack
+        return self.max_parallel_trials
 
     def evaluate_batch(self, batch: ProblemBatch, variables: Variables) -> tuple[Tensor, Variables]:
         """Return the objectives (T,) and their gradients by variable."""
@@ -423,7 +443,7 @@ class GradientMatching(Attack):
         count = view.batch_size or 1
         offset, scale = (torch.tensor(x).view(-1, 1, 1) for x in problem.space.units(view.task))
         shape = (count, *problem.space.shape(view.task))
-        start = problem.space.start or self.start
+        start = problem.space.start or self.init
         if start == "normal":
             inputs = torch.randn(shape, generator=draw)
         elif start == "uniform":
@@ -444,7 +464,9 @@ class GradientMatching(Attack):
         recovered = problem.recovered_labels if self.label_rule(problem.view) == "joint" else None
         if recovered is None:
             return torch.randn(count, classes, generator=draw)
-        likeliest = assign_labels(problem, self.orders) if restart == 0 and order_matters(problem.view) else None
+        likeliest = (
+            assign_labels(problem, self.order_candidates) if restart == 0 and order_matters(problem.view) else None
+        )
         own = recovered[torch.randperm(count, generator=draw)] if likeliest is None else likeliest
         return CONFIDENT_LOGIT * torch.nn.functional.one_hot(own.cpu(), classes)
 

@@ -56,7 +56,7 @@ class OptimizerSettings(Protocol):
         """Step size of label logits."""
 
     @property
-    def history(self) -> int:
+    def history_size(self) -> int:
         """Pairs that L-BFGS keeps."""
 
     @property
@@ -166,7 +166,7 @@ class LBFGSOptimizer:
     final_phase_start = 0
 
     def __init__(self, settings: OptimizerSettings) -> None:
-        self.solver = BatchedLBFGS(settings.history, settings.lr, settings.max_step)
+        self.solver = BatchedLBFGS(settings.history_size, settings.lr, settings.max_step)
 
     def step(self, variables: Variables, grads: Variables) -> Variables:
         """Return the next iterate."""

@@ -69,11 +69,11 @@ class Problem:
         view: the server's.
         labels: (N,) given or recovered, or None where they are searched for.
         objective: a name in `attacks.gradient_matching.engine.objectives.OBJECTIVES`.
-        tv: weight of the total variation.
-        landmarks: weight of the squared distance at the method's landmarks.
-        tv_units: whether the total variation is taken of "normalised" images or of their "pixels".
+        tv_weight: weight of the total variation.
+        landmark_weight: weight of the squared distance at the method's landmarks.
+        tv_units: whether the total variation is taken of "normalized" images or of their "pixels".
         space: what the images are made from.
-        terms: what else the objective adds up.
+        regularizers: what else the objective adds up.
         balance: how far tensors of small entries count as much as those of large ones, in [0, 1].
         earlier: the same client's earlier rounds on the same images, whose distances count alike.
     """
@@ -81,11 +81,11 @@ class Problem:
     view: ServerView
     labels: Tensor | None
     objective: str
-    tv: float = 0.0
-    landmarks: float = 0.0
-    tv_units: str = "normalised"
+    tv_weight: float = 0.0
+    landmark_weight: float = 0.0
+    tv_units: str = "normalized"
     space: Space = IMAGES
-    terms: tuple[Regularizer, ...] = ()
+    regularizers: tuple[Regularizer, ...] = ()
     balance: float = 0.0
     earlier: tuple[Problem, ...] = ()
 
@@ -145,7 +145,7 @@ class Problem:
         """All tensors of the problem, as one tree."""
         view, weights = self.view, self._weights()
         observed, size = normalize(_weighed(self.observed, weights))
-        spread = view.task.std if self.tv_units == "normalised" else (1.0,) * len(view.task.std)
+        spread = view.task.std if self.tv_units == "normalized" else (1.0,) * len(view.task.std)
         offset, scale = (
             torch.tensor(x, dtype=view.dtype, device=view.device).view(-1, 1, 1) for x in self.space.units(view.task)
         )
@@ -164,7 +164,7 @@ class Problem:
             "offset": offset,
             "scale": scale,
             "spread": torch.tensor(spread, dtype=view.dtype, device=view.device),
-            "terms": tuple(term.constants(view) for term in self.terms),
+            "terms": tuple(term.constants(view) for term in self.regularizers),
             "earlier": tuple(past.constants for past in self.earlier),
         }
 
@@ -186,7 +186,7 @@ class Problem:
     def _marks(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
         """The landmarks' part of the update, of norm 1, and the norm it had."""
         marks = {n: observed[n] for n in self.view.method.landmarks() if n in observed}
-        if not marks or not self.landmarks:
+        if not marks or not self.landmark_weight:
             return None
         unit, share = normalize(marks)
         return unit, share * size
@@ -198,11 +198,11 @@ class Problem:
             batching_key(self.view),
             tensor_form(self.constants),
             self.objective,
-            self.tv,
-            self.landmarks,
+            self.tv_weight,
+            self.landmark_weight,
             self.tv_units,
             self.space,
-            self.terms,
+            self.regularizers,
             self.balance,
             tuple(past.key for past in self.earlier),
         )
@@ -241,9 +241,9 @@ class Problem:
             for past, mine in zip(self.earlier, constants["earlier"], strict=True):
                 value = value + past._distance(candidate, mine, past.view.client, vmapped=vmapped)
             value = value / (1 + len(self.earlier))
-        if self.tv:
-            value = value + self.tv * total_variation(pixels, constants["spread"])
-        for term, mine in zip(self.terms, constants["terms"], strict=True):
+        if self.tv_weight:
+            value = value + self.tv_weight * total_variation(pixels, constants["spread"])
+        for term, mine in zip(self.regularizers, constants["terms"], strict=True):
             value = value + term(view, candidate, client, mine)
         return value
 
@@ -268,7 +268,7 @@ class Problem:
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
         if constants["marks"] is not None:
             marks, share = constants["marks"]
-            value = value + self.landmarks * l2(predicted, marks, share)
+            value = value + self.landmark_weight * l2(predicted, marks, share)
         return value
 
 

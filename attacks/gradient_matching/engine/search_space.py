@@ -19,7 +19,7 @@ class Space:
     """The images themselves, in the model's normalised units.
 
     Attributes:
-        start: the one start that makes sense here, or None where all of `GradientMatching.start` do.
+        start: the one start that makes sense here, or None where all of `GradientMatching.init` do.
     """
 
     start: ClassVar[str | None] = None

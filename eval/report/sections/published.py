@@ -63,7 +63,7 @@ def blocks(numbered: NumberedGroups) -> list[Block]:
 
 
 def _about(group: ResultGroup, figures: Mapping[str, Any]) -> bool:
-    """Return whether a group is what the figures are of; `ig@tv=0.01` of a sweep counts as `ig`."""
+    """Return whether a group is what the figures are of; `ig@tv_weight=0.01` of a sweep counts as `ig`."""
     attack = figures.get("attack")
     return matches_label(figures["method"], group.method) and (attack is None or matches_label(attack, group.attack))
 

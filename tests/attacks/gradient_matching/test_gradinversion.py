@@ -122,10 +122,18 @@ def test_the_statistics_are_zero_at_the_truth_and_pull_guesses_towards_them() ->
     assert term(view, truth.candidate(), view.client, target) < 1e-9
     assert term(view, replace(truth.candidate(), inputs=1 - truth.inputs), view.client, target) > 1e-2
     assert not view.client.predictor.get_submodule(NORM)._forward_pre_hooks
-    only = {"tv": 0.0, "energy": 0.0, "group": 0.0, "langevin": 0.0, "iterations": 150, "restarts": 1, "first": 1.0}
+    only = {
+        "tv_weight": 0.0,
+        "energy_weight": 0.0,
+        "group_weight": 0.0,
+        "langevin": 0.0,
+        "iterations": 150,
+        "restarts": 1,
+        "first_layer_factor": 1.0,
+    }
     errors = []
     for weight in (0.0, 10.0):
-        found = attack(**only, statistics=weight)(view, seed=0)
+        found = attack(**only, statistics_weight=weight)(view, seed=0)
         assert isinstance(found, Reconstruction)
         assert found.inputs is not None
         errors.append(float(term(view, replace(truth.candidate(), inputs=found.inputs), view.client, target)))
@@ -154,7 +162,7 @@ def test_the_first_layer_alone_counts_as_often_as_it_is_told_to() -> None:
 
 def test_the_objectives_gradient_is_right_with_all_terms() -> None:
     views = [seen(2)[0], seen(2)[0]]
-    settings = attack(restarts=2, group=0.5, register=1)
+    settings = attack(restarts=2, group_weight=0.5, max_shift=1)
     problems = [settings.build_problem(view) for view in views]
     problems = [replace(p, labels=torch.tensor([0, 1])) for p in problems for _ in range(2)]
     problems = [problems[0], problems[0], problems[2], problems[2]]
@@ -165,7 +173,7 @@ def test_the_objectives_gradient_is_right_with_all_terms() -> None:
         alone, mine = settings.evaluate_batch(ProblemBatch(problems[i : i + 2]), pair)
         torch.testing.assert_close(together[i : i + 2], alone, rtol=1e-10, atol=0)
         torch.testing.assert_close(grads[INPUTS][i : i + 2], mine[INPUTS], rtol=1e-8, atol=1e-12)
-    settings = replace(settings, register=0)
+    settings = replace(settings, max_shift=0)
     along = torch.randn(2, 2, 1, 8, 8, generator=stream(1, "x"), dtype=torch.float64)
     pair = values[INPUTS][:2]
     _, mine = settings.evaluate_batch(ProblemBatch(problems[:2]), {INPUTS: pair})
@@ -177,7 +185,7 @@ def test_the_objectives_gradient_is_right_with_all_terms() -> None:
 
 def test_a_batch_with_unknown_labels_is_not_held_together() -> None:
     view, _ = seen(2)
-    settings = attack(restarts=2, group=100.0)
+    settings = attack(restarts=2, group_weight=100.0)
     values = torch.randn(2, 2, 1, 8, 8, generator=stream(0, "x"), dtype=torch.float64)
     for labels in (None, torch.tensor([0, 1])):
         problem = replace(settings.build_problem(view), labels=labels)
@@ -201,7 +209,7 @@ def test_the_group_draws_searches_together() -> None:
                 ended.append(row[INPUTS])  # noqa: B023
                 return super().build_result(problem, row, *rest)
 
-        Watched(**still, group=weight)(view, seed=0)  # type: ignore[arg-type]
+        Watched(**still, group_weight=weight)(view, seed=0)  # type: ignore[arg-type]
         assert len(ended) == 3
         spread[weight] = float(torch.stack(ended).std(0).mean())
     assert spread[100.0] < spread[0.0] / 2
@@ -209,10 +217,10 @@ def test_the_group_draws_searches_together() -> None:
 
 def test_searches_of_one_view_are_never_parted() -> None:
     views = [seen(2, threat=ThreatModel(knows_labels=True))[0] for _ in range(3)]
-    settings = attack(restarts=2, group=1.0)
-    assert replace(settings, stack=5).batch_capacity() == 4
+    settings = attack(restarts=2, group_weight=1.0)
+    assert replace(settings, max_parallel_trials=5).batch_capacity() == 4
     together = settings.run(views, [1, 2, 3])
-    parted = replace(settings, stack=1).run(views, [1, 2, 3])
+    parted = replace(settings, max_parallel_trials=1).run(views, [1, 2, 3])
     for x, y in zip(together, parted, strict=True):
         assert isinstance(x, Reconstruction)
         assert isinstance(y, Reconstruction)
@@ -253,11 +261,11 @@ def test_known_labels_and_batches_work() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    for setting in ("energy", "statistics", "first", "group", "register"):
+    for setting in ("energy_weight", "statistics_weight", "first_layer_factor", "group_weight", "max_shift"):
         with pytest.raises(ValueError, match=rf"{setting}: expected a (whole )?number >= 0"):
             attack(**{setting: -1})
-    with pytest.raises(ValueError, match="expected enough=0"):
-        attack(enough=0.1)
+    with pytest.raises(ValueError, match="expected success_threshold=0"):
+        attack(success_threshold=0.1)
 
 
 def test_the_energy_is_that_of_normalised_images() -> None:

@@ -74,25 +74,25 @@ def test_a_warm_up_longer_than_the_search_takes_half_of_it() -> None:
     assert factors(iterations=1, schedule="none", warmup=50) == [1]
 
 
-def test_total_variation_in_pixels_and_in_normalised_units() -> None:
+def test_total_variation_in_pixels_and_in_normalized_units() -> None:
     values: dict[str, float] = {}
     given = view(normalize=True, mean=(0.2,), std=(0.25,))
     x = {INPUTS: torch.randn(1, 1, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
-    for units in ("normalised", "pixels"):
-        with_tv, without = (ProblemBatch([ig(tv=tv, tv_units=units).build_problem(given)]) for tv in (1.0, 0.0))
+    for units in ("normalized", "pixels"):
+        with_tv, without = (ProblemBatch([ig(tv_weight=tv, tv_units=units).build_problem(given)]) for tv in (1.0, 0.0))
         values[units] = float(with_tv.evaluate(x)[0] - without.evaluate(x)[0])
     across = (x[INPUTS][..., 1:] - x[INPUTS][..., :-1]).abs().mean()
     down = (x[INPUTS][..., 1:, :] - x[INPUTS][..., :-1, :]).abs().mean()
-    assert values["normalised"] == pytest.approx(float(across + down), rel=1e-9)
-    assert values["pixels"] == pytest.approx(0.25 * values["normalised"], rel=1e-9)
+    assert values["normalized"] == pytest.approx(float(across + down), rel=1e-9)
+    assert values["pixels"] == pytest.approx(0.25 * values["normalized"], rel=1e-9)
 
 
 def test_presets_are_settings_by_name() -> None:
-    assert ig(preset="hyperfl") == ig(iterations=10_000, tv=1e-6)
-    assert ig(preset="hyperfl", iterations=7) == ig(iterations=7, tv=1e-6)
+    assert ig(preset="hyperfl") == ig(iterations=10_000, tv_weight=1e-6)
+    assert ig(preset="hyperfl", iterations=7) == ig(iterations=7, tv_weight=1e-6)
     chained = attacks.build({"name": "peel+ig", "preset": "library"})
     assert isinstance(chained, Chain)
-    assert chained.then == ig(iterations=4800, tv=0.1, signed=False)
+    assert chained.then == ig(iterations=4800, tv_weight=0.1, signed=False)
     with pytest.raises(UnknownNameError, match="did you mean 'hyperfl'"):
         ig(preset="hyperf")
     with pytest.raises(UnknownNameError, match="preset of attack 'joint'"):

@@ -135,7 +135,7 @@ def test_clamped_codes_find_more_of_black_and_white() -> None:
     views, truths = zip(*(one_step(task, Batch(image[None], torch.tensor([2]))) for image in drawn()), strict=True)
     scores = {}
     for clamped in (False, True):
-        attack = attacks.build({"name": "rog", "iterations": 200, "tv": 0.0, "clamped": clamped})
+        attack = attacks.build({"name": "rog", "iterations": 200, "tv_weight": 0.0, "clamp_upsampled": clamped})
         found = attack.run(views, [0, 1, 2])
         images = torch.cat([each.inputs for each in found if isinstance(each, Reconstruction)])  # type: ignore[misc]
         scores[clamped] = psnr(images, torch.cat([truth.inputs for truth in truths]))
@@ -144,10 +144,10 @@ def test_clamped_codes_find_more_of_black_and_white() -> None:
     assert scores[True].mean() > scores[False].mean() + 2
 
 
-@pytest.mark.parametrize("setting", [{"boxed": True}, {"decoder": "file.pt"}])
+@pytest.mark.parametrize("setting", [{"clamp_pixels": True}, {"decoder": "file.pt"}])
 def test_clamping_is_for_codes_that_can_overshoot(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected clamped=False"):
-        attacks.build({"name": "rog", "clamped": True, **setting})
+    with pytest.raises(ValueError, match="expected clamp_upsampled=False"):
+        attacks.build({"name": "rog", "clamp_upsampled": True, **setting})
 
 
 def test_several_views_share_a_stack() -> None:
@@ -181,7 +181,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_trained_decoder_can_be_searched_and_an_enhancer_follows(trained: dict[str, str]) -> None:
     task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 8, 8))
     view, truth = one_step(task, Batch(smooth(1, 8).float(), torch.tensor([1])))
-    settings = {"name": "rog", "iterations": 150, "objective": "cosine", "tv": 0, "decoder": trained["decoder"]}
+    settings = {"name": "rog", "iterations": 150, "objective": "cosine", "tv_weight": 0, "decoder": trained["decoder"]}
     found = attacks.build(settings)(view, seed=0)
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
@@ -249,8 +249,8 @@ def test_networks_for_other_images_are_refused(trained: dict[str, str]) -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="factor"):
         attacks.build({"name": "rog", "factor": 3})
-    with pytest.raises(ValueError, match="boxed"):
-        attacks.build({"name": "rog", "decoder": "d.npz", "boxed": True})
+    with pytest.raises(ValueError, match="clamp_pixels"):
+        attacks.build({"name": "rog", "decoder": "d.npz", "clamp_pixels": True})
     with pytest.raises(ValueError, match="expected factor 1, 2 or 4, got 3"):
         generators.Decoder(1, 3)
     images = torch.rand(4, 1, 10, 9, generator=stream(0, "x"))

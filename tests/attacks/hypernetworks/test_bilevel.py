@@ -159,7 +159,7 @@ def test_views_in_a_stack_come_out_as_alone(method: HyperFL) -> None:
 def test_small_stacks_change_nothing() -> None:
     views = [victim(STEP)[0]] * 3
     whole = Bilevel(lower_iterations=20, iterations=10).run(views, [0, 1, 2])
-    parted = Bilevel(lower_iterations=20, iterations=10, stack=2).run(views, [0, 1, 2])
+    parted = Bilevel(lower_iterations=20, iterations=10, max_parallel_trials=2).run(views, [0, 1, 2])
     for one, other in zip(whole, parted, strict=True):
         assert isinstance(one, Reconstruction)
         assert isinstance(other, Reconstruction)
@@ -234,12 +234,12 @@ def test_it_says_why_not() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ValueError, match=r"iterations: expected a (whole )?number >= 1, got 0"):
         Bilevel(iterations=0)
-    with pytest.raises(ValueError, match=r"memory: expected a (whole )?number > 0"):
-        Bilevel(memory=0.0)
-    with pytest.raises(ValueError, match=r"memory: expected a (whole )?number > 0"):
-        Bilevel(memory=math.nan)
-    with pytest.raises(ValueError, match=r"tv: expected a (whole )?number >= 0"):
-        Bilevel(tv=-1.0)
+    with pytest.raises(ValueError, match=r"memory_limit_gib: expected a (whole )?number > 0"):
+        Bilevel(memory_limit_gib=0.0)
+    with pytest.raises(ValueError, match=r"memory_limit_gib: expected a (whole )?number > 0"):
+        Bilevel(memory_limit_gib=math.nan)
+    with pytest.raises(ValueError, match=r"tv_weight: expected a (whole )?number >= 0"):
+        Bilevel(tv_weight=-1.0)
 
 
 def test_a_search_that_ends_early_leaves_the_others_alone() -> None:

@@ -142,7 +142,7 @@ def test_searches_go_on_from_there(name: str, attack: str) -> None:
 
 
 def test_a_search_lowers_its_objective() -> None:
-    found = build({"name": "peel+ig", "iterations": 30, "tv": 0.0})(victim("resnet18-adapter")[0])
+    found = build({"name": "peel+ig", "iterations": 30, "tv_weight": 0.0})(victim("resnet18-adapter")[0])
     assert isinstance(found, Reconstruction)
     assert found.objective < 0.8
 

@@ -86,7 +86,7 @@ def test_a_linear_first_layer_gives_the_image_itself() -> None:
 @pytest.mark.parametrize("condition", ["parameters", "input"])
 def test_the_search_finds_the_image_and_then_its_label(condition: str) -> None:
     view, truth = seen(extractor="conv", condition=condition)
-    result = attacks.build({"name": "unembed+ig", "iterations": 250, "tv": 0.0})(view)
+    result = attacks.build({"name": "unembed+ig", "iterations": 250, "tv_weight": 0.0})(view)
     assert isinstance(result, Reconstruction)
     assert result.inputs is not None
     grey = (0.5 - truth.inputs).square().mean()

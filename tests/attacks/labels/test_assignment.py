@@ -87,7 +87,7 @@ def test_a_private_classifier_tells_no_label() -> None:
 )
 def test_one_image_s_label_is_read_off_the_classifier_but_not_with_its_sign_turned(attack: object) -> None:
     if isinstance(attack, dict) and attack["name"] == "lti":
-        attack = {**attack, "iterations": 2, "batch": 4, "width": 8, "hashed": 64}
+        attack = {**attack, "iterations": 2, "batch_size": 4, "width": 8, "hash_size": 64}
     view, _ = seen(1)
     result = build(attack)(view)  # type: ignore[arg-type]
     assert isinstance(result, Reconstruction)

@@ -41,9 +41,9 @@ SETTINGS: dict[str, Any] = {
     "auxiliary": {"name": "faces", "size": 8, "test_share": 0.1},
     "part": "train",
     "iterations": 150,
-    "batch": 16,
+    "batch_size": 16,
     "width": 64,
-    "hashed": 256,
+    "hash_size": 256,
     "lr": 3e-3,
 }
 TRUTH = DATA.test.inputs

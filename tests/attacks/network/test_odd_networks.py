@@ -107,14 +107,14 @@ def test_a_layer_without_a_second_derivative_is_named() -> None:
 def test_networks_that_can_not_be_stacked_are_searched_one_by_one(style: str) -> None:
     view = seen(written(style, 1, 3, nn.Tanh()))
     together = build({"name": "ig", "iterations": 2, "restarts": 2})(view)
-    alone = build({"name": "ig", "iterations": 2, "restarts": 2, "stack": 1})(view)
+    alone = build({"name": "ig", "iterations": 2, "restarts": 2, "max_parallel_trials": 1})(view)
     assert isinstance(together, Reconstruction)
     assert isinstance(alone, Reconstruction)
     assert together.objective == alone.objective
 
 
 def test_a_recurrent_network_is_searched_without_a_record() -> None:
-    result = build({"name": "ig", "iterations": 300, "tv": 0})(seen(Recurrent()))
+    result = build({"name": "ig", "iterations": 300, "tv_weight": 0})(seen(Recurrent()))
     assert isinstance(result, Reconstruction)
     assert result.objective < 0.5
 

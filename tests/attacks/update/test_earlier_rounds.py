@@ -60,7 +60,7 @@ def test_the_image_explains_every_round_without_the_classifier(name: str, method
     easier = rewrite(view)
     assert isinstance(easier, ServerView)
     assert [past.round for past in easier.history] == [0, 1]
-    search = attacks.build({"name": "ig", "tv": 0.0})
+    search = attacks.build({"name": "ig", "tv_weight": 0.0})
     assert isinstance(search, GradientMatching)
     problem = search.build_problem(easier)
     assert len(problem.earlier) == 2

@@ -31,7 +31,7 @@ def test_starts_are_compared_as_restarts_are(victim: Seen) -> None:
     view, _ = victim
     results = Measured(iterations=5).run([view, view], [0, 1])
     own = Measured(iterations=5, restarts=2).build_problem(view)
-    assert all(isinstance(one, Reconstruction) and 0 < one.objective < 2 + own.tv * 10 for one in results)
+    assert all(isinstance(one, Reconstruction) and 0 < one.objective < 2 + own.tv_weight * 10 for one in results)
     relative = attacks.build({"name": "ig", "iterations": 5}).run([view, view], [0, 1])
     for one, other in zip(results, relative, strict=True):
         assert isinstance(one, Reconstruction)

@@ -28,8 +28,8 @@ SMALL = Sweep("ig", "lenet-zhu", "faces", {"tv": (0.0, 1.0)}, iterations=2, imag
 class Thing(Attack):
     """An attack whose settings are all that a sweep asks for."""
 
-    presets: ClassVar[dict[str, Preset]] = {"published": Preset("a paper", {"tv": 2.0})}
-    tv: float = 3.0
+    presets: ClassVar[dict[str, Preset]] = {"published": Preset("a paper", {"tv_weight": 2.0})}
+    tv_weight: float = 3.0
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
         return [*before, *(point(setting["tv"], setting["tv"] + shift) for setting in lacking)]
 
     monkeypatch.setattr(settings, "added", added)
-    monkeypatch.setattr(settings.attacks, "build", lambda spec: Thing(tv=2.0 if "preset" in spec else 3.0))
+    monkeypatch.setattr(settings.attacks, "build", lambda spec: Thing(tv_weight=2.0 if "preset" in spec else 3.0))
     monkeypatch.setattr(attacks.attacks, "get", lambda name: Thing)
     for module in (settings, common):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
@@ -122,7 +122,7 @@ def test_the_page_is_of_the_defaults_of_its_day(
         ("tv 3", "the default"),
         ("tv 2, `published`", "-1.0 [-1.0, -1.0]"),
     ]
-    monkeypatch.setattr(settings.attacks, "build", lambda spec: Thing(tv=2.0 if "preset" in spec else 1.0))
+    monkeypatch.setattr(settings.attacks, "build", lambda spec: Thing(tv_weight=2.0 if "preset" in spec else 1.0))
     settings.main()
     assert measured[-1] == (SMALL.name, 1.0, settings.FIRST + SMALL.images)
     assert [(cells[4], cells[6], cells[7]) for cells in page(tmp_path)] == [

@@ -107,7 +107,7 @@ def test_a_method_that_keeps_its_secrets_badly():
 
 
 def test_a_model_with_its_own_images(mine, tmp_path):
-    result = audit(f"{mine}:whole", "--attack", "{name: ig, iterations: 300, tv: 0}", "--max-psnr", 20, "--json")
+    result = audit(f"{mine}:whole", "--attack", "{name: ig, iterations: 300, tv_weight: 0}", "--max-psnr", 20, "--json")
     assert result.exit_code == terminal.LEAKED, result.output
     found = json.loads(result.stdout)
     assert found["above"] == ["psnr"]
@@ -167,7 +167,7 @@ def captured(mine, tmp_path, suffix):
 @pytest.mark.parametrize("suffix", ["npz", "pt"])
 def test_a_captured_update(mine, tmp_path, suffix):
     path = captured(mine, tmp_path, suffix)
-    attack = ("--attack", "{name: ig, iterations: 300, tv: 0}")
+    attack = ("--attack", "{name: ig, iterations: 300, tv_weight: 0}")
     blind = audit(
         "--update", path, "--model", f"{mine}:build", "--input-shape", "1,8,8", *attack, "--out", tmp_path / "o"
     )

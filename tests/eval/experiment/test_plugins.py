@@ -208,10 +208,10 @@ def test_worker_processes_find_imported_files(own, monkeypatch):
         time.sleep(1.0)
         return here(*given)
 
-    monkeypatch.setattr(parallel, "_here", slowly)
+    monkeypatch.setattr(parallel, "_run_here", slowly)
     processes = parallel.AttackPool(2, patience=0.0)
     try:
-        processes._started().result()
+        processes._ready_pool().result()
         found = processes.run(attacks.build("own-attack"), views, range(6))
     finally:
         processes.close()

@@ -16,7 +16,7 @@ method:
   - {name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}
 defense: [none, noise]
 attack:
-  - {name: ig, against: fedavg, tv: 1e-6}
+  - {name: ig, against: fedavg, tv_weight: 1e-6}
   - {name: peel+ig, iterations: 20}
 observe: {images: 8, batch_size: 2}
 """
@@ -34,12 +34,17 @@ def labels(experiment, kind: str) -> list[str]:
 
 
 def test_attack_settings(path):
-    found = yaml_config.load(path, ["attack.ig.tv=[1e-4, 1e-2]"])
-    assert labels(found, "attack") == ["ig@tv=0.0001", "ig@tv=0.01", "peel+ig"]
-    assert [entry.item.tv for entry in found.attack[:2]] == [1e-4, 1e-2]
+    found = yaml_config.load(path, ["attack.ig.tv_weight=[1e-4, 1e-2]"])
+    assert labels(found, "attack") == ["ig@tv_weight=0.0001", "ig@tv_weight=0.01", "peel+ig"]
+    assert [entry.item.tv_weight for entry in found.attack[:2]] == [1e-4, 1e-2]
     assert all(entry.against == ("fedavg",) for entry in found.attack[:2])
-    every = yaml_config.load(path, ["attack.tv=[1e-4, 1e-2]"])
-    assert labels(every, "attack") == ["ig@tv=0.0001", "ig@tv=0.01", "peel+ig@tv=0.0001", "peel+ig@tv=0.01"]
+    every = yaml_config.load(path, ["attack.tv_weight=[1e-4, 1e-2]"])
+    assert labels(every, "attack") == [
+        "ig@tv_weight=0.0001",
+        "ig@tv_weight=0.01",
+        "peel+ig@tv_weight=0.0001",
+        "peel+ig@tv_weight=0.01",
+    ]
 
 
 def test_method_settings_take_their_attacks_along(path):
@@ -59,8 +64,10 @@ def test_defences(path):
 
 
 def test_products_in_the_order_of_the_keys(path):
-    found = yaml_config.load(path, ["attack.ig.tv=[0, 1]", "attack.ig.restarts=[1, 2]", "attack.ig.iterations=7"])
-    assert labels(found, "attack")[:4] == [f"ig@tv={tv}@restarts={n}" for tv in (0, 1) for n in (1, 2)]
+    found = yaml_config.load(
+        path, ["attack.ig.tv_weight=[0, 1]", "attack.ig.restarts=[1, 2]", "attack.ig.iterations=7"]
+    )
+    assert labels(found, "attack")[:4] == [f"ig@tv_weight={tv}@restarts={n}" for tv in (0, 1) for n in (1, 2)]
     assert all(entry.item.iterations == 7 for entry in found.attack[:4])
 
 
@@ -77,10 +84,10 @@ def test_sections_become_settings_of_entries(path):
 
 
 def test_the_resolved_config_shows_it_and_is_read_back(path, tmp_path):
-    words = ["attack.ig.tv=[1e-4, 1e-2]", "federation.rounds=[1, 5]", "observe.method.steps=[1, 2]"]
+    words = ["attack.ig.tv_weight=[1e-4, 1e-2]", "federation.rounds=[1, 5]", "observe.method.steps=[1, 2]"]
     found = yaml_config.load(path, words)
     text = yaml_config.dump(found)
-    assert "as: ig@tv=0.0001@steps=1" in text
+    assert "as: ig@tv_weight=0.0001@steps=1" in text
     assert "federation.rounds: 5" in text
     assert "sweep" not in text
     (tmp_path / "again.yaml").write_text(text)
@@ -88,9 +95,9 @@ def test_the_resolved_config_shows_it_and_is_read_back(path, tmp_path):
 
 
 def test_the_section_of_a_file_says_the_same(path, tmp_path):
-    (tmp_path / "b.yaml").write_text(TEXT + "sweep: {attack.ig.tv: [1e-4, 1e-2], federation.rounds: [1, 5]}\n")
+    (tmp_path / "b.yaml").write_text(TEXT + "sweep: {attack.ig.tv_weight: [1e-4, 1e-2], federation.rounds: [1, 5]}\n")
     assert yaml_config.load(tmp_path / "b.yaml") == yaml_config.load(
-        path, ["attack.ig.tv=[1e-4, 1e-2]", "federation.rounds=[1, 5]"]
+        path, ["attack.ig.tv_weight=[1e-4, 1e-2]", "federation.rounds=[1, 5]"]
     )
 
 
@@ -105,10 +112,10 @@ def test_a_list_where_a_list_belongs_is_no_grid(path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("attack.ig.tvv=[1, 2]", "did you mean 'attack.ig.tv'"),
-        ("attack.ig.tv=[1e-4, fast]", "attack.ig.tv: .*'fast'"),
-        ("attack.ig.tv=[1, 1]", "expected different values"),
-        ("attack.ig.tv=[[1], [2]]", "expected a list of single values"),
+        ("attack.ig.tv_weigth=[1, 2]", "did you mean 'attack.ig.tv_weight'"),
+        ("attack.ig.tv_weight=[1e-4, fast]", "attack.ig.tv_weight: .*'fast'"),
+        ("attack.ig.tv_weight=[1, 1]", "expected different values"),
+        ("attack.ig.tv_weight=[[1], [2]]", "expected a list of single values"),
         ("threat.knows_labels=[true, false]", "hyperleak compare"),
         ("score.lpips=[off, alex]", "hyperleak compare"),
         ("federation.rounds=[1, -5]", "federation.rounds: expected a whole number >= 0, got -5"),
@@ -124,11 +131,11 @@ def test_what_makes_no_grid_is_refused(path, text, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("sweep: {atack.ig.tv: [1, 2]}", "did you mean 'attack'"),
-        ("sweep: {attack.ig.tv: 1}", "expected a list of single values"),
+        ("sweep: {atack.ig.tv_weight: [1, 2]}", "did you mean 'attack'"),
+        ("sweep: {attack.ig.tv_weight: 1}", "expected a list of single values"),
         ("sweep: {seeds: [0, 1]}", "expected a single setting"),
         ("sweep: [1]", "sweep: expected settings"),
-        ("swep: {attack.ig.tv: [1, 2]}", "did you mean 'sweep'"),
+        ("swep: {attack.ig.tv_weight: [1, 2]}", "did you mean 'sweep'"),
     ],
 )
 def test_bad_sections_say_what_is_wrong(line, said):
@@ -154,7 +161,7 @@ def test_settings_of_single_entries_are_checked(changes, said):
 @pytest.mark.parametrize(
     ("line", "replacement", "key"),
     [
-        ("tv: 1e-6", "tv: [1e-4, 1e-2]", "attack.ig.tv"),
+        ("tv_weight: 1e-6", "tv_weight: [1e-4, 1e-2]", "attack.ig.tv_weight"),
         ("iterations: 20", "as: peeled, objective: [cosine, l2]", "attack.peeled.objective"),
         ("lr: 5e-2", "lr: [0.1, 1]", "method.fedavg.lr"),
         ("init: scaled", "hidden: [6, 12]", "method.hyperfl.parametrisation.hidden"),
@@ -178,9 +185,9 @@ def test_a_list_in_a_file_says_how_to_make_a_grid(path, line, replacement, key):
 @pytest.mark.parametrize(
     ("line", "replacement"),
     [
-        ("tv: 1e-6", "tv: [1e-4, much]"),
-        ("tv: 1e-6", "tv: much"),
-        ("tv: 1e-6", "as: ig-0.1, tv: [1e-4, 1e-2]"),  # `attack.ig-0.1.tv` is no key
+        ("tv_weight: 1e-6", "tv_weight: [1e-4, much]"),
+        ("tv_weight: 1e-6", "tv_weight: much"),
+        ("tv_weight: 1e-6", "as: ig-0.1, tv_weight: [1e-4, 1e-2]"),  # `attack.ig-0.1.tv` is no key
         ("lr: 5e-2", "with: {federation.rounds: [1, 2]}"),
         ("images: 8", "clients: [one, two]"),
         ("defense:", "threat: {knows_labels: [true, false]}\ndefense:"),
@@ -194,11 +201,11 @@ def test_where_no_grid_would_do_none_is_offered(path, line, replacement):
 
 
 SWEPT = """
-sweep: {federation.rounds: [1, 5], attack.ig.tv: [1e-4, 1e-2]}
+sweep: {federation.rounds: [1, 5], attack.ig.tv_weight: [1e-4, 1e-2]}
 published:
   - {method: fedavg, accuracy: 0.5, source: A paper}
   - {method: fedavg@rounds=1, accuracy: 0.6, source: A paper}
-  - {method: fedavg@rounds=5, attack: ig@tv=0.01, psnr: 16.0, source: A paper}
+  - {method: fedavg@rounds=5, attack: ig@tv_weight=0.01, psnr: 16.0, source: A paper}
 """
 
 
@@ -221,7 +228,7 @@ def swept(path):
     return found
 
 
-ROUNDS, TVS = ["@rounds=1", "@rounds=5"], ["@tv=0.0001", "@tv=0.01"]
+ROUNDS, TVS = ["@rounds=1", "@rounds=5"], ["@tv_weight=0.0001", "@tv_weight=0.01"]
 
 
 @pytest.mark.parametrize(
@@ -230,14 +237,20 @@ ROUNDS, TVS = ["@rounds=1", "@rounds=5"], ["@tv=0.0001", "@tv=0.01"]
         ([], (ROUNDS, TVS, ["", *ROUNDS], [])),
         (["federation.rounds=1"], (ROUNDS[:1], TVS, ["", ROUNDS[0]], ["fedavg@rounds=5"])),
         (["federation.rounds=2"], (["@rounds=2"], TVS, [""], ["fedavg@rounds=1, fedavg@rounds=5"])),
-        (["attack.ig.tv=1e-4"], (ROUNDS, TVS[:1], ["", ROUNDS[0]], ["ig@tv=0.01"])),
+        (["attack.ig.tv_weight=1e-4"], (ROUNDS, TVS[:1], ["", ROUNDS[0]], ["ig@tv_weight=0.01"])),
         (["sweep={}"], ([""], [""], [""], ["fedavg@rounds=1, fedavg@rounds=5"])),
-        (["sweep={attack.ig.tv: [1e-2]}"], ([""], TVS[1:], [""], ["fedavg@rounds=1, fedavg@rounds=5"])),
+        (["sweep={attack.ig.tv_weight: [1e-2]}"], ([""], TVS[1:], [""], ["fedavg@rounds=1, fedavg@rounds=5"])),
         (["sweep.federation.rounds=[5]"], (ROUNDS[1:], TVS, ["", ROUNDS[1]], ["fedavg@rounds=1"])),
-        (["sweep.attack.ig.tv=[]"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv=0.01"])),
-        (["sweep.attack.ig.tv=null"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv=0.01"])),
-        (["attack.tv=1e-4"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv=0.01"])),  # of all attacks, this one too
-        (["attack.tv=[1e-4, 1e-3]"], (ROUNDS, ["@tv=0.0001", "@tv=0.001"], ["", ROUNDS[0]], ["ig@tv=0.01"])),
+        (["sweep.attack.ig.tv_weight=[]"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv_weight=0.01"])),
+        (["sweep.attack.ig.tv_weight=null"], (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv_weight=0.01"])),
+        (
+            ["attack.tv_weight=1e-4"],
+            (ROUNDS, [""], ["", ROUNDS[0]], ["ig@tv_weight=0.01"]),
+        ),  # of all attacks, this one too
+        (
+            ["attack.tv_weight=[1e-4, 1e-3]"],
+            (ROUNDS, [TVS[0], "@tv_weight=0.001"], ["", ROUNDS[0]], [f"ig{TVS[1]}"]),
+        ),
         (["published=[]"], (ROUNDS, TVS, [], [])),
         (["observe.batch_size=16", "published=[]", "observe.images=16"], (ROUNDS, TVS, [], [])),  # the first waits
         (["published=[{method: fedavg, seconds: 1, source: Ours}]"], (ROUNDS, TVS, [""], [])),
@@ -252,11 +265,11 @@ def test_a_sweep_of_a_file_can_be_cut_down(swept, overrides, left):
     ("text", "said"),
     [
         ("sweep=3", "sweep=3: expected settings"),
-        ("sweep.atack.ig.tv=[1, 2]", "did you mean 'attack'"),
-        ("sweep.attack.ig.tvv=null", "unknown sweep 'attack.ig.tvv'; did you mean 'attack.ig.tv'"),
+        ("sweep.atack.ig.tv_weight=[1, 2]", "did you mean 'attack'"),
+        ("sweep.attack.ig.tv_weigth=null", "unknown sweep 'attack.ig.tv_weigth'; did you mean 'attack.ig.tv_weight'"),
         ("sweep.attack.ig.restarts=[]", "unknown sweep"),
-        ("sweep.attack.ig.tv=3", "expected a list of single values, got 3"),
-        ("attack.ig.tv=fast", "tv: .*'fast'"),
+        ("sweep.attack.ig.tv_weight=3", "expected a list of single values, got 3"),
+        ("attack.ig.tv_weight=fast", "tv_weight: .*'fast'"),
         ("federation.rounds=-1", "federation.rounds: expected a whole number >= 0, got -1"),
         ("published=[{method: fedagv, source: Ours}]", "did you mean 'fedavg'"),
     ],

@@ -15,7 +15,7 @@ method:
   - {name: fedavg, lr: 5e-2}
   - {name: hyperfl, as: scaled, parametrisation: {name: hypernetwork, init: scaled}}
 attack:
-  - {name: ig, against: fedavg, tv: 1e-6}
+  - {name: ig, against: fedavg, tv_weight: 1e-6}
   - {name: peel+ig, iterations: 20}
 threat: {knows_labels: true}
 observe: {images: 8, batch_size: 2, method: {steps: 1, head_epochs: 0}}
@@ -32,7 +32,7 @@ def test_reads_numbers_names_and_single_values(experiment):
     assert (fedavg.label, fedavg.item.lr) == ("fedavg", 0.05)
     assert (hyperfl.label, hyperfl.item.parametrisation.init) == ("scaled", "scaled")
     assert experiment.attack[0].against == ("fedavg",)
-    assert experiment.attack[0].item.tv == 1e-6
+    assert experiment.attack[0].item.tv_weight == 1e-6
     assert isinstance(experiment.attack[1].item, Chain)
     assert experiment.attack[1].item.then.iterations == 20
     assert [entry.label for entry in experiment.defense] == ["none"]
@@ -168,16 +168,16 @@ def test_overrides_are_applied_in_an_order_in_which_they_fit(tmp_path):
 @pytest.mark.parametrize(
     ("given", "tv"),
     [
-        (["attack.tv=1", "attack.ig.tv=2", "attack.tv=3"], [3.0]),
-        (["attack.ig.tv=[1, 2]", "attack.ig.tv=3"], [3.0]),
-        (["attack.ig.tv=3", "attack.ig.tv=[1, 2]"], [1.0, 2.0]),
-        (["attack.ig.tv=3", "attack=[{name: ig, tv: 4}]"], [4.0]),
+        (["attack.tv_weight=1", "attack.ig.tv_weight=2", "attack.tv_weight=3"], [3.0]),
+        (["attack.ig.tv_weight=[1, 2]", "attack.ig.tv_weight=3"], [3.0]),
+        (["attack.ig.tv_weight=3", "attack.ig.tv_weight=[1, 2]"], [1.0, 2.0]),
+        (["attack.ig.tv_weight=3", "attack=[{name: ig, tv_weight: 4}]"], [4.0]),
     ],
 )
 def test_of_overrides_of_one_setting_the_last_holds(tmp_path, given, tv):
     (tmp_path / "two.yaml").write_text(TEXT)
     found = yaml_config.load(tmp_path / "two.yaml", given)
-    assert [entry.item.tv for entry in found.attack if entry.label.startswith("ig")] == tv
+    assert [entry.item.tv_weight for entry in found.attack if entry.label.startswith("ig")] == tv
 
 
 def test_an_override_that_waited_does_not_overtake_later_ones(tmp_path):
@@ -186,11 +186,11 @@ def test_an_override_that_waited_does_not_overtake_later_ones(tmp_path):
     assert yaml_config.load(tmp_path / "two.yaml", waits).observe.rounds == (2,)
 
 
-@pytest.mark.parametrize("bad", ["attack.ig.tv", "attack.ig.tv=bad"])
+@pytest.mark.parametrize("bad", ["attack.ig.tv_weight", "attack.ig.tv_weight=bad"])
 def test_a_wrong_override_is_said_even_if_a_later_one_is_right(tmp_path, bad):
     (tmp_path / "two.yaml").write_text(TEXT)
-    with pytest.raises(ValueError, match=r"attack\.ig\.tv"):
-        yaml_config.load(tmp_path / "two.yaml", [bad, "attack.ig.tv=4"])
+    with pytest.raises(ValueError, match=r"attack\.ig\.tv_weight"):
+        yaml_config.load(tmp_path / "two.yaml", [bad, "attack.ig.tv_weight=4"])
 
 
 def test_load_names_the_file(tmp_path):

@@ -169,7 +169,7 @@ def test_everything_drawn_lies_inside_the_picture(chart, width):
 
 @pytest.mark.parametrize("width", [style.WIDE, style.NARROW])
 def test_long_names_are_wrapped(width):
-    name = "hyperfl-with-a-long-label@lr=0.01 with noise@std=0.1 under peel+ig@tv=0.001, round 1000"
+    name = "hyperfl-with-a-long-label@lr=0.01 with noise@std=0.1 under peel+ig@tv_weight=0.001, round 1000"
     strips = [Strip(i, name, Marker(0), [7.0, 9.0], 8.0, (6.0, 10.0)) for i in range(1, 4)]
     lines = LineChart(name, [Curve(name, 0, [(0.0, 1.0), (1.0, 2.0)])])
     scatter = ScatterPlot([Point(1, name, Marker(0), 7.0, 50.0)])

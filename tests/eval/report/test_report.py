@@ -186,7 +186,7 @@ def _naming(hits: dict[str, tuple[int, int]], **more) -> FakeRun:
 
 
 def test_of_many_attacks_one_names_images_by_chance(tmp_path):
-    several = {f"ig@tv={number}": (0, 2) for number in range(79)}
+    several = {f"ig@tv_weight={number}": (0, 2) for number in range(79)}
     run = _naming({"lucky": (2, 2), **several})  # 1 in 2500 by itself, but one of eighty attacks
     (found,) = blocks(build_report(run.write(tmp_path / "lucky")), FindingBlock)
     assert any("for 2 of 2 images" in line for line in found.lines)

@@ -75,7 +75,7 @@ def test_it_says_whose_pictures_were_named_though_no_closer_than_a_guess():
     made.rows = [made.rows[0], {**made.rows[0], "update": "0:1", "picture": "0:1"}]
     assert "but 2 of 2 pictures were named" in legend(made)
     for number in range(79):  # one of eighty attacks names two images by chance
-        made.attack("fedavg", f"ig@tv={number}", [2.0] * 2, identified=False, identified_among=50)
+        made.attack("fedavg", f"ig@tv_weight={number}", [2.0] * 2, identified=False, identified_among=50)
     assert "were named" not in legend(made)
 
 

@@ -139,8 +139,8 @@ def test_cells_of_what_names_no_data_are_called_as_they_were():
 
 
 def test_a_setting_that_came_later_renames_no_cell_where_it_is_off():
-    before, clamped = ids("attack=rog"), ids("attack=[{name: rog, clamped: true}]")
-    assert ids("attack=[{name: rog, clamped: false}]") == before != clamped
+    before, clamped = ids("attack=rog"), ids("attack=[{name: rog, clamp_upsampled: true}]")
+    assert ids("attack=[{name: rog, clamp_upsampled: false}]") == before != clamped
     (first, *_) = runner.prepare(tiny("attack=rog"), device="cpu").trainings
     spec = first.watches[0].cell.settings["attack"]
     assert not {"compiled", "clamped", "balance"} & set(spec)

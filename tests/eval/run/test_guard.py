@@ -66,7 +66,7 @@ from attacks.parallel import Spread
 from fl.runtime.main_guard import UnguardedError
 spread = Spread(4, patience=0.0)
 try:
-    pool = spread._started() and spread._pool
+    pool = spread._ready_pool() and spread._pool
     tasks = [pool.submit(abs, -3) for _ in range(3)]
     for task in tasks:
         pool.result(task)

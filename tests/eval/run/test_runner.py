@@ -380,10 +380,10 @@ def test_attacks_spread_over_processes_leave_the_same_rows(done, tmp_path, monke
     def at_once(workers):
         made = spread.Spread(workers, patience=0.0)
         if workers > 1:
-            made._started().result()
+            made._ready_pool().result()
         return made
 
-    monkeypatch.setattr(spread, "_here", slowly)
+    monkeypatch.setattr(spread, "_run_here", slowly)
     monkeypatch.setattr(runner, "Spread", at_once)
     folder, counts = tmp_path / "out", []
     told = partial(run, tiny(), folder, progress=lambda stage, done, _: counts.append((stage, done)), workers=2)

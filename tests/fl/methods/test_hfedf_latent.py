@@ -216,7 +216,7 @@ def test_the_image_behind_a_latent_vector() -> None:
     errors = {}
     for size in (1, 128):
         run, view, truth = view_of_one(size)
-        result = attacks.build({"name": "latent-payload", "iterations": 300, "tv": 1e-3})(view)
+        result = attacks.build({"name": "latent-payload", "iterations": 300, "tv_weight": 1e-3})(view)
         assert isinstance(result, Reconstruction)
         assert result.inputs is not None
         assert result.inputs.shape == (1, 1, 8, 8)

@@ -52,7 +52,7 @@ def test_a_stack_equals_one_trial_at_a_time(name: str) -> None:
     attack = attacks.build({"name": name, "iterations": 12, "restarts": 2})
     together = attack.run(views, [1, 2, 3])
     alone = [attack(view, seed=seed) for view, seed in zip(views, [1, 2, 3], strict=True)]
-    one_by_one = replace(attack, stack=1).run(views, [1, 2, 3])  # type: ignore[call-arg]
+    one_by_one = replace(attack, max_parallel_trials=1).run(views, [1, 2, 3])  # type: ignore[call-arg]
     for x, y, z in zip(together, alone, one_by_one, strict=True):
         assert isinstance(x, Reconstruction)
         assert isinstance(y, Reconstruction)
@@ -93,7 +93,7 @@ def test_ig_beats_a_constant_image_and_knows_the_label() -> None:
     task = build_model("lenet-zhu", num_classes=3, input_shape=(1, 8, 8), seed=0)
     images = worlds.images(1, "ig")
     view, truth = shared_by(task, one_step(), Batch(images.inputs.float(), images.labels))
-    found = attacks.build({"name": "ig", "iterations": 600, "tv": 0.0})(view, seed=0)
+    found = attacks.build({"name": "ig", "iterations": 600, "tv_weight": 0.0})(view, seed=0)
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
     assert found.labels is not None
@@ -117,7 +117,7 @@ def test_more_restarts_never_end_higher_and_stop_when_enough_is_found() -> None:
     view, _ = tiny_views(1)[0]
     one = attacks.build({"name": "ig", "iterations": 30})(view, seed=5)
     four = attacks.build({"name": "ig", "iterations": 30, "restarts": 4})(view, seed=5)
-    first = attacks.build({"name": "ig", "iterations": 30, "restarts": 4, "enough": 10.0})(view, seed=5)
+    first = attacks.build({"name": "ig", "iterations": 30, "restarts": 4, "success_threshold": 10.0})(view, seed=5)
     assert isinstance(one, Reconstruction)
     assert isinstance(four, Reconstruction)
     assert isinstance(first, Reconstruction)
@@ -140,7 +140,7 @@ def test_restarts_are_compared_on_one_scale_and_stop_by_their_own(monkeypatch: p
     monkeypatch.setattr(GradientMatching, "initial_variables", placed)
     for near in (0, 1):
         for stack in (1, 2):
-            found = attacks.build({**short, "restarts": 2, "tv": 0.0, "stack": stack})(view)
+            found = attacks.build({**short, "restarts": 2, "tv_weight": 0.0, "max_parallel_trials": stack})(view)
             assert isinstance(found, Reconstruction)
             assert found.inputs is not None
             assert psnr(found.inputs, truth.inputs) > 30
@@ -148,7 +148,7 @@ def test_restarts_are_compared_on_one_scale_and_stop_by_their_own(monkeypatch: p
             assert found.history[0] == 1.0 if near == 0 else found.history[0] < 0.1
     near = 0
     begun.clear()
-    attacks.build({**short, "restarts": 4, "enough": 0.9999})(view)
+    attacks.build({**short, "restarts": 4, "success_threshold": 0.9999})(view)
     assert begun[1:] == [0, 1], "the first trial falls by nothing, the second one does"
 
 
@@ -238,7 +238,7 @@ def test_an_iterate_of_large_steps_is_not_kept_for_its_objective(schedule: str, 
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"iterations: expected a (whole )?number >= 1, got 0"):
         attacks.build({"name": "ig", "iterations": 0})
-    for key in ("tv", "lr", "label_lr", "private_lr"):
+    for key in ("tv_weight", "lr", "label_lr", "private_lr"):
         with pytest.raises(ValueError, match=f"ig.{key}: expected a number >= 0.*, got -1"):
             attacks.build({"name": "ig", key: -1})
     with pytest.raises(ValueError, match="did you mean 'ig'"):
@@ -347,7 +347,7 @@ def test_labels_read_off_a_group_are_dealt_out_where_it_matters_whose_they_are(s
 
 def test_a_group_is_not_advised_to_be_taken_for_one_step() -> None:
     run = worlds.federation(FedAvg(lr=0.1, steps=4), SecAgg(clients=2), rounds=0)
-    for settings, threat in (({}, ThreatModel(knows_schedule=False)), ({"memory": 1e-9}, ThreatModel())):
+    for settings, threat in (({}, ThreatModel(knows_schedule=False)), ({"memory_limit_gib": 1e-9}, ThreatModel())):
         found = attacks.build({"name": "ig", **settings})(run.observe(0, threat=threat)[0])
         assert isinstance(found, NotApplicable)
         assert "surrogate" not in found.reason

@@ -87,11 +87,11 @@ def test_the_estimate_is_right_within_a_factor_of_two(stack: int) -> None:
 def test_what_does_not_fit_is_refused_with_the_way_out() -> None:
     view = view_of(40)
     limit = estimate(view) / GIB / 2
-    refused = searching(memory=limit)(view)
+    refused = searching(memory_limit_gib=limit)(view)
     assert isinstance(refused, NotApplicable)
     assert "40 local step(s)" in refused.reason
     assert "surrogate+" in refused.reason
-    found = attacks.build({"name": "surrogate+ig", "iterations": 3, "memory": limit})(view)
+    found = attacks.build({"name": "surrogate+ig", "iterations": 3, "memory_limit_gib": limit})(view)
     assert isinstance(found, Reconstruction)
 
 
@@ -105,7 +105,7 @@ def test_a_stack_is_as_large_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         return search(self, stack, *args)
 
     monkeypatch.setattr(GradientMatching, "search", watched)
-    few = searching(restarts=5, memory=2.5 * estimate(view) / GIB)(view, seed=1)
+    few = searching(restarts=5, memory_limit_gib=2.5 * estimate(view) / GIB)(view, seed=1)
     many = searching(restarts=5)(view, seed=1)
     weights = sum(weight.numel() for weight in view.client.task.parameters.values())
     monkeypatch.setattr(memory_estimate, "CACHE", 2.5 * weights * view.dtype.itemsize)
@@ -117,5 +117,5 @@ def test_a_stack_is_as_large_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_memory_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"memory: expected a (whole )?number > 0"):
-        searching(memory=0.0)
+    with pytest.raises(ValueError, match=r"memory_limit_gib: expected a (whole )?number > 0"):
+        searching(memory_limit_gib=0.0)

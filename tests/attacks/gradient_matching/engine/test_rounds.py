@@ -111,7 +111,7 @@ def test_where_the_order_is_known_labels_go_to_their_batches() -> None:
     batches = [batch for steps in truth.trace.order for step in steps for batch in step]
     assert found is not None
     assert classes(batches, found) == classes(batches, truth.labels) != classes(batches, searched.recovered_labels)
-    attack = attacks.build({"name": "ig", "orders": 400})
+    attack = attacks.build({"name": "ig", "order_candidates": 400})
     assert isinstance(attack, GradientMatching)
     begins = [attack.initial_variables(searched, 0, restart)[LABELS].argmax(1) for restart in (0, 0, 1)]
     assert torch.equal(begins[0], found)
@@ -152,7 +152,7 @@ def test_each_restart_begins_with_the_next_best_order(monkeypatch: pytest.Monkey
         return search(self, stack, *args)
 
     monkeypatch.setattr(GradientMatching, "search", watched)
-    settings = {"iterations": 2, "restarts": 3, "orders": 60}
+    settings = {"iterations": 2, "restarts": 3, "order_candidates": 60}
     attacks.build({"name": "ig", **settings})(view)
     assert seen == [fed(one) for one in rank_orders(problem, 60, 3)]
     assert len(set(map(tuple, seen))) == 3
@@ -164,17 +164,19 @@ def test_each_restart_begins_with_the_next_best_order(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("trials", [1, 2])
 def test_rounds_count_alike(trials: int) -> None:
     view, truth = rounds(FedAvg(lr=0.3, epochs=2, batch_size=None), 3)
-    attack = attacks.build({"name": "ig", "tv": 0.01})
+    attack = attacks.build({"name": "ig", "tv_weight": 0.01})
     assert isinstance(attack, GradientMatching)
     problem = attack.build_problem(view)
     assert len(problem.earlier) == 2
     images = (truth.inputs - problem.constants["offset"]) / problem.constants["scale"]
     right = {INPUTS: images.expand(trials, *images.shape)}
-    assert ProblemBatch([replace(problem, tv=0.0)] * trials).evaluate(right)[0].max() < 1e-12
+    assert ProblemBatch([replace(problem, tv_weight=0.0)] * trials).evaluate(right)[0].max() < 1e-12
     rows = {INPUTS: torch.randn(trials, 4, 1, 8, 8, generator=stream(0, "guess"), dtype=torch.float64)}
     together = ProblemBatch([problem] * trials).evaluate(rows)[0]
     views = (*view.history, replace(view, history=()))
-    apart = [ProblemBatch([replace(attack.build_problem(one), tv=0.0)] * trials).evaluate(rows)[0] for one in views]
+    apart = [
+        ProblemBatch([replace(attack.build_problem(one), tv_weight=0.0)] * trials).evaluate(rows)[0] for one in views
+    ]
     prior = ProblemBatch([replace(problem, earlier=())] * trials).evaluate(rows)[0] - apart[-1]
     assert torch.allclose(together, sum(apart) / 3 + prior, rtol=1e-9)
 

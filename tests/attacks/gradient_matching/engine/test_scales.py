@@ -40,7 +40,7 @@ def seen(method: Method | None = None, defense: Defense | None = None) -> Server
 
 
 def search(**settings: object) -> GradientMatching:
-    built = attacks.build({"name": "ig", "tv": 0.0, **settings})
+    built = attacks.build({"name": "ig", "tv_weight": 0.0, **settings})
     assert isinstance(built, GradientMatching)
     return built
 

@@ -74,7 +74,7 @@ def test_what_draws_decides_or_remembers_is_not_recorded() -> None:
 
 def test_a_search_is_recorded_and_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     _, method, defense = SETTINGS["one step"]
-    attack = attacks.build({"name": "ig", "iterations": 60, "restarts": 3, "patience": 12, "enough": 0.0})
+    attack = attacks.build({"name": "ig", "iterations": 60, "restarts": 3, "patience": 12, "success_threshold": 0.0})
     made: list[int] = []
 
     def counted(evaluate: Evaluation, variables: dict[str, Tensor], **given: bool) -> Evaluation | None:
@@ -172,7 +172,7 @@ def test_a_compiled_search_finds_what_the_other_finds(monkeypatch: pytest.Monkey
     _, method, defense = SETTINGS["one step"]
     (view,) = views(method, defense, 1)
     monkeypatch.setattr(batching, "MIN_EVALUATIONS_TO_COMPILE", 0)
-    one, other = (attacks.build({"name": "ig", "iterations": 400, "compiled": way})(view) for way in (False, True))
+    one, other = (attacks.build({"name": "ig", "iterations": 400, "compile": way})(view) for way in (False, True))
     assert isinstance(one, Reconstruction)
     assert isinstance(other, Reconstruction)
     assert one.objective is not None

@@ -22,18 +22,18 @@ def test_published_figures_survive_the_round_trip_and_a_sweep() -> None:
     assert found.published[0].psnr == 16.16
     assert yaml_config.read(yaml_config.to_plain(found)) == found
     assert "published" not in yaml_config.to_plain(yaml_config.read(BASE))
-    swept = yaml_config.read({**BASE, "published": [FIGURES], "sweep": {"attack.ig.tv": [1e-4, 1e-2]}})
-    assert [entry.label for entry in swept.attack] == ["ig@tv=0.0001", "ig@tv=0.01"]
+    swept = yaml_config.read({**BASE, "published": [FIGURES], "sweep": {"attack.ig.tv_weight": [1e-4, 1e-2]}})
+    assert [entry.label for entry in swept.attack] == ["ig@tv_weight=0.0001", "ig@tv_weight=0.01"]
     assert swept.published == found.published
 
 
 def test_they_may_be_of_one_value_of_a_sweep() -> None:
-    sweep = {"attack.ig.tv": [1e-4, 1e-2], "method.fedavg.lr": [0.1, 1]}
-    figures = {**FIGURES, "method": "fedavg@lr=0.1", "attack": "ig@tv=0.01"}
+    sweep = {"attack.ig.tv_weight": [1e-4, 1e-2], "method.fedavg.lr": [0.1, 1]}
+    figures = {**FIGURES, "method": "fedavg@lr=0.1", "attack": "ig@tv_weight=0.01"}
     swept = yaml_config.read({**BASE, "published": figures, "sweep": sweep})
-    assert (swept.published[0].method, swept.published[0].attack) == ("fedavg@lr=0.1", "ig@tv=0.01")
+    assert (swept.published[0].method, swept.published[0].attack) == ("fedavg@lr=0.1", "ig@tv_weight=0.01")
     assert yaml_config.read(yaml_config.to_plain(swept)) == swept
-    for wrong in ({"attack": "ig@tv=0.1"}, {"method": "fedavg@lr=2"}, {"method": "fedavg@lr"}):
+    for wrong in ({"attack": "ig@tv_weight=0.1"}, {"method": "fedavg@lr=2"}, {"method": "fedavg@lr"}):
         with pytest.raises(ValueError, match="in published"):
             yaml_config.read({**BASE, "published": {**figures, **wrong}, "sweep": sweep})
     with pytest.raises(ValueError, match="in published"):
