@@ -39,7 +39,30 @@ __all__ = [
     "run_checked",
 ]
 
-attacks = Registry["Attack"]("attack", "attacks")
+
+class AttackRegistry(Registry["Attack"]):
+    """The registry of attacks, which also builds chains (`first+then`) and published settings (`preset`)."""
+
+    def build(self, spec: str | Mapping[str, Any] | Attack) -> Attack:
+        """An attack from its name or its settings; `first+then` chains two, other settings then go to the last.
+
+        `preset` takes the attack's published settings of that name; what is given beside it goes before them.
+
+        Raises:
+            fl.registry.UnknownNameError: unknown attack, preset or setting; says what is close.
+        """
+        if isinstance(spec, str):
+            spec = {"name": spec}
+        if isinstance(spec, Attack):
+            return spec
+        first, plus, then = str(spec.get("name", "")).partition("+")
+        if not plus:
+            return super().build(_with_preset(dict(spec)))
+        return Chain(first=super().build(first), then=self.build({**spec, "name": then}))
+
+
+attacks = AttackRegistry("attack", "attacks")
+build = attacks.build
 
 
 @dataclass(frozen=True)
@@ -334,24 +357,6 @@ class Chain(Attack):
         single = [self.first.single_client_view(view) for view in views]
         rewritten = [self.first.rewrite(view) for view in single if isinstance(view, ServerView)]
         return self.then.estimate_seconds([view for view in rewritten if isinstance(view, ServerView)])
-
-
-def build(spec: str | Mapping[str, Any] | Attack) -> Attack:
-    """An attack from its name or its settings; `first+then` chains two, other settings then go to the last.
-
-    `preset` takes the attack's published settings of that name; what is given beside it goes before them.
-
-    Raises:
-        fl.registry.UnknownNameError: unknown attack, preset or setting; says what is close.
-    """
-    if isinstance(spec, Attack):
-        return spec
-    settings = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = str(settings.get("name", ""))
-    if "+" not in name:
-        return attacks.build(_with_preset(settings))
-    first, _, then = name.partition("+")
-    return Chain(first=attacks.build(first), then=build({**settings, "name": then}))
 
 
 def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from attacks.update.rescaling import rescale_to_unit
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
 from fl.defense import Defense
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, dense
@@ -95,7 +95,7 @@ def can_replay(view: ServerView) -> bool:
     whole = len(steps) == 1 and sum(steps[0]) == view.batch_size
     return (
         (whole or (view.batch_size == 1 and bool(steps)))
-        and type(view.method.parametrisation) is Parametrisation
+        and type(view.method.parametrization) is Parametrization
         and type(view.client.defense) is Defense
         and not view.parts
         and not view.client.draws

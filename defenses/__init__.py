@@ -2,4 +2,6 @@
 
 from fl.defense import Defense, defenses
 
-__all__ = ["Defense", "defenses"]
+__all__ = ["Defense", "build", "defenses"]
+
+build = defenses.build

@@ -12,7 +12,7 @@ from torch import Tensor
 from defenses import defenses
 from fl.defense import Defense
 from fl.ranges import Limit
-from fl.tensors import Tensors, norm, scaled, total
+from fl.tensors import Tensors, dot, norm, scaled
 
 Scope = Literal["global", "tensor"]
 
@@ -66,8 +66,8 @@ class Clip(Defense):
         for part in _parts(known, self.scope):
             whole = {name: observed[name] for name in (observed if self.scope == "global" else part)}
             short = norm(whole) < self.max_norm * (1 - 1e-4)  # nothing was clipped
-            size = total(part, part)
-            fitted = (total(part, observed) / torch.where(size > 0, size, 1.0)).clamp(0, 1)
+            size = dot(part, part)
+            fitted = (dot(part, observed) / torch.where(size > 0, size, 1.0)).clamp(0, 1)
             left.update(scaled(part, torch.where(short, 1.0, fitted)))
         return left
 

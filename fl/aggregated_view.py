@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fl.defense import overrides
 from fl.local import sampling
-from fl.tensors import Tensors, blend, dense
+from fl.tensors import Tensors, dense, weighted_sum
 from fl.types import Candidate, Draws, Order, Schedule, Trace
 from fl.view import Part, ServerView
 
@@ -72,7 +72,7 @@ class Division:
 
 def weighted(updates: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     """The sum of `updates`, each times its weight."""
-    return {name: blend([update[name] for update in updates], weights) for name in updates[0]}
+    return {name: weighted_sum([update[name] for update in updates], weights) for name in updates[0]}
 
 
 def combine(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) -> tuple[ServerView, Truth]:

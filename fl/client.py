@@ -17,7 +17,7 @@ from fl.gradient import DRAWN, Derivative, Gradient, autograd_derivative, for_bu
 from fl.local.optimizers import OptimState, optimise
 from fl.method import Method
 from fl.network import Network
-from fl.tensors import Payloads, Tensors, combine, dense, flatten, minus, zeros
+from fl.tensors import Payloads, Tensors, combine, dense, flatten, sub, zeros
 from fl.types import Batch, Draws, Order, Phase, Scope, Step, Task
 
 Batches = Sequence[Iterable[Sequence[Batch]]]
@@ -95,7 +95,7 @@ class Client:
 
     def network(self, params: Tensors, buffers: dict[str, Tensor]) -> Network:
         """The client's network with the weights that `params` stand for."""
-        return Network(self.predictor, self.method.parametrisation.network(params, self.task), buffers)
+        return Network(self.predictor, self.method.parametrization.network(params, self.task), buffers)
 
 
 def _normalise_apart(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class LossGradient(Gradient):
     def weights(self, params: Tensors) -> dict[str, Tensor]:
         """The network's weights that `params` stand for; generated once per phase where they do not move."""
         if self.fixed is None:
-            return self.client.method.parametrisation.network(params, self.client.task)
+            return self.client.method.parametrization.network(params, self.client.task)
         return {**self.fixed, **{name: dense(params[name]) for name in self.live}}
 
     def of_weights(
@@ -182,7 +182,7 @@ class LossGradient(Gradient):
     ) -> dict[str, Tensor]:
         """Gradients of the loss with respect to those of the network's weights that the moving parameters need."""
         client = self.client
-        wanted = client.method.parametrisation.sources(client.task, self.live)
+        wanted = client.method.parametrization.sources(client.task, self.live)
 
         def loss(chosen: dict[str, Tensor]) -> Tensor:
             return (self.loss or client.method.loss)(self.network({**weights, **chosen}), batch, self.step)
@@ -195,7 +195,7 @@ class LossGradient(Gradient):
 
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
         """Gradients of the parameters that move from those of the network's weights."""
-        return self.client.method.parametrisation.pullback(params, grads, self.client.task, self.live)
+        return self.client.method.parametrization.pullback(params, grads, self.client.task, self.live)
 
 
 def of_client(grad: Gradient) -> LossGradient:
@@ -229,7 +229,7 @@ class LocalResult:
 
     def trained(self, shared: Tensors) -> Tensors:
         """The shared parameters after training, from those before."""
-        return {name: minus(value, self.update[name]) for name, value in shared.items()}
+        return {name: sub(value, self.update[name]) for name, value in shared.items()}
 
     def sent(self) -> Tensors:
         """Everything sent as one set: the update, and further payloads under `payload/name`."""
@@ -277,7 +277,7 @@ def local_update(
         Differences, private state and buffers after training; nothing that came in is changed.
     """
     method = client.method
-    start = method.parametrisation.lift({**shared, **private})
+    start = method.parametrization.lift({**shared, **private})
     buffers = {k: v.clone() for k, v in buffers.items()} if track else buffers
     course = _Training(client, buffers, derivative, generator, track, guided, draws, secrets or {})
     base = Step(client.task, start, received or {}, memory or {}, {}, round)
@@ -329,7 +329,7 @@ class _Training:
         """The network's weights where only its own move: what is generated stays as it is, so it is generated once."""
         client = self.client
         still = all(name in client.task.parameters for name in moving)
-        return client.method.parametrisation.network(params, client.task) if still else None
+        return client.method.parametrization.network(params, client.task) if still else None
 
     def _drawn(self, phase: int, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """The random numbers of a step."""

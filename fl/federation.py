@@ -13,7 +13,7 @@ from fl.aggregated_view import combine
 from fl.client import Client
 from fl.engines import EngineName, choose
 from fl.engines.base import Engine
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.simulation.client_round import Round, observe, settled
 from fl.simulation.diagnostics import TrainingDiagnostics
 from fl.simulation.federation_state import ClientData, FederationState, accepts_channels_last, n_sampled
@@ -110,8 +110,8 @@ class Federation(FederationState):
         """
         began = time.perf_counter() if since is None else since
         local = tuple(part.accuracy for part in parts if part.accuracy is not None)
-        made, figures, down = self.client.method.parametrisation, list[dict[str, float]](), 0
-        told = type(made).diagnostics is not Parametrisation.diagnostics
+        made, figures, down = self.client.method.parametrization, list[dict[str, float]](), 0
+        told = type(made).diagnostics is not Parametrization.diagnostics
         for number in self.participants if told else self.sampled(self.server.round):
             sent = self.download(number)  # a server may make a model for each: one by one, no more than are needed
             figures.append(made.diagnostics({**sent.shared, **self.clients[number].private}))

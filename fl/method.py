@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from fl.gradient import Gradient
 from fl.network import Network
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.privacy_statement import PrivacyStatement
 from fl.registry import Registry
-from fl.tensors import Payloads, Tensors, Value, blend, dense, minus
+from fl.tensors import Payloads, Tensors, Value, dense, sub, weighted_sum
 from fl.types import Batch, Phase, Scope, Step, Task, Upload
 
 __all__ = ["Download", "Method", "ServerState", "Step", "mean", "methods"]
@@ -59,15 +59,16 @@ class Download:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """The base of every federated method: parametrisation x local rule x server rule.
+    """The base of every federated method: parametrization x local rule x server rule.
 
     Attributes:
-        parametrisation: how parameters become network weights.
+        parametrization: how parameters become network weights.
         train_mode: whether local training runs the model in train mode (batch statistics in batch norm).
     """
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Method]] = methods
+    former_names: ClassVar[Mapping[str, str]] = {"parametrisation": "parametrization"}
     plain: ClassVar[str] = ""
     """What it does, in words for a reader who knows none of the papers."""
     per_sample: ClassVar[bool] = True
@@ -79,7 +80,7 @@ class Method:
     uses_labels: ClassVar[bool] = True
     """False where the loss looks at no label, so that an attack need not guess any."""
 
-    parametrisation: Parametrisation = field(default_factory=Parametrisation)
+    parametrization: Parametrization = field(default_factory=Parametrization)
     train_mode: bool = True
 
     # ---- description -------------------------------------------------------------------------------------------------
@@ -117,8 +118,8 @@ class Method:
         return None
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Who holds a parameter or buffer: the parametrisation's word, else shared."""
-        return self.parametrisation.scope(name) or Scope.SHARED
+        """Who holds a parameter or buffer: the parametrization's word, else shared."""
+        return self.parametrization.scope(name) or Scope.SHARED
 
     def client_model(self, task: Task) -> nn.Module:
         """The network a client runs, built once per client."""
@@ -138,7 +139,7 @@ class Method:
     # ---- local rule --------------------------------------------------------------------------------------------------
     def initial(self, task: Task, generator: torch.Generator) -> Tensors:
         """Initial shared and private parameters."""
-        return self.parametrisation.initial(task, generator)
+        return self.parametrization.initial(task, generator)
 
     def init_memory(self, params: Tensors, task: Task) -> Payloads:
         """What a client remembers before its first round."""
@@ -234,7 +235,7 @@ class Method:
         if not uploads:
             return replace(server, round=server.round + 1)
         shared = {
-            name: minus(value, mean(uploads, lambda upload, name=name: upload.update[name]))  # type: ignore[misc]
+            name: sub(value, mean(uploads, lambda upload, name=name: upload.update[name]))  # type: ignore[misc]
             for name, value in server.shared.items()
         }
         buffers = {
@@ -257,4 +258,4 @@ class Method:
 def mean(uploads: Sequence[Upload], pick: Callable[[Upload], Value]) -> Value:
     """Mean of `pick(upload)` with the uploads' weights."""
     whole = sum(upload.weight for upload in uploads)
-    return blend([pick(upload) for upload in uploads], [upload.weight / whole for upload in uploads])
+    return weighted_sum([pick(upload) for upload in uploads], [upload.weight / whole for upload in uploads])

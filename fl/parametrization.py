@@ -14,19 +14,19 @@ from fl.registry import Registry
 from fl.tensors import Tensors, dense
 from fl.types import Scope, Task
 
-parametrisations: Registry[Parametrisation] = Registry("parametrisation", "fl.models")
+parametrizations: Registry[Parametrization] = Registry("parametrization", "fl.models")
 
 
-@parametrisations.register("direct")
+@parametrizations.register("direct")
 @dataclass(frozen=True, kw_only=True)
-class Parametrisation:
+class Parametrization:
     """Parameters are the network's own weights: the base of every generator, and the identity.
 
     A method takes one as a setting, so a generator composes with any local rule (HFN with FedProx, say).
     """
 
     name: ClassVar[str]
-    registry: ClassVar[Registry[Parametrisation]] = parametrisations
+    registry: ClassVar[Registry[Parametrization]] = parametrizations
     structured: ClassVar[bool] = False
     """Whether gradients come as sums of outer products, which only SGD leaves what they are."""
 
@@ -60,7 +60,7 @@ class Parametrisation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated(Parametrisation):
+class Generated(Parametrization):
     """A generator of some of the network's weights, pulled back by autograd.
 
     A subclass says what it generates from which parameters; one with more structure overrides `pullback`.

@@ -8,6 +8,7 @@ it in that form, so a HyperFL step costs what its target network costs and not w
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -201,24 +202,24 @@ def add(x: Value, y: Value, alpha: float | Tensor = 1.0) -> Value:
     return x + y * alpha if isinstance(alpha, Tensor) else torch.add(x, y, alpha=alpha)
 
 
-def times(x: Value, factor: float | Tensor) -> Value:
+def mul(x: Value, factor: float | Tensor) -> Value:
     """`factor * x`; dense where a tensor multiplies a base, whose own factor is always a number."""
     if isinstance(x, LowRank) and isinstance(factor, Tensor) and x.base is not None and x.scale != 0:
         return x.dense() * factor
     return x * factor
 
 
-def blend(values: Sequence[Value], weights: Sequence[float]) -> Value:
+def weighted_sum(values: Sequence[Value], weights: Sequence[float]) -> Value:
     """The sum of `values`, each times its weight; structured ones are summed as such before any is made dense."""
     kinds: dict[bool, Value] = {}
     for value, weight in zip(values, weights, strict=True):
         kind = isinstance(value, LowRank)
-        kinds[kind] = add(kinds[kind], value, weight) if kind in kinds else times(value, weight)
+        kinds[kind] = add(kinds[kind], value, weight) if kind in kinds else mul(value, weight)
     plain, structured = kinds.get(False), kinds.get(True)
     return add(plain, structured) if plain is not None and structured is not None else next(iter(kinds.values()))
 
 
-def minus(value: Value, change: Value) -> Value:
+def sub(value: Value, change: Value) -> Value:
     """`value - change` as a plain tensor, in one product where the change is structured."""
     if isinstance(change, LowRank) and isinstance(value, Tensor):
         value = LowRank.of(value)
@@ -287,13 +288,13 @@ def _one_outer_product(x: LowRank) -> bool:
 
 
 # ---- sets of values --------------------------------------------------------------------------------------------------
-def total(x: Mapping[str, Value], y: Mapping[str, Value]) -> Tensor:
+def dot(x: Mapping[str, Value], y: Mapping[str, Value]) -> Tensor:
     """Inner product of two sets over the names of the first."""
     parts = [inner(v, y[k]) for k, v in x.items()]
     return torch.stack(parts).sum()
 
 
-def length(x: Tensor) -> Tensor:
+def vector_norm(x: Tensor) -> Tensor:
     """Euclidean norm of a vector, above 0 by a hair at least; its derivative at zero is zero."""
     return torch.linalg.vector_norm(x).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
 
@@ -302,8 +303,8 @@ def norm(x: Mapping[str, Value]) -> Tensor:
     """Euclidean norm of all entries together, above 0 by a hair at least; its derivative at zero is zero."""
     flat, structured = split(x)
     if not structured:
-        return length(flat)
-    squares = total(structured, structured)
+        return vector_norm(flat)
+    squares = dot(structured, structured)
     if flat.numel():
         squares = squares + flat.square().sum()
     return (squares + torch.finfo(squares.dtype).tiny).sqrt()
@@ -341,10 +342,10 @@ def zeros(x: Mapping[str, Value], names: Iterable[str]) -> Tensors:
 
 def scaled(x: Mapping[str, Value], factor: float | Tensor) -> Tensors:
     """Every value times `factor`."""
-    return {k: times(v, factor) for k, v in x.items()}
+    return {k: mul(v, factor) for k, v in x.items()}
 
 
-def each(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> Tensors:
+def map_values(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> Tensors:
     """`function` on every tensor; on the factors and the base of a structured one (casts, clones, moves)."""
     result: Tensors = {}
     for name, v in x.items():
@@ -382,7 +383,7 @@ def detached(values: Tensors) -> Tensors:
     result: Tensors = {}
     for name, value in values.items():
         if isinstance(value, LowRank):
-            copied = each({name: replace(value, base=None)}, lambda t: t.detach().clone())[name]
+            copied = map_values({name: replace(value, base=None)}, lambda t: t.detach().clone())[name]
             assert isinstance(copied, LowRank)
             result[name] = replace(copied, base=value.base)
         else:
@@ -393,3 +394,22 @@ def detached(values: Tensors) -> Tensors:
 def flatten(payloads: Payloads, prefix: str = "") -> Tensors:
     """Payloads as one set with names `prefix payload/name`."""
     return {f"{prefix}{payload}/{name}": value for payload, part in payloads.items() for name, value in part.items()}
+
+
+_FORMER = {
+    "blend": "weighted_sum",
+    "each": "map_values",
+    "length": "vector_norm",
+    "minus": "sub",
+    "times": "mul",
+    "total": "dot",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A function by its former name; warns of the name of today."""
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    now = _FORMER[name]
+    warnings.warn(f"{__name__}.{name} is now {__name__}.{now}", DeprecationWarning, stacklevel=2)
+    return globals()[now]

@@ -336,7 +336,7 @@ def _moments(
     own = client.task.buffers
     params = {k: v for k, v in private.items() if "/" not in k and k not in own}
     buffers = {**own, **view.buffers, **{k: v for k, v in private.items() if k in own}}
-    start = client.method.parametrisation.lift({**view.shared, **params})
+    start = client.method.parametrization.lift({**view.shared, **params})
     handles = [client.predictor.get_submodule(n).register_forward_pre_hook(partial(keep, n)) for n in names]
     try:
         client.network(start, buffers)(images)  # type: ignore[arg-type]

@@ -93,13 +93,13 @@ class Lower:
 
     @property
     def _generator(self) -> Hypernetwork:
-        generator = self.view.method.parametrisation
+        generator = self.view.method.parametrization
         assert isinstance(generator, Hypernetwork)
         return generator
 
 
 def _params(view: ServerView, embedding: Tensor) -> Tensors:
-    return view.method.parametrisation.lift({**view.shared, EMBEDDING: embedding})
+    return view.method.parametrization.lift({**view.shared, EMBEDDING: embedding})
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def _steps(view: ServerView) -> int | None:
 def _obstacle(view: ServerView) -> str | None:
     """Why the view can't be peeled, or None."""
     method = view.method
-    if not isinstance(method.parametrisation, Filters):
+    if not isinstance(method.parametrization, Filters):
         return "no hypernetwork makes single filters: there is nothing to peel"
     if not any(name.startswith(HYPERNET) for name in view.update):
         return "the hypernetwork is not sent"

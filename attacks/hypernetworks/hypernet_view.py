@@ -64,7 +64,7 @@ def open_view(view: ServerView) -> Opened | NotApplicable:
     reason = _obstacle(view)
     if reason is not None:
         return NotApplicable(reason)
-    generator, task = view.method.parametrisation, view.client.task
+    generator, task = view.method.parametrization, view.client.task
     assert isinstance(generator, Hypernetwork)
     observed = ObservedUpdate(view)
     if missing := observed.unknown_decay:
@@ -109,7 +109,7 @@ def _obstacle(view: ServerView) -> str | None:
     method = view.method
     if not view.update:
         return "nothing is shared"
-    generator = method.parametrisation
+    generator = method.parametrization
     if not isinstance(generator, Hypernetwork):
         return "the update is that of the network itself: there is nothing to peel"
     kept = [n for n in layers(generator.generates(view.client.task), bias=generator.bias) if n not in view.update]

@@ -296,7 +296,7 @@ def _trained(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Me
     """A method of that kind on the network itself, with what a private method clips and adds to each of its steps."""
     if not isinstance(method, Private) or method.plain_gradient(None):
         return kind(**settings, train_mode=method.train_mode)
-    ours = {field.name for field in fields(Private)} - {"parametrisation", "epochs", "steps"}
+    ours = {field.name for field in fields(Private)} - {"parametrization", "epochs", "steps"}
     kept = {**settings, **{name: getattr(method, name) for name in ours}}  # the noise, and what the sum is divided by
     return DPFedAvg(**kept) if kind is FedAvg else Centaur(**{**kept, "head_epochs": 0})
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attacks.hypernetworks.gradient_fusion import SentTwice, lengthened
 from fl.models.hypernetworks.hypernetwork import TRUNK_BIAS, TRUNK_WEIGHT, head_bias, head_weight
-from fl.tensors import LowRank, Tensors, Value, dense, each, inner, matvec, norm, rmatvec
+from fl.tensors import LowRank, Tensors, Value, dense, inner, map_values, matvec, norm, rmatvec
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class HypernetUpdate:
         """From parameters and update of any floating-point type, and what a known defence lets through."""
         keep = layers(names, bias=bias)
         # the published head weights stay in their own type: they are only multiplied with vectors
-        mine, moved = {n: shared[n] for n in keep}, each({n: change[n] for n in keep}, torch.Tensor.double)
+        mine, moved = {n: shared[n] for n in keep}, map_values({n: change[n] for n in keep}, torch.Tensor.double)
         seen = None if passed is None else _seen(moved, passed)
         return cls(mine, moved, names, bias, rounding, single, seen, rounded)
 

@@ -22,7 +22,7 @@ from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.predict import predict
 from fl.ranges import CountFrom0
-from fl.tensors import Tensors, combine, norm, scaled, total
+from fl.tensors import Tensors, combine, dot, norm, scaled
 from fl.types import Candidate
 from fl.view import ServerView
 
@@ -173,7 +173,7 @@ class _Search:
             with torch.no_grad():
                 first = predict(self.easier, replace(guess, order=None), defended=False)
             # at equal sizes: that gradients shrink along the round is no error of the image
-            like = float(total(first, mean) / norm(mean) ** 2)
+            like = float(dot(first, mean) / norm(mean) ** 2)
             corrected = combine(scaled(self.sent, like / unit), combine(first, mean, -like))
             self.easier = replace(self.easier, update=corrected)
 
@@ -202,7 +202,7 @@ class _Search:
         guess = Candidate(result.inputs, result.labels, order=order)
         with torch.no_grad():
             mean = _mean(self.view, predict(self.view, guess, defended=False))
-        unit = float(total(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
+        unit = float(dot(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
         return mean, unit, float(norm(combine(self.sent, mean, -unit)) / norm(self.sent)), guess
 
     def result(self) -> Result:

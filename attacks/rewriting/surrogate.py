@@ -20,10 +20,10 @@ from attacks.update.training_phases import (
 from fl.local.optimizers import OptimState, optimise
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import Count, Share
 from fl.simulation.nonfinite_updates import finite
-from fl.tensors import Tensors, add, times
+from fl.tensors import Tensors, add, mul
 from fl.types import Group, Phase, Schedule
 from fl.view import ServerView
 
@@ -130,7 +130,7 @@ def surrogate_obstacle(view: ServerView) -> str | None:
         return "the update has numbers that are not finite"
     if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
-    if type(view.method.parametrisation) is not Parametrisation:
+    if type(view.method.parametrization) is not Parametrization:
         return "the network's weights are generated: peel it first"
     if not view.method.plain_loss(view.client.task, view.round):
         return f"{view.method.name} has a loss of its own that a plain view does not have"
@@ -153,7 +153,7 @@ def mean_gradient(view: ServerView) -> Tensors | NotApplicable:
         return NotApplicable("several groups of parameters are clipped apart: their sizes can't be compared")
     moves = {mine: total_step_size(phases, schedule, mine) for mine in set(owners.values())}
     change = ObservedUpdate(view).change
-    gradient = {n: times(change[n], 1 / moves[mine]) for n, mine in owners.items() if moves[mine]}
+    gradient = {n: mul(change[n], 1 / moves[mine]) for n, mine in owners.items() if moves[mine]}
     return gradient or NotApplicable("nothing that is shared is trained")
 
 

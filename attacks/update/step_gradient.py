@@ -6,7 +6,7 @@ from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.defense import overrides
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.tensors import Tensors
 from fl.view import ServerView
 
@@ -17,7 +17,7 @@ def single_step_obstacle(view: ServerView, *, batches: bool = False) -> str | No
         return "nothing is shared"
     if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
-    if type(view.method.parametrisation) is not Parametrisation:
+    if type(view.method.parametrization) is not Parametrization:
         return "the network's weights are generated: peel it first"
     if overrides(view.defense, "wrap_model"):
         return f"the defence {view.defense.name} puts layers of its own into the network"

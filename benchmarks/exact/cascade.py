@@ -44,7 +44,7 @@ Handwriting has 930."""
 SUBJECTS: dict[str, tuple[Method, str]] = {
     "FedAvg": (FedAvg(lr=0.02, steps=1), "cascade"),
     "HyperFL": (
-        HyperFL(lr=0.02, steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(init="scaled")),
+        HyperFL(lr=0.02, steps=1, batch_size=None, head_epochs=0, parametrization=Hypernetwork(init="scaled")),
         "peel+cascade",
     ),
 }

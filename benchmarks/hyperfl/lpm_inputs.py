@@ -37,7 +37,7 @@ def federation(init: str) -> Federation:
     images = fl.data.load("cifar10")
     split = DominantGroups(clients=10, train_size=200, test_size=100)(images)
     own = ClientData(images.train.take(split.train[0]), images.test.take(split.test[0]))
-    method = HyperFLLPM(steps=1, head_epochs=0, batch_size=None, parametrisation=Hypernetwork(init=init))  # type: ignore[arg-type]
+    method = HyperFLLPM(steps=1, head_epochs=0, batch_size=None, parametrization=Hypernetwork(init=init))  # type: ignore[arg-type]
     task = ResNetAdapter(stages=3, weights=TRUNK, image_size=64).task(num_classes=images.num_classes)
     return Federation(Client(task, method), [own])
 
@@ -46,7 +46,7 @@ def given(view: ServerView, truth: Truth) -> Tensor:
     """The mean (C,) over the map that the layer was really given."""
     client, seen = view.client, list[Tensor]()
     handle = client.predictor.get_submodule(LAYER).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    params = view.method.parametrisation.lift({**view.shared, **truth.private})
+    params = view.method.parametrization.lift({**view.shared, **truth.private})
     with torch.no_grad():
         client.network(params, client.task.buffers)(truth.inputs)
     handle.remove()

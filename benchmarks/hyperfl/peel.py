@@ -25,7 +25,7 @@ from fl.data.partitions.base import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
-from fl.tensors import dense, minus
+from fl.tensors import dense, sub
 from fl.types import Batch, Truth
 from fl.view import ServerView
 
@@ -75,7 +75,7 @@ def local_work(method: HyperFL, work: str, data: Batch) -> tuple[HyperFL, Batch]
 def uploaded(view: ServerView) -> ServerView:
     """The update as the difference of two dense float32 models."""
     return replace(
-        view, update={n: dense(view.shared[n]) - dense(minus(view.shared[n], u)) for n, u in view.update.items()}
+        view, update={n: dense(view.shared[n]) - dense(sub(view.shared[n], u)) for n, u in view.update.items()}
     )
 
 
@@ -103,7 +103,7 @@ def measure(view: ServerView, truth: Truth, route: str) -> dict[str, object]:
 def rows_of(dataset: str, network: str, lr: float, init: str, bias: bool) -> list[Row]:
     """All measurements of one victim."""
     generator = Hypernetwork(init=init, bias=bias)  # type: ignore[arg-type]
-    method = HyperFL(lr=lr, parametrisation=generator)
+    method = HyperFL(lr=lr, parametrization=generator)
     run = federation(dataset, network, method)
     rows = []
     for rounds in (0, 1):

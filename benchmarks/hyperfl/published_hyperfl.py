@@ -108,9 +108,9 @@ def measure(case: Case, data: Dataset) -> dict[str, Any]:
     if isinstance(rule, HyperFL):
         view = uploaded(view)
         method = federation.client.method
-        assert isinstance(method.parametrisation, Hypernetwork)
+        assert isinstance(method.parametrization, Hypernetwork)
         params = {**federation.download(0).shared, **federation.clients[0].private}
-        row["active"] = int((method.parametrisation.preactivation(params) > 0).sum())
+        row["active"] = int((method.parametrization.preactivation(params) > 0).sum())
         peeled = Peel().solve(view)
         row["signal"] = not isinstance(peeled, NotApplicable)
         if isinstance(peeled, NotApplicable):
@@ -161,7 +161,7 @@ def _victim(case: Case, data: Dataset) -> tuple[Federation, Method, Batch]:
         image = data.test.take(torch.tensor([FIRST[case.dataset] + case.number]))
         plain = FedAvg(lr=rate, steps=1)
         return Federation(Client(task, plain), [ClientData(image, image)], seed=case.number), plain, image
-    method = HyperFL(lr=rate, parametrisation=Hypernetwork(init=case.init))  # type: ignore[arg-type]
+    method = HyperFL(lr=rate, parametrization=Hypernetwork(init=case.init))  # type: ignore[arg-type]
     own = _client_images(case, data)
     federation = Federation(Client(task, method), [ClientData(own, own)], seed=case.number)
     if case.work == "round":

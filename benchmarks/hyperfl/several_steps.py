@@ -51,7 +51,7 @@ def rule(case: Case) -> Method:
     settings: dict[str, Any] = {"lr": 0.01, **case.work}
     if case.method == "FedAvg":
         return FedAvg(**settings)
-    return HyperFL(head_epochs=0, parametrisation=Hypernetwork(init="scaled"), **settings)
+    return HyperFL(head_epochs=0, parametrization=Hypernetwork(init="scaled"), **settings)
 
 
 def task(case: Case, seed: int) -> Task:

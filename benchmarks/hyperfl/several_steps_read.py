@@ -91,7 +91,7 @@ def peeled() -> list[Row]:
     for optimiser, settings in OPTIMISERS.items():
         for work, length in PEELED.items():
             generator = Recorded(init="scaled", limit=LIMIT)
-            method = HyperFL(lr=0.01, head_epochs=0, max_norm=LIMIT, parametrisation=generator, **settings, **length)  # type: ignore[arg-type]
+            method = HyperFL(lr=0.01, head_epochs=0, max_norm=LIMIT, parametrization=generator, **settings, **length)  # type: ignore[arg-type]
             task = fl.models.build(NETWORK, num_classes=CLASSES, seed=0)
             run = Federation(Client(task, method), data)
             for number in range(CLIENTS):

@@ -300,7 +300,7 @@ def run_hyperfl(dataset: str, iterations: int) -> None:
         task = fl.models.build(network, num_classes=10, seed=seed)
         plain = seen(task, FedAvg(**one_step), images, seed)
         hidden = seen(
-            task, HyperFL(head_epochs=0, parametrisation=Hypernetwork(init="scaled"), **one_step), images, seed
+            task, HyperFL(head_epochs=0, parametrization=Hypernetwork(init="scaled"), **one_step), images, seed
         )
         search = {"iterations": iterations, "tv_weight": TV}
         for method, name, settings, victims in (

@@ -54,7 +54,7 @@ def pair(network: str, init: Any, images: Batch, seed: int) -> tuple[list[Seen],
     """Views of HyperFL's client on every image, and of FedAvg's with the same weights."""
     task = fl.models.build(network, num_classes=10, seed=seed)
     step: dict[str, Any] = {"lr": LR, "steps": 1, "batch_size": None}
-    hidden = seen(task, HyperFL(head_epochs=0, parametrisation=Hypernetwork(init=init), **step), images, seed)
+    hidden = seen(task, HyperFL(head_epochs=0, parametrization=Hypernetwork(init=init), **step), images, seed)
     return hidden, seen(weighted(task, hidden[0][1]), FedAvg(**step), images, seed)
 
 

@@ -26,7 +26,7 @@ NETWORKS = ("hyperfl-colour", "lenet-zhu")
 VICTIMS = (1, 4, 16, 64)
 WORK, LEAST = 256, 6
 """Iterations times trials of a case, and the fewest iterations."""
-HYPERFL = HyperFL(steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(init="scaled"))
+HYPERFL = HyperFL(steps=1, batch_size=None, head_epochs=0, parametrization=Hypernetwork(init="scaled"))
 BILEVEL: dict[str, Any] = {"name": "bilevel", "preset": "published"}
 ENDLESS: dict[str, Any] = {"tolerance": 0.0, "patience": 0, "success_threshold": 0.0}
 """Searches that would stop of themselves go on."""

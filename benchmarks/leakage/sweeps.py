@@ -175,7 +175,7 @@ STATISTICS: dict[str, Any] = {
 }
 JOINT = {"tv": (1e-6, 1e-2), "private_lr": (0.01, {"embedding": 0.1})}
 SLOW = ({"tv": 1e-2, "private_lr": 0.01},)
-HYPERFL = HyperFL(lr=0.01, head_epochs=0, parametrisation=Hypernetwork(init="scaled"), **STEP)
+HYPERFL = HyperFL(lr=0.01, head_epochs=0, parametrization=Hypernetwork(init="scaled"), **STEP)
 GREY, COLOUR = ("hyperfl-grey", "fashion_mnist"), ("hyperfl-colour", "cifar10")
 CHARACTERS, SIGMOID = ("hyperfl-grey", "handwritten62"), ("lenet-zhu", "cifar10")
 NETWORKS = (GREY, COLOUR, SIGMOID)

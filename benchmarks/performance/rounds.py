@@ -42,7 +42,7 @@ IMAGES, EPOCHS, REPEATS, WORKERS = 600, 5, 3, 2
 OFFICIAL = {"hyperfl-colour": "CifarCNN_Hyper", "hyperfl-grey": "CNN_FMNIST_Hyper"}
 FEW = 2
 """Clients that show what one costs where engines train them one by one."""
-SCALED = {"name": "hyperfl", "parametrisation": {"name": "hypernetwork", "init": "scaled"}}
+SCALED = {"name": "hyperfl", "parametrization": {"name": "hypernetwork", "init": "scaled"}}
 ONE_BY_ONE: dict[str, dict[str, Any]] = {
     FEDAVG: {"name": "fedavg"},
     "DP-FedAvg, loop": {"name": "dp-fedavg", "mode": "as-published", "lr": 0.02},

@@ -177,7 +177,7 @@ def widened(width: int, each: int, clients: int = 4) -> dict[str, float]:
     search("mlp", 1, 1)()  # loads what is loaded on first use
     before, _ = memory()
     task = fl.models.build("hyperfl-grey", num_classes=10, seed=0)
-    method = HyperFL(batch_size=BATCH, epochs=1, parametrisation=Hypernetwork(hidden=width))
+    method = HyperFL(batch_size=BATCH, epochs=1, parametrization=Hypernetwork(hidden=width))
     run = federation(task, method, clients=clients, each=each, engine="factored")
     numbers = sum(value.numel() for value in run.server.shared.values())
     spent = _fastest(lambda: run.step(evaluate=False)) / clients

@@ -29,7 +29,7 @@ from fl.data.augment import augmentations
 from fl.data.partitions.base import partitions
 from fl.method import methods
 from fl.models import models
-from fl.parametrization import parametrisations
+from fl.parametrization import parametrizations
 from fl.registry import Registry
 from fl.settings import described, fitted, hints
 
@@ -56,7 +56,7 @@ REGISTRIES: tuple[Registry[Any], ...] = (
     partitions,
     augmentations,
     models,
-    parametrisations,
+    parametrizations,
 )
 Path_ = tuple[str | int, ...]
 

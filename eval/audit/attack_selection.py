@@ -30,7 +30,7 @@ def defaults(method: Method, size: int) -> tuple[str, ...]:
     `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one.
     `april` is for one image behind a vision transformer.
     """
-    if isinstance(method.parametrisation, Hypernetwork):
+    if isinstance(method.parametrization, Hypernetwork):
         return ("peel+cascade", PEELED, SEARCH)
     return ("analytic", *(("rconv", "cascade", "april") if size == 1 else ("spear", "cascade")), SEARCH)
 

@@ -324,7 +324,7 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
     given = {name: settings.pop(name, default) for name, default in own.items()}
     try:
         _check_settings(_with_names(settings), list(own), registry)
-        item = attacks.build(settings) if registry is attacks.attacks else registry.build(settings)
+        item = registry.build(settings)
     except SettingError as error:
         label = str(given["as"] or settings["name"])
         raise error.under(key, label, instead=1) from error

@@ -11,7 +11,7 @@ Four guesses, each of them scored by every metric (see `eval.metrics.score`):
   attacker's auxiliary data and must not contain the client's images; exact copies of a true image (to 8 bits) are left
   out.
 
-And the opposite, `bound`: the best that is known of what an attack's own parametrisation could show of an image, which
+And the opposite, `bound`: the best that is known of what an attack's own parametrization could show of an image, which
 takes the truth.
 """
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from eval.metrics.matching import pairwise_mse
 from fl.defense import overrides
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import Tensors, combine, dense, each, inner, norm
+from fl.tensors import Tensors, combine, dense, inner, map_values, norm
 from fl.types import Batch, Candidate, Schedule
 from fl.view import ServerView
 
@@ -88,7 +88,7 @@ def features_of(view: ServerView, recovered: Tensors) -> Features | str:
     top = next((n for n, _ in task.model.named_modules() if n and task.head and f"{n}.".startswith(task.head)), None)
     if top is None:
         return "the network has no classifier to look below"
-    known = view.shared if type(view.method.parametrisation) is Parametrisation else {}
+    known = view.shared if type(view.method.parametrization) is Parametrization else {}
     known = {**known, **{n.removeprefix("extractor/"): v for n, v in recovered.items() if n.startswith("extractor/")}}
     below = [n for n in task.parameters if not n.startswith(task.head)]
     if lacking := [n for n in below if n not in known]:
@@ -202,10 +202,10 @@ def _likelihood(observed: Tensors, origin: Tensors) -> Callable[[Tensors], float
     Under noise |g|^2 is so much larger than what tells candidates apart that rounding it would decide. That is why all
     is counted from one candidate's update too, the origin: what decay does to 15 million weights cancels there.
     """
-    far = each(combine(observed, origin, -1.0), Tensor.double)
+    far = map_values(combine(observed, origin, -1.0), Tensor.double)
 
     def score(one: Tensors) -> float:
-        step = each(combine(one, origin, -1.0), Tensor.double)
+        step = map_values(combine(one, origin, -1.0), Tensor.double)
         return sum(float(inner(far[name], value)) - float(inner(value, value)) / 2 for name, value in step.items())
 
     return score

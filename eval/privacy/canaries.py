@@ -348,4 +348,4 @@ def scores(read: Floats, included: NDArray[np.bool_], signs: Floats | None = Non
 
 def _parameters(run: Federation) -> Any:
     down = run.download(0)
-    return run.client.method.parametrisation.lift({**down.shared, **run.clients[0].private})
+    return run.client.method.parametrization.lift({**down.shared, **run.clients[0].private})

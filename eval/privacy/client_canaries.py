@@ -57,8 +57,8 @@ def noisy_client_releases(method: Private, signs: Floats, coins: Tensor, seed: i
         seed: of the noise.
     """
     one, size = replace(method, noise_multiplier=method.sigma, epsilon=None), len(coins)
-    if isinstance(made := getattr(one, "parametrisation", None), Hypernetwork):  # the server's rule is of no size
-        one = replace(one, parametrisation=replace(made, hidden=2, embedding=-(-size // 2)))
+    if isinstance(made := getattr(one, "parametrization", None), Hypernetwork):  # the server's rule is of no size
+        one = replace(one, parametrization=replace(made, hidden=2, embedding=-(-size // 2)))
     task = Task(ParameterVector(size), (1, 1, 1), 2, "head.")
     nobody = Batch(torch.zeros(1, 1, 1, 1).double(), torch.zeros(1, dtype=torch.int64))
     server = Federation(Client(task, one), [ClientData(nobody, nobody)], seed=derive(seed, "audit")).server

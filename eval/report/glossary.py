@@ -71,14 +71,14 @@ def _names(setting: RunSettings) -> Iterator[tuple[Registry[Any], str]]:
     from fl.data.partitions.base import partitions
     from fl.method import methods
     from fl.models import models
-    from fl.parametrization import parametrisations
+    from fl.parametrization import parametrizations
 
     for key, registry in (("dataset", datasets), ("model", models)):
         yield registry, str(setting.section("task", key).get("name", ""))
     yield partitions, str(setting.section("federation", "partition").get("name", ""))
     for spec in setting.methods.values():
         yield methods, str(spec.get("name", ""))
-        yield parametrisations, str(section(spec, "parametrisation").get("name", ""))
+        yield parametrizations, str(section(spec, "parametrization").get("name", ""))
     for spec in setting.defenses.values():
         yield defenses, str(spec.get("name", ""))
     for spec in setting.attacks.values():

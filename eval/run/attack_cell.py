@@ -226,7 +226,7 @@ def _scored(
 
 
 def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:
-    """The rows with what the attack could show at best, where its parametrisation limits it."""
+    """The rows with what the attack could show at best, where its parametrization limits it."""
     best = representable_bound(attack, truth.inputs)
     if best is None:
         return rows

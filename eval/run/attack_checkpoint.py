@@ -19,7 +19,7 @@ from attacks.base import NotApplicable, Reconstruction, Result
 from eval.run.cache_keys import source_digest
 from fl.runtime.atomic_files import make, replacing
 from fl.simulation.checkpoint import DAMAGED
-from fl.tensors import Tensors, dense, each
+from fl.tensors import Tensors, dense, map_values
 from fl.view import ServerView
 
 TENSORS = ("inputs", "labels", "fixed")
@@ -105,7 +105,7 @@ def _hash(view: ServerView) -> str:
 
     for name in sorted(view.update):
         digest.update(name.encode())
-        each({name: view.update[name]}, take)
+        map_values({name: view.update[name]}, take)
     return digest.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -70,6 +71,15 @@ class Source:
     def load(self) -> Dataset:
         """Read the images."""
         raise NotImplementedError
+
+
+def build(spec: str | Mapping[str, Any] | Source) -> Source:
+    """Where a data set's images come from: by a name, or by `{"name": name, setting: value, ...}`.
+
+    Raises:
+        UnknownNameError: unknown data set or setting; says what is close.
+    """
+    return datasets.build(spec)
 
 
 def load(name: str, **settings: Any) -> Dataset:

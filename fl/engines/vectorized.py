@@ -24,7 +24,7 @@ from fl.client import Client, Defended, LocalResult, LossGradient
 from fl.engines.base import Engine
 from fl.local.optimizers import OptimState, optimise
 from fl.method import Step
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.privacy.gaussian_noise import Drawing, Noise
 from fl.simulation.client_round import Round, Start, finish, train
 from fl.simulation.federation_state import FederationState
@@ -40,7 +40,7 @@ REFUSALS = (AttributeError, RuntimeError, TypeError)
 
 def obstacle(client: Client) -> str | None:
     """Why the clients of a federation can't be stacked, as far as is known before they train, or None."""
-    if type(client.method.parametrisation).lift is not Parametrisation.lift:
+    if type(client.method.parametrization).lift is not Parametrization.lift:
         return "its parameters are structured: matrices over a common base are not stacked"
     return None
 
@@ -144,7 +144,7 @@ class _Trainee:
         moving = {name: self.params[name] for name in groups}
         fixed = None
         if all(name in client.task.parameters for name in groups):  # what is generated stays as it is: generate it once
-            made = client.method.parametrisation.network(self.params, client.task)
+            made = client.method.parametrization.network(self.params, client.task)
             fixed = {name: value for name, value in made.items() if name not in groups}
         self.state = {"params": moving, "first": {}, "second": {}, "buffers": {**self.buffers}}
         self.rest = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fl.tensors import LowRank, Tensors, Value, add, combine, norm, scaled, times
+from fl.tensors import LowRank, Tensors, Value, add, combine, mul, norm, scaled
 from fl.types import Group, Phase
 
 
@@ -37,7 +37,7 @@ def optimise(
     moved = dict(params)
     for name, change in update.items():
         lr = groups[name].lr
-        left = times(params[name], 1 - lr * decays[name]) if apart and decays[name] else params[name]
+        left = mul(params[name], 1 - lr * decays[name]) if apart and decays[name] else params[name]
         moved[name] = add(left, change, -lr)
     return moved, state
 
@@ -94,14 +94,14 @@ def _rmsprop(
 ) -> tuple[Tensors, OptimState]:
     """RMSprop (Tieleman and Hinton, Coursera lecture 6.5, 2012), neither centered nor with momentum."""
     second = _moved(directions, state.second, lambda before, g: add(before * alpha, g * g, 1 - alpha))
-    update: Tensors = {name: times(g, 1 / (_root(second[name]) + eps)) for name, g in directions.items()}
+    update: Tensors = {name: mul(g, 1 / (_root(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 
 def _adagrad(directions: Tensors, state: OptimState, eps: float = 1e-10) -> tuple[Tensors, OptimState]:
     """Adagrad (Duchi et al., JMLR 2011), without decay of the step size."""
     second = _moved(directions, state.second, lambda before, g: add(before, g * g))
-    update: Tensors = {name: times(g, 1 / (_root(second[name]) + eps)) for name, g in directions.items()}
+    update: Tensors = {name: mul(g, 1 / (_root(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 

@@ -47,7 +47,7 @@ class Centaur(Private, FedAvg):
 
     def scope(self, name: str, task: Task) -> Scope:
         """The classifier is private, everything else is shared."""
-        return self.parametrisation.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
+        return self.parametrization.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """The classifier, then the extractor."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from fl.method import methods
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.privacy.dp_sgd import Where
 from fl.privacy.private_method import Private
 
@@ -36,7 +36,7 @@ class DPHyperFL(Private, HyperFL):
     personal: ClassVar[bool] = True
 
     noise_on: Literal["extractor", "hypernetwork"] = "extractor"
-    parametrisation: Parametrisation = field(default_factory=Hypernetwork)
+    parametrization: Parametrization = field(default_factory=Hypernetwork)
     train_mode: bool = False
 
     @property
@@ -75,4 +75,4 @@ class DPHyperFL(Private, HyperFL):
     def example(cls) -> DPHyperFL:
         """A tiny hypernetwork, both phases."""
         tiny = Hypernetwork.example()
-        return cls(parametrisation=tiny, epochs=2, batch_size=2, images=4, noise_multiplier=0.5, clip=1.0)
+        return cls(parametrization=tiny, epochs=2, batch_size=2, images=4, noise_multiplier=0.5, clip=1.0)

@@ -60,9 +60,9 @@ class FedAvg(Method):
             return
         if self.momentum:
             raise ValueError(f"expected momentum 0 with optimizer {self.optimizer!r}, got {self.momentum}: it is SGD's")
-        if self.parametrisation.structured:
+        if self.parametrization.structured:
             raise ValueError(
-                f"expected optimizer 'sgd' for weights from a {self.parametrisation.name}, got {self.optimizer!r}"
+                f"expected optimizer 'sgd' for weights from a {self.parametrization.name}, got {self.optimizer!r}"
             )
 
     @classmethod

@@ -19,7 +19,7 @@ class FedBN(FedAvg):
     """FedAvg without the batch-norm layers (Li et al., ICLR 2021, Algorithm 1): weights and statistics both stay.
 
     Constants are those of the authors' code for digits: step size 0.01, one epoch of batches of 32. Where a
-    parametrisation says who holds a parameter, its word counts first.
+    parametrization says who holds a parameter, its word counts first.
 
     Attributes:
         batch_size: images per step.
@@ -36,7 +36,7 @@ class FedBN(FedAvg):
 
     def scope(self, name: str, task: Task) -> Scope:
         """The parameters and statistics of batch norm are private, everything else is shared."""
-        given = self.parametrisation.scope(name)
+        given = self.parametrization.scope(name)
         if given is not None:
             return given
         return Scope.PRIVATE if _of_batch_norm(name, task) else Scope.SHARED

@@ -11,7 +11,7 @@ import torch
 from fl.method import ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import ClipNorm, CountFrom0, Positive, StepSize, Weight
-from fl.tensors import Payloads, Tensors, blend, combine, dense, minus, zeros
+from fl.tensors import Payloads, Tensors, combine, dense, sub, weighted_sum, zeros
 from fl.types import Batch, Scope, Task, Upload
 
 if TYPE_CHECKING:
@@ -94,10 +94,9 @@ class FedDyn(FedAvg):
         if not uploads:
             return after
         alike = [1 / len(uploads)] * len(uploads)
-        moves = {name: blend([upload.update[name] for upload in uploads], alike) for name in server.shared}
+        moves = {name: weighted_sum([upload.update[name] for upload in uploads], alike) for name in server.shared}
         h = combine(server.own[SLOPE], moves, self.alpha * len(uploads) / server.clients)
         shared: Tensors = {
-            name: dense(minus(value, moves[name])) - dense(h[name]) / self.alpha
-            for name, value in server.shared.items()
+            name: dense(sub(value, moves[name])) - dense(h[name]) / self.alpha for name, value in server.shared.items()
         }
         return replace(after, shared=shared, own={SLOPE: h})

@@ -14,7 +14,7 @@ from fl.method import Download, ServerState, methods
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialise
 from fl.network import Network
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import Count, CountFrom0, Range, StepSize, Weight
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
@@ -62,8 +62,8 @@ class FedEnsemble(FedAvg):
         super().__post_init__()
         if self.members < 1:
             raise ValueError(f"expected members >= 1, got {self.members}")
-        if type(self.parametrisation) is not Parametrisation:
-            raise ValueError("expected parametrisation 'direct': a generator would need members of its own")
+        if type(self.parametrization) is not Parametrization:
+            raise ValueError("expected parametrization 'direct': a generator would need members of its own")
 
     @classmethod
     def example(cls) -> FedEnsemble:

@@ -14,7 +14,7 @@ from fl.method import Download, ServerState, Step, methods
 from fl.methods.bases.personal_models import KeepsModels, kept
 from fl.ranges import CountFrom0, Range, Share, StepSize, Weight
 from fl.seeds import stream
-from fl.tensors import Payloads, Tensors, blend, combine, dense, minus, norm
+from fl.tensors import Payloads, Tensors, combine, dense, norm, sub, weighted_sum
 from fl.types import Batch, Group, Phase, Task, Upload
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def mixture(before: Tensors, models: Sequence[Tensors], found: Tensor) -> Tensor
     whole = positive.sum()
     shares = list(positive / torch.where(whole > 0, whole, torch.ones_like(whole)))
     steps = [combine(before, model, -1.0) for model in models]
-    return {n: minus(value, blend([away[n] for away in steps], shares)) for n, value in before.items()}
+    return {n: sub(value, weighted_sum([away[n] for away in steps], shares)) for n, value in before.items()}
 
 
 def _before(server: ServerState, client: int) -> Tensors:

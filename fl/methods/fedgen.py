@@ -14,10 +14,10 @@ from fl.method import Download, ServerState, Step, methods
 from fl.methods.bases.server_optimizer import server_step
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.feature_generator import STATISTICS, FeatureGenerator
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import Count, CountFrom0, Range, StepSize, Weight, Width
 from fl.seeds import stream
-from fl.tensors import Payloads, Tensors, Value, dense, minus
+from fl.tensors import Payloads, Tensors, Value, dense, sub
 from fl.types import Batch, Group, Phase, Task, Upload
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ class FedGen(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.parametrisation) is not Parametrisation:
-            raise ValueError("expected parametrisation 'direct': FedGen's server runs the clients' classifiers")
+        if type(self.parametrization) is not Parametrization:
+            raise ValueError("expected parametrization 'direct': FedGen's server runs the clients' classifiers")
         for key in ("alpha", "beta", "diversity", "server_steps"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"expected {key} >= 0, got {getattr(self, key)}")
@@ -246,7 +246,7 @@ class FedGen(FedAvg):
         names = [name for name in (f"{task.head}weight", f"{task.head}bias") if name in server.shared]
         loss = features.new_zeros(())
         for upload, shares in zip(uploads, trust, strict=True):
-            head = [dense(minus(server.shared[name], upload.update[name])) for name in names]
+            head = [dense(sub(server.shared[name], upload.update[name])) for name in names]
             each = functional.cross_entropy(functional.linear(features, *head), labels, reduction="none")
             loss = loss + (shares[labels] * each).mean()
         apart = (noise[:, None] - noise).square().mean(-1) * (features[:, None] - features).abs().mean(-1)

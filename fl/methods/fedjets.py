@@ -15,7 +15,7 @@ from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialise
 from fl.network import Network
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import Count, Range, Weight
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors, dense
@@ -73,8 +73,8 @@ class FedJETs(FedAvg):
             raise ValueError(f"expected chosen from 1 to {self.experts} experts, got {self.chosen}")
         if not self.anchor >= 0:
             raise ValueError(f"expected anchor >= 0, got {self.anchor}")
-        if type(self.parametrisation) is not Parametrisation:
-            raise ValueError("expected parametrisation 'direct': a generator would need experts of its own")
+        if type(self.parametrization) is not Parametrization:
+            raise ValueError("expected parametrization 'direct': a generator would need experts of its own")
 
     @classmethod
     def example(cls) -> FedJETs:

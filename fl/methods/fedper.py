@@ -35,7 +35,7 @@ class FedPer(FedAvg):
 
     def scope(self, name: str, task: Task) -> Scope:
         """The classifier is private, everything else is shared."""
-        return self.parametrisation.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
+        return self.parametrization.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """One phase, with a group for the classifier if it has its own step size."""

@@ -20,10 +20,10 @@ from fl.models.hypernetworks.server_hypernetwork import (
     ServerHypernetwork,
     embedding_of,
 )
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import Count, CountFrom0, Length, PositiveShare, StepSize, Weight, Width
 from fl.seeds import stream
-from fl.tensors import Tensors, add, combine, dense, norm, scaled, total
+from fl.tensors import Tensors, add, combine, dense, dot, norm, scaled
 from fl.types import Batch, Group, Optimizer, Phase, Task, Upload
 
 KEYS, SEED = "keys", "seed"
@@ -95,8 +95,8 @@ class HFedF(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.parametrisation) is not Parametrisation:
-            raise ValueError("expected parametrisation 'direct': the server's hypernetwork is the generator")
+        if type(self.parametrization) is not Parametrization:
+            raise ValueError("expected parametrization 'direct': the server's hypernetwork is the generator")
         if not 0 < self.ema <= 1:
             raise ValueError(f"expected ema in (0, 1], got {self.ema}")
         if self.warmup < 0:
@@ -192,7 +192,7 @@ def alignment(grads: Sequence[Tensors], align: Align) -> Tensor:
     """
     average = _mean(grads)
     smallest = torch.finfo(norm(average).dtype).tiny
-    cosines = torch.stack([total(g, average) / (norm(g) * norm(average)).clamp_min(smallest) for g in grads])
+    cosines = torch.stack([dot(g, average) / (norm(g) * norm(average)).clamp_min(smallest) for g in grads])
     return ({"toward": 1.0, "as-printed": 1.0, "away": -1.0, "off": 0.0}[align] * cosines).softmax(0)
 
 

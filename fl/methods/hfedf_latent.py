@@ -17,7 +17,7 @@ from fl.models.building_blocks.initialization import initialise
 from fl.models.hfedf_autoencoder import Autoencoder
 from fl.models.hypernetworks.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, embedding_of
 from fl.ranges import Count, CountFrom0, Seed, StepSize, Width
-from fl.tensors import Tensors, dense, minus
+from fl.tensors import Tensors, dense, sub
 from fl.types import Batch, Group, Phase, Task, Upload
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class HFedFLatent(HFedF):
         after = super().aggregate(server, uploads, task)
         every = dense(server.own[HYPERNETWORK][EMBEDDINGS]).clone()
         for upload in uploads:
-            every[upload.client] = dense(minus(every[upload.client], upload.update[LATENT]))
+            every[upload.client] = dense(sub(every[upload.client], upload.update[LATENT]))
         return replace(after, own={**after.own, HYPERNETWORK: {**after.own[HYPERNETWORK], EMBEDDINGS: every}})
 
     def server_numbers(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.filter_hypernetwork import EMBEDDINGS, Filters
-from fl.parametrization import Generated, Parametrisation
+from fl.parametrization import Generated, Parametrization
 from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Phase, Task
 
@@ -25,7 +25,7 @@ class HyperFedNet(FedAvg):
     batch's statistics in training and each client's own running ones at test (not given in the paper). A new client
     starts from the initial embeddings and weights (line 15), which are those of all clients.
 
-    With `parametrisation: direct` this is FedAvg under the paper's training.
+    With `parametrization: direct` this is FedAvg under the paper's training.
 
     Attributes:
         lr: step size of everything that moves.
@@ -37,7 +37,7 @@ class HyperFedNet(FedAvg):
         drops: rounds from which the step size is a tenth of what it was.
         tune: what fine-tuning moves: "own" the network's own weights, which met other filters before (section IV-C);
             "private" the embeddings as well.
-        parametrisation: the hypernetwork.
+        parametrization: the hypernetwork.
     """
 
     plain: ClassVar[str] = (
@@ -55,12 +55,12 @@ class HyperFedNet(FedAvg):
     batch_size: Count | None = 128
     drops: tuple[CountFrom0, ...] = ()
     tune: Literal["own", "private"] = "own"
-    parametrisation: Parametrisation = field(default_factory=Filters)
+    parametrization: Parametrization = field(default_factory=Filters)
 
     @classmethod
     def example(cls) -> HyperFedNet:
         """Two epochs of two steps on one tiny filter."""
-        return cls(parametrisation=Filters(embedding=3, block=(4, 1)), epochs=2, batch_size=2)
+        return cls(parametrization=Filters(embedding=3, block=(4, 1)), epochs=2, batch_size=2)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """One phase in which everything moves."""
@@ -72,7 +72,7 @@ class HyperFedNet(FedAvg):
     def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The network's own weights, and the embeddings where these are tuned, at the last step size."""
         (phase,) = self.phases(task, max(self.drops, default=0))
-        made = self.parametrisation.generates(task) if isinstance(self.parametrisation, Generated) else []
+        made = self.parametrization.generates(task) if isinstance(self.parametrization, Generated) else []
         own = tuple(name for name in task.parameters if name not in made)
         moving = (*own, EMBEDDINGS) if self.tune == "private" else own
         return (replace(phase, groups=(replace(phase.groups[0], prefixes=moving),), epochs=epochs, steps=None),)

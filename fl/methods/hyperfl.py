@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fl.method import Method, methods
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import ClipNorm, Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 
@@ -30,7 +30,7 @@ class HyperFL(Method):
         head_epochs: passes for the classifier, before; 0 leaves the phase out.
         batch_size: images per step; None is all of them.
         learn_embedding: whether the embedding moves (section 3.2 allows fixed ones).
-        parametrisation: the hypernetwork.
+        parametrization: the hypernetwork.
         train_mode: the authors train in evaluation mode.
     """
 
@@ -49,7 +49,7 @@ class HyperFL(Method):
     head_epochs: CountFrom0 = 1
     batch_size: Count | None = 50
     learn_embedding: bool = True
-    parametrisation: Parametrisation = field(default_factory=Hypernetwork)
+    parametrization: Parametrization = field(default_factory=Hypernetwork)
     train_mode: bool = False
 
     def __post_init__(self) -> None:
@@ -59,11 +59,11 @@ class HyperFL(Method):
     @classmethod
     def example(cls) -> HyperFL:
         """A tiny hypernetwork, both phases."""
-        return cls(parametrisation=Hypernetwork.example(), epochs=2, batch_size=2)
+        return cls(parametrization=Hypernetwork.example(), epochs=2, batch_size=2)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Only what the parametrisation shares is shared."""
-        return self.parametrisation.scope(name) or (Scope.SHARED if name in task.buffers else Scope.PRIVATE)
+        """Only what the parametrization shares is shared."""
+        return self.parametrization.scope(name) or (Scope.SHARED if name in task.buffers else Scope.PRIVATE)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """The classifier, then hypernetwork and embedding."""

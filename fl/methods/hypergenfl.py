@@ -15,10 +15,10 @@ from fl.methods.bases.personal_models import averaged, ended
 from fl.methods.bases.server_optimizer import server_step
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.attention_hypernetwork import AttentionHypernetwork
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import Count, CountFrom0, Positive, Range, StepSize, Weight, Width
 from fl.settings import SettingError
-from fl.tensors import Payloads, Tensors, Value, dense, minus, total
+from fl.tensors import Payloads, Tensors, Value, dense, dot, sub
 from fl.types import Group, Optimizer, Phase, Task, Upload
 
 HYPERNETWORK, OPTIMIZER, INITIAL = "hypernetwork", "optimizer", "initial"
@@ -110,8 +110,8 @@ class HyperGenFL(FedAvg):
     server_optimizer: Literal["sgd", "adamw"] = "adamw"
 
     def __post_init__(self) -> None:
-        if type(self.parametrisation) is not Parametrisation:
-            raise ValueError("expected parametrisation 'direct': HyperGenFL averages the layers of a network")
+        if type(self.parametrization) is not Parametrization:
+            raise ValueError("expected parametrization 'direct': HyperGenFL averages the layers of a network")
         super().__post_init__()
         if self.start != "one-hot" and self.embedding % self.heads:
             fits = [n for n in range(1, self.embedding + 1) if self.embedding % n == 0]
@@ -168,7 +168,7 @@ class HyperGenFL(FedAvg):
             sent = Download(server.shared, server.buffers)
             return replace(after, own=after.own | {stored(u.client): ended(sent, u) for u in uploads})
         shares = self.shares(after, clients)
-        shared = {n: minus(v, _mean(n, shares, uploads, lambda u: u.update)) for n, v in server.shared.items()}
+        shared = {n: sub(v, _mean(n, shares, uploads, lambda u: u.update)) for n, v in server.shared.items()}
         buffers = {
             n: v - dense(_mean(n, shares, uploads, lambda u: u.buffers)) for n, v in averaged(server.buffers).items()
         }
@@ -201,7 +201,7 @@ class HyperGenFL(FedAvg):
             slope = self._slope(updates)
             # The gradient of a share is the product of the client's model and the slope. What all have in common,
             # the model that was sent, is left out: the shares of a layer sum to 1.
-            columns.append(torch.stack([-total(update, slope) for update in updates]))
+            columns.append(torch.stack([-dot(update, slope) for update in updates]))
         network = {name: value for name, value in own.items() if not name.startswith(embedding(""))}
         grads, back = hypernetwork.pull(network, _stacked(own, clients), torch.stack(columns, 1))
         moving: Tensors = dict(grads)

@@ -101,7 +101,7 @@ class Moon(FedAvg):
 
     def _at_rest(self, network: Network, params: Tensors, batch: Batch, step: Step) -> Tensor:
         """The representation (B, D) by other parameters; running statistics are copies, which are thrown away."""
-        weights = self.parametrisation.network(params, step.task)
+        weights = self.parametrization.network(params, step.task)
         buffers = {name: value.clone() for name, value in network.buffers.items()}
         return represented(replace(network, weights=weights, buffers=buffers), batch.inputs, step.task.head)[1]
 

@@ -18,7 +18,7 @@ from fl.models.hypernetworks.server_hypernetwork import (
     ServerHypernetwork,
     embedding_of,
 )
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import ClipNorm, Count, CountFrom0, Length, ShareBelow1, StepSize, Weight, Width
 from fl.tensors import Tensors, combine, scaled
 from fl.types import Group, Phase, Scope, Task, Upload
@@ -80,8 +80,8 @@ class PFedHN(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.parametrisation) is not Parametrisation:
-            raise ValueError("expected parametrisation 'direct': the server's hypernetwork is the generator")
+        if type(self.parametrization) is not Parametrization:
+            raise ValueError("expected parametrization 'direct': the server's hypernetwork is the generator")
 
     @classmethod
     def example(cls) -> PFedHN:

@@ -21,7 +21,7 @@ from fl.models.hypernetworks.server_hypernetwork import (
     head_weight,
 )
 from fl.ranges import Count, CountFrom0, Length, StepSize, Width
-from fl.tensors import Tensors, blend, combine, dense, total
+from fl.tensors import Tensors, combine, dense, dot, weighted_sum
 from fl.types import Task, Upload
 
 EMBEDDING = "embedding"
@@ -103,7 +103,7 @@ class PFedLA(KeepsModels):
         models, shares = [kept(server, number) for number in range(server.clients)], self.shares(server, client)
         alone = torch.eye(server.clients)[client]  # buffers of modules without parameters
         weights = {name: shares.get(layer(name), alone).tolist() for name in models[client]}
-        return {name: dense(blend([model[name] for model in models], row)) for name, row in weights.items()}
+        return {name: dense(weighted_sum([model[name] for model in models], row)) for name, row in weights.items()}
 
     def shares(self, server: ServerState, client: int) -> dict[str, Tensor]:
         """The share of every client in each layer of the client's model (clients,), by layer; they sum to 1."""
@@ -129,7 +129,7 @@ class PFedLA(KeepsModels):
         slopes: Tensors = {}
         for name, made in self._made(server, upload.client).items():
             update = {n: upload.update[n] for n in layers(server)[name]}
-            slope = torch.stack([total(update, model) for model in models])  # of the shares
+            slope = torch.stack([dot(update, model) for model in models])  # of the shares
             slope = (slope - shares[name] @ slope) / made.relu().sum()  # of what is divided by its sum
             slopes[name] = torch.where(made > 0, slope, 0.0)
         network = {name: value for name, value in own.items() if name != EMBEDDING}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fl.method import Download, ServerState, methods
 from fl.methods.bases.personal_models import KeepsModels, kept, mixed, packed
 from fl.methods.fedavg import FedAvg
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import Count, CountFrom0
 from fl.tensors import Tensors, dense
 from fl.types import Task, Upload
@@ -45,7 +45,7 @@ class PFedSim(KeepsModels):
         batch_size: images per step.
 
     Raises:
-        ValueError: a number out of range, a parametrisation; or, for a client, a network without a linear classifier.
+        ValueError: a number out of range, a parametrization; or, for a client, a network without a linear classifier.
     """
 
     plain: ClassVar[str] = (
@@ -61,8 +61,8 @@ class PFedSim(KeepsModels):
         super().__post_init__()
         if self.warmup < 0:
             raise ValueError(f"expected warmup >= 0, got {self.warmup}")
-        if type(self.parametrisation) is not Parametrisation:
-            raise ValueError("expected parametrisation 'direct': pFedSim compares the clients' classifiers")
+        if type(self.parametrization) is not Parametrization:
+            raise ValueError("expected parametrization 'direct': pFedSim compares the clients' classifiers")
 
     @classmethod
     def example(cls) -> PFedSim:

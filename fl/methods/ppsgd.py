@@ -8,7 +8,7 @@ from typing import ClassVar
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.additive_head import PERSONAL, AdditiveHead
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.privacy.private_method import Private
 from fl.ranges import ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
@@ -22,13 +22,13 @@ class PPSGD(Private, FedAvg):
     Extractor and common classifier w are clipped together, get noise and are sent; the personal theta_i stays. The
     gradient of theta_i is that of w, so by default the noisy one serves both and costs nothing more. Bietti et al.
     protect clients, through a trusted server, in one joint step a round (`mode: client-level, steps: 1`). The HyperFL
-    authors' code (Guo et al., AAAI 2025) has no common classifier (`parametrisation: direct`) and trains the personal
+    authors' code (Guo et al., AAAI 2025) has no common classifier (`parametrization: direct`) and trains the personal
     one without noise (`mode: as-published`); it stops at the first batch, as it changes weights between two passes
     over one graph. Defaults are its constants.
 
     Attributes:
         head_lr: step size of the personal classifier; over `lr` it is the paper's alpha.
-        parametrisation: the sum of two classifiers; "direct" leaves the common one out.
+        parametrization: the sum of two classifiers; "direct" leaves the common one out.
     """
 
     plain: ClassVar[str] = (
@@ -42,7 +42,7 @@ class PPSGD(Private, FedAvg):
     momentum: ShareBelow1 = 0.5
     weight_decay: Weight = 5e-4
     head_lr: StepSize = 0.1
-    parametrisation: Parametrisation = field(default_factory=AdditiveHead)
+    parametrization: Parametrization = field(default_factory=AdditiveHead)
 
     @classmethod
     def example(cls) -> PPSGD:
@@ -50,8 +50,8 @@ class PPSGD(Private, FedAvg):
         return cls(lr=0.1, head_lr=0.2, epochs=2, batch_size=2, images=4, noise_multiplier=0.5, clip=1.0)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """What the parametrisation says; without a common classifier the client's own is private."""
-        return self.parametrisation.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
+        """What the parametrization says; without a common classifier the client's own is private."""
+        return self.parametrization.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """One phase, the private part with its own step size."""

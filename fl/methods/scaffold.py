@@ -11,7 +11,7 @@ import torch
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import PositiveStep
-from fl.tensors import Payloads, Tensors, add, blend, combine, minus, scaled, times, zeros
+from fl.tensors import Payloads, Tensors, add, combine, mul, scaled, sub, weighted_sum, zeros
 from fl.types import Batch, Phase, Scope, Task, Upload
 
 if TYPE_CHECKING:
@@ -125,11 +125,11 @@ class Scaffold(FedAvg):
             return after
         alike, part = [1 / len(uploads)] * len(uploads), [1 / server.clients] * len(uploads)
         shared = {
-            name: minus(value, times(blend([upload.update[name] for upload in uploads], alike), self.server_lr))
+            name: sub(value, mul(weighted_sum([upload.update[name] for upload in uploads], alike), self.server_lr))
             for name, value in server.shared.items()
         }
         control = {
-            name: add(value, blend([upload.extra[CONTROL][name] for upload in uploads], part))
+            name: add(value, weighted_sum([upload.extra[CONTROL][name] for upload in uploads], part))
             for name, value in server.own[CONTROL].items()
         }
         return replace(after, shared=shared, own={CONTROL: control})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import nn
@@ -75,10 +76,29 @@ class Network:
         return Normalize(mean, std)
 
 
-def build(name: str, *, num_classes: int, seed: int = 0, **settings: Any) -> Task:
-    """The network `name` for `num_classes` classes, initialised from `seed`.
+@overload
+def build(spec: str | Mapping[str, Any] | Network) -> Network: ...
+
+
+@overload
+def build(spec: str | Mapping[str, Any] | Network, *, num_classes: int, seed: int = 0, **settings: Any) -> Task: ...
+
+
+def build(
+    spec: str | Mapping[str, Any] | Network, *, num_classes: int | None = None, seed: int = 0, **settings: Any
+) -> Network | Task:
+    """The network that `spec` describes; with `num_classes`, the task of it.
+
+    Args:
+        spec: a name, or `{"name": name, setting: value, ...}`.
+        num_classes: of the task.
+        seed: what the task's network is initialized from.
+        **settings: of the network, beside a name.
 
     Raises:
         UnknownNameError: unknown network or setting; says what is close.
     """
-    return models.build({"name": name, **settings}).task(num_classes=num_classes, seed=seed)
+    if isinstance(spec, str):
+        spec = {"name": spec}
+    network = models.build({**spec, **settings} if isinstance(spec, Mapping) else spec)
+    return network if num_classes is None else network.task(num_classes=num_classes, seed=seed)

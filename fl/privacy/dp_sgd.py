@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fl.client import LossGradient
 from fl.gradient import DRAWN, autograd_derivative, for_buffers, func_derivative
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.privacy import ghost_clipping
 from fl.privacy.gaussian_noise import Noise
 from fl.tensors import Tensors, dense, norm, scaled
@@ -91,7 +91,7 @@ def opacus_gradient(
     with torch.no_grad():
         weights = grad.weights(params)
         sums = _nothing(grad, weights)
-        if len(batch) and (at == "weights" or type(grad.client.method.parametrisation) is Parametrisation):
+        if len(batch) and (at == "weights" or type(grad.client.method.parametrization) is Parametrization):
             sums = _ghost_sums(grad, weights, batch, clip)
         elif len(batch):
             sums = _summed(grad, params, ghost_clipping.per_sample(grad, weights, batch), clip, at)
@@ -121,7 +121,7 @@ def _check(grad: LossGradient, batch: Batch, clip: float, noise_multiplier: floa
 
 def _nothing(grad: LossGradient, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     client = grad.client
-    names = client.method.parametrisation.sources(client.task, grad.live)
+    names = client.method.parametrization.sources(client.task, grad.live)
     return {name: torch.zeros_like(weights[name]) for name in names}
 
 

@@ -150,14 +150,14 @@ def per_sample(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> 
     """The samples' gradients with respect to the network's weights that what moves needs (B, ...), by name."""
     found = {name: part for one in passes(grad, weights, batch) for name, part in one.samples.items()}
     client = grad.client
-    return {name: found[name] for name in client.method.parametrisation.sources(client.task, grad.live)}
+    return {name: found[name] for name in client.method.parametrization.sources(client.task, grad.live)}
 
 
 def _layers(grad: LossGradient) -> dict[str, tuple[nn.Module, dict[str, str]]]:
     """The layers that hold weights whose gradients are asked for, with these weights' names in them and outside."""
     client = grad.client
     found: dict[str, tuple[nn.Module, dict[str, str]]] = {}
-    for name in client.method.parametrisation.sources(client.task, grad.live):
+    for name in client.method.parametrization.sources(client.task, grad.live):
         owner, _, key = name.rpartition(".")
         found.setdefault(owner, (grad.model.get_submodule(owner), {}))[1][key] = name
     return found

@@ -25,7 +25,7 @@ class Model:
 
     Attributes:
         client: the rule.
-        params: what its parametrisation makes the network's weights of.
+        params: what its parametrization makes the network's weights of.
         buffers: all of the network's.
     """
 
@@ -44,7 +44,7 @@ class Model:
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights of the network that move in training, by name."""
         with torch.no_grad():
-            return self.client.method.parametrisation.network(self.params, self.client.task)
+            return self.client.method.parametrization.network(self.params, self.client.task)
 
 
 def accuracy(client: Client, params: Tensors, buffers: dict[str, torch.Tensor], data: Batch, size: int = 256) -> float:
@@ -66,7 +66,7 @@ def predictor(client: Client, state: ClientState, down: Download) -> Model:
     if state.personal:
         params = state.personal["parameters"]
         buffers = {name: dense(value) for name, value in state.personal.get("buffers", {}).items()}
-    return Model(client, client.method.parametrisation.lift(params), {**client.task.buffers, **buffers})
+    return Model(client, client.method.parametrization.lift(params), {**client.task.buffers, **buffers})
 
 
 def share_right(client: Client, state: ClientState, down: Download, images: Batch) -> float:

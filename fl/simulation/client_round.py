@@ -312,11 +312,11 @@ def public(client: Client) -> Task:
 
 
 def _generated(client: Client, params: Tensors) -> dict[str, Tensor]:
-    made = getattr(client.method.parametrisation, "generates", None)
+    made = getattr(client.method.parametrization, "generates", None)
     if made is None:
         return {}
     with torch.no_grad():
-        weights = client.method.parametrisation.network(client.method.parametrisation.lift(params), client.task)
+        weights = client.method.parametrization.network(client.method.parametrization.lift(params), client.task)
     return {name: weights[name] for name in made(client.task)}
 
 

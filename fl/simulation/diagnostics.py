@@ -90,7 +90,7 @@ def loss(model: Model, data: Batch) -> float:
 
 def generated(model: Model) -> dict[str, Tensor]:
     """The weights of a client's network that its own hypernetwork makes, or, without one, all that move in training."""
-    made = getattr(model.client.method.parametrisation, "generates", None)
+    made = getattr(model.client.method.parametrization, "generates", None)
     weights = model.weights()
     return {name: weights[name] for name in made(model.client.task)} if made else weights
 

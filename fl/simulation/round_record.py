@@ -38,7 +38,7 @@ class Record:
         accuracy: for every participant, the share of its test images that what the server sends now, with the client's
             own private tensors, classifies right; None where it was not asked for.
         accuracy_local: likewise for those that took part, right after their training.
-        diagnostics: the parametrisation's own figures, means over clients ("active_units", say).
+        diagnostics: the parametrization's own figures, means over clients ("active_units", say).
         numbers_up: how many numbers one client sent; 0 before training.
         numbers_down: how many a client is sent now: the most that one of the next round's is.
         seconds: of training, aggregation and evaluation.

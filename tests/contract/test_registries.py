@@ -17,14 +17,14 @@ from fl.data.augment import augmentations
 from fl.data.partitions.base import partitions
 from fl.method import methods
 from fl.models import models
-from fl.parametrization import parametrisations
+from fl.parametrization import parametrizations
 from fl.registry import Registry
 
 REGISTRIES: list[Registry] = [
     methods,
     attacks,
     defenses,
-    parametrisations,
+    parametrizations,
     models,
     datasets,
     partitions,

@@ -108,7 +108,7 @@ def test_lengths_clipped_apart_are_not_solved_for() -> None:
 @pytest.mark.parametrize("max_norm", [1e-4, 1e-3, 1e-2])
 def test_lengths_clipped_apart_are_not_verified_by_a_server_that_does_not_know(max_norm: float, bias: bool) -> None:
     generator = Hypernetwork(embedding=8, hidden=16, init="scaled", bias=bias)
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, weight_decay=0.0, parametrisation=generator)
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, weight_decay=0.0, parametrization=generator)
     defense, unaware = Clip(max_norm=max_norm, scope="tensor"), ThreatModel(knows_defense=False)
     view, truth = worlds.federation(method, defense).observe(1, threat=unaware)
     for route in ("auto", "trunk", "heads"):

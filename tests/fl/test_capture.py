@@ -80,7 +80,7 @@ def test_running_statistics_stay(batch):
 
 
 def test_from_batch_takes_any_method(model, batch):
-    method = HyperFL(parametrisation=Hypernetwork(embedding=3, hidden=6, init="scaled"), steps=1, head_epochs=0)
+    method = HyperFL(parametrization=Hypernetwork(embedding=3, hidden=6, init="scaled"), steps=1, head_epochs=0)
     view, truth = from_batch(model, *batch, method=method, threat=ThreatModel(knows_labels=True))
     assert set(view.private) == {"embedding", "3.weight", "3.bias"}
     assert torch.equal(view.labels, batch[1])
@@ -152,7 +152,7 @@ def test_captured_update_and_gradient_agree_with_the_prediction(model, batch, gr
 
 
 def test_a_captured_hypernetwork_needs_what_was_sent(model, batch):
-    method = HyperFL(parametrisation=Hypernetwork(embedding=3, hidden=6, init="scaled"), steps=1, head_epochs=0)
+    method = HyperFL(parametrization=Hypernetwork(embedding=3, hidden=6, init="scaled"), steps=1, head_epochs=0)
     seen, truth = from_batch(model, *batch, method=method)
     update = {n: v if isinstance(v, torch.Tensor) else v.dense() for n, v in seen.update.items()}
     settings = {"input_shape": SHAPE, "num_classes": CLASSES, "method": method, "batch_size": 2}

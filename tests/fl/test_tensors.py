@@ -69,7 +69,7 @@ def test_products_with_vectors(x: tensors.Value) -> None:
 @pytest.mark.parametrize("alpha", [-1.0, 0.3])
 def test_sums(x: tensors.Value, y: tensors.Value, alpha: float) -> None:
     assert near(dense(tensors.add(x, y, alpha)), by_hand(x) + alpha * by_hand(y))
-    assert near(tensors.minus(x, y), by_hand(x) - by_hand(y))
+    assert near(tensors.sub(x, y), by_hand(x) - by_hand(y))
 
 
 @EACH
@@ -79,7 +79,7 @@ def test_inner_products_and_distances(x: tensors.Value, y: tensors.Value) -> Non
     assert near(tensors.squared_distance(x, y), (by_hand(x) - by_hand(y)).square().sum(), 1e-12)
     sets = {"x": x, "y": y}
     assert near(tensors.norm(sets).square(), by_hand(x).square().sum() + by_hand(y).square().sum())
-    assert near(tensors.total(sets, {"y": x, "x": y}), 2 * (by_hand(x) * by_hand(y)).sum())
+    assert near(tensors.dot(sets, {"y": x, "x": y}), 2 * (by_hand(x) * by_hand(y)).sum())
 
 
 @EACH
@@ -150,12 +150,12 @@ def test_the_norm_of_zeros_has_a_finite_derivative() -> None:
 
 def test_each_reaches_all_factors_and_keeps_the_structure() -> None:
     x = KINDS["over a base"]
-    halves = tensors.each({"x": x}, lambda t: t.float())["x"]
+    halves = tensors.map_values({"x": x}, lambda t: t.float())["x"]
     assert isinstance(halves, LowRank)
     parts = [halves.base, *(p for t in halves.terms for p in (t.left, t.right))]
     assert {p.dtype for p in parts if p is not None} == {torch.float32}
     torch.testing.assert_close(dense(halves).double(), by_hand(x), rtol=1e-5, atol=1e-5)
-    assert torch.equal(tensors.each({"d": BASE}, torch.neg)["d"], -BASE)  # type: ignore[arg-type]
+    assert torch.equal(tensors.map_values({"d": BASE}, torch.neg)["d"], -BASE)  # type: ignore[arg-type]
 
 
 def test_compress_finds_the_best_outer_products() -> None:
@@ -200,7 +200,14 @@ def test_a_tensor_times_a_base_is_dense() -> None:
     base = torch.randn(4, 3, generator=draw, dtype=torch.float64)
     x = LowRank.of(base) + LowRank.outer(torch.ones(4).double(), torch.ones(3).double())
     factor = torch.tensor(0.3, dtype=torch.float64)
-    for found in (tensors.times(x, factor), tensors.scaled({"x": x}, factor)["x"]):
+    for found in (tensors.mul(x, factor), tensors.scaled({"x": x}, factor)["x"]):
         assert torch.allclose(tensors.dense(found), x.dense() * 0.3)
     assert torch.allclose(tensors.dense(tensors.add(x, x, factor)), x.dense() * 1.3)
-    assert isinstance(tensors.times(x, 2.0), LowRank)
+    assert isinstance(tensors.mul(x, 2.0), LowRank)
+
+
+def test_former_names_of_functions_are_read_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"fl\.tensors\.times is now fl\.tensors\.mul"):
+        assert tensors.times is tensors.mul  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        tensors.nothing  # type: ignore[attr-defined]  # noqa: B018

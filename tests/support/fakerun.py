@@ -18,7 +18,7 @@ threat: {knows_labels: false, knows_batch_size: true, knows_defense: true, sees_
 observe: {clients: [0], images: 4, batch_size: 1, method: {steps: 1}}
 method:
 - {name: fedavg, lr: 0.1}
-- {name: hyperfl, parametrisation: {name: hypernetwork}}
+- {name: hyperfl, parametrization: {name: hypernetwork}}
 defense: [{name: none}]
 attack: [{name: ig}, {name: peel+ig, against: [hyperfl]}]
 seeds: [0]

@@ -19,7 +19,7 @@ EVERY: dict[str, Private] = {
     "dp-fedavg": DPFedAvg.example(),
     "centaur": Centaur.example(),
     "ppsgd": PPSGD.example(),
-    "ppsgd, no common classifier": replace(PPSGD.example(), parametrisation=DPFedAvg().parametrisation),
+    "ppsgd, no common classifier": replace(PPSGD.example(), parametrization=DPFedAvg().parametrization),
     "dp-hyperfl": DPHyperFL.example(),
     "dp-hyperfl, hypernetwork": replace(DPHyperFL.example(), noise_on="hypernetwork"),
 }

@@ -69,7 +69,7 @@ PROBES: dict[str, Probe] = {
     "dp-sgd": Probe(FedAvg(**MOVING), DPSGD()),
     "dp-sgd+hyperfl": Probe(HyperFL.example(), DPSGD()),
     "hyperfl-lpm+adapters": Probe(HyperFLLPM.example(), task=worlds.adapted()),
-    "fedprox+hfn": Probe(FedProx(**MOVING, parametrisation=FILTERS), task=worlds.deeper()),
-    "fedprox+hypernetwork": Probe(FedProx(**MOVING, parametrisation=TINY)),
-    "fedsam+hypernetwork": Probe(replace(FedSAM.example(), parametrisation=TINY)),
+    "fedprox+hfn": Probe(FedProx(**MOVING, parametrization=FILTERS), task=worlds.deeper()),
+    "fedprox+hypernetwork": Probe(FedProx(**MOVING, parametrization=TINY)),
+    "fedsam+hypernetwork": Probe(replace(FedSAM.example(), parametrization=TINY)),
 }

@@ -21,7 +21,7 @@ method:
   - name: hyperfl
     batch_size: 6
     epochs: 1
-    parametrisation: {name: hypernetwork, embedding: 3, hidden: 6, init: scaled}
+    parametrization: {name: hypernetwork, embedding: 3, hidden: 6, init: scaled}
 attack:
   - guess
   - {name: refuse, against: fedavg}

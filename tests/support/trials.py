@@ -25,7 +25,7 @@ SETTINGS: dict[str, tuple[str, Method, Defense]] = {
     "one step": ("ig", FedAvg(lr=0.1, steps=1, batch_size=None), Defense()),
     "several steps": ("ig", FedAvg(lr=0.1, steps=3, batch_size=2, momentum=0.9, weight_decay=0.1), Defense()),
     "labels": ("dlg", FedAvg(lr=0.1, steps=1, batch_size=None), Defense()),
-    "structured": ("joint", HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=TINY), Defense()),
+    "structured": ("joint", HyperFL(lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrization=TINY), Defense()),
     "clipped": ("ig", FedAvg(lr=0.1, steps=1, batch_size=None), Clip(max_norm=0.01)),
 }
 

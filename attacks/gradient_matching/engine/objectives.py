@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attacks.update.rescaling import rescale_to_unit
-from fl.tensors import LowRank, Tensors, dense, length, norm, scaled, split, squared_distance
+from fl.tensors import LowRank, Tensors, dense, norm, scaled, split, squared_distance, vector_norm
 
 
 def normalize(observed: Tensors) -> tuple[Tensors, Tensor]:
@@ -160,7 +160,7 @@ class _Directions(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        size = length(x)
+        size = vector_norm(x)
         apart = x / size - y
         return apart.square().sum(), apart, size
 
@@ -174,7 +174,7 @@ class _Directions(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None]:
         x, y, apart, size = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again: by x, not only by what is multiplied here
-            size = length(x)
+            size = vector_norm(x)
             apart = x / size - y
         along = (x * apart).sum() / size**2
         return torch.addcmul(apart, x, -along) * (2 * grad / size), None

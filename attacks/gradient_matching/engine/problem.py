@@ -22,7 +22,7 @@ from fl.defense import overrides
 from fl.gradient import autograd_derivative, func_derivative
 from fl.predict import predict
 from fl.runtime.digests import digest
-from fl.tensors import Tensors, rms, scaled, times, total
+from fl.tensors import Tensors, dot, mul, rms, scaled
 from fl.types import Candidate, Order, frozen
 from fl.view import ServerView
 
@@ -278,12 +278,12 @@ def _factor(observed: Tensors, predicted: Tensors) -> Tensor:
     No factor is negative; the best would be 0 there, and nothing would tell the search where to turn. `observed` is of
     norm 1.
     """
-    along, size = total(observed, predicted), total(predicted, predicted).clamp_min(1e-38)
+    along, size = dot(observed, predicted), dot(predicted, predicted).clamp_min(1e-38)
     return torch.where(along > 0, along / size, size.rsqrt())
 
 
 def _weighed(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:
-    return values if weights is None else {name: times(value, weights[name]) for name, value in values.items()}
+    return values if weights is None else {name: mul(value, weights[name]) for name, value in values.items()}
 
 
 def unsearchable_reason(view: ServerView) -> str | None:

@@ -49,7 +49,7 @@ PERIOD = 8
 
 def obstacle(client: Client) -> str | None:
     """Why the clients of a federation can't be trained by factors, or None."""
-    method, made = client.method, client.method.parametrisation
+    method, made = client.method, client.method.parametrization
     if type(made) is not Hypernetwork:  # a subclass may generate or pull back in another way
         return "its weights are not made by HyperFL's hypernetwork"
     if type(method).gradient is not Method.gradient or type(method).finish is not Method.finish:
@@ -143,7 +143,7 @@ class _Trainee:
         self.params = {k: v for k, v in given.items() if not k.startswith("hypernet.heads.")}
         self.params[COEFFICIENTS] = coefficients
         task, method = start.client.task, start.client.method
-        lifted = method.parametrisation.lift(given)
+        lifted = method.parametrization.lift(given)
         self.step = Step(task, lifted, start.download.received, start.state.memory, {}, start.round)
 
     def begin(self, phase: Phase) -> None:
@@ -180,7 +180,7 @@ class _Trainee:
         step = replace(self.step, draws=self.start.trace.draws[p][s])
         raw = LossGradient(client, step, tuple(self.groups), self.buffers, client.task.model, None, autograd_derivative)
         if not len(batch):  # Poisson sampling may draw no image
-            wanted = client.method.parametrisation.sources(client.task, raw.live)
+            wanted = client.method.parametrization.sources(client.task, raw.live)
             return {name: torch.zeros_like(weights[name]) for name in wanted}
         return raw.of_weights(weights, batch)
 

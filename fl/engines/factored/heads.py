@@ -14,7 +14,7 @@ class Heads:
     """The server's heads on top of each other, P rows in all.
 
     Attributes:
-        made: the parametrisation.
+        made: the parametrization.
         task: the client's.
         slices: where each generated tensor lies.
         like: (H,), of their type and on their device.
@@ -22,7 +22,7 @@ class Heads:
     """
 
     def __init__(self, client: Client, shared: Tensors) -> None:
-        made, task = client.method.parametrisation, client.task
+        made, task = client.method.parametrization, client.task
         assert isinstance(made, Hypernetwork)
         self.made, self.task, self.slices, end = made, task, dict[str, slice](), 0
         for name in made.generates(task):

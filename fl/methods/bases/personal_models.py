@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl.method import Download, ServerState
 from fl.methods.fedavg import FedAvg
-from fl.tensors import Tensors, blend, dense, minus
+from fl.tensors import Tensors, dense, sub, weighted_sum
 from fl.types import Task, Upload
 
 
@@ -57,7 +57,7 @@ def mixed(models: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     """The sum of `models`, each times its weight."""
     used = [(model, weight) for model, weight in zip(models, weights, strict=True) if weight != 0]
     found, shares = [model for model, _ in used], [weight for _, weight in used]
-    return {name: dense(blend([model[name] for model in found], shares)) for name in found[0]}
+    return {name: dense(weighted_sum([model[name] for model in found], shares)) for name in found[0]}
 
 
 def packed(server: ServerState, model: Tensors) -> Download:
@@ -71,7 +71,7 @@ def packed(server: ServerState, model: Tensors) -> Download:
 def ended(sent: Download, upload: Upload) -> Tensors:
     """The model that a client ended with, by names of `kept`."""
     statistics = {name: value - upload.buffers[name] for name, value in averaged(sent.buffers).items()}
-    return {**{name: minus(value, upload.update[name]) for name, value in sent.shared.items()}, **statistics}
+    return {**{name: sub(value, upload.update[name]) for name, value in sent.shared.items()}, **statistics}
 
 
 def _name(client: int) -> str:

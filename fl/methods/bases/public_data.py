@@ -16,7 +16,7 @@ from fl.local.sampling import plan
 from fl.method import Download, ServerState
 from fl.methods.bases.personal_models import ended
 from fl.methods.fedavg import FedAvg
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.ranges import Count
 from fl.seeds import stream
 from fl.tensors import Tensors, Value, dense
@@ -53,8 +53,8 @@ class PublicImages(FedAvg):
         super().__post_init__()
         if self.images is not None and self.images < 1:
             raise ValueError(f"expected images >= 1, or None for all, got {self.images}")
-        if type(self.parametrisation) is not Parametrisation:
-            raise ValueError("expected parametrisation 'direct': the server trains the network itself")
+        if type(self.parametrization) is not Parametrization:
+            raise ValueError("expected parametrization 'direct': the server trains the network itself")
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """FedAvg's state and a seed; the images are looked at, so that what does not fit is said at once.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl.parametrization import Parametrisation, parametrisations
+from fl.parametrization import Parametrization, parametrizations
 from fl.tensors import Tensors, dense
 from fl.types import Scope, Task
 
@@ -16,9 +16,9 @@ COMMON, PERSONAL = "common.", "personal."
 """Before the names of the two classifiers' weights."""
 
 
-@parametrisations.register("additive-head")
+@parametrizations.register("additive-head")
 @dataclass(frozen=True, kw_only=True)
-class AdditiveHead(Parametrisation):
+class AdditiveHead(Parametrization):
     """Weights w + theta_i of the classifier: w for all, theta_i the client's own (Bietti et al., ICML 2022, section 5).
 
     The common one starts as the task's classifier, the personal one at zero (not given in the paper).

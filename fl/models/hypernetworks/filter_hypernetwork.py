@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fl.parametrization import Generated, parametrisations
+from fl.parametrization import Generated, parametrizations
 from fl.ranges import Width
 from fl.tensors import Tensors, Value, dense
 from fl.types import Scope, Task
@@ -50,7 +50,7 @@ def embedded(names: Mapping[str, object]) -> dict[Shape, list[str]]:
     return found
 
 
-@parametrisations.register("filters")
+@parametrizations.register("filters")
 @dataclass(frozen=True, kw_only=True)
 class Filters(Generated):
     """Convolutions put together from generated basic filters (HyperFedNet, Chen et al., 2024, section IV-B, Figure 3).

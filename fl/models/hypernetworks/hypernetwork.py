@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fl.parametrization import Generated, parametrisations
+from fl.parametrization import Generated, parametrizations
 from fl.ranges import Width
 from fl.tensors import LowRank, Tensors, dense, matvec, rmatvec
 from fl.types import Scope, Task
@@ -29,7 +29,7 @@ def head_bias(name: str) -> str:
     return f"hypernet.heads.{name}.bias"
 
 
-@parametrisations.register("hypernetwork")
+@parametrizations.register("hypernetwork")
 @dataclass(frozen=True, kw_only=True)
 class Hypernetwork(Generated):
     """theta_k = W_k relu(W_0 v + b_0) + b_k for every tensor of the extractor (HyperFL, section 3 and Eq. 3-6).

@@ -27,7 +27,7 @@ from fl.types import Batch, Task
 from fl.view import ThreatModel
 
 GENERATED = HyperFL(
-    lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")
+    lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrization=Hypernetwork(embedding=8, hidden=16, init="scaled")
 )
 CHAINS = {
     "max pooling": POOLED,

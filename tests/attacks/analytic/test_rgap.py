@@ -245,7 +245,7 @@ def test_it_takes_over_from_the_peel() -> None:
     task = Task(model, (2, 8, 8), 4, "7.")
     data = Batch(chains.image(), torch.tensor([2]))
     generator = Hypernetwork(embedding=4, hidden=16, init="scaled")
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrisation=generator)
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrization=generator)
     view, truth = Federation(Client(task, method), [ClientData(data, data)]).observe(0)
     for name in ("peel+rgap", "peel+headless+rgap", "peel+rconv"):
         result = build(name)(view)

@@ -23,13 +23,13 @@ from fl.methods.fedprox import FedProx
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.seeds import stream
-from fl.tensors import dense, minus
+from fl.tensors import dense, sub
 from fl.types import Truth
 from fl.view import ServerView, ThreatModel
 
 TINY = Hypernetwork(embedding=4, hidden=8, init="scaled")
-STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrisation=TINY)
-SHARED = FedProx(steps=1, epochs=None, batch_size=None, lr=0.1, parametrisation=TINY)
+STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrization=TINY)
+SHARED = FedProx(steps=1, epochs=None, batch_size=None, lr=0.1, parametrization=TINY)
 """Its classifier is shared: not generated, and in the update beside the hypernetwork's."""
 
 
@@ -50,7 +50,7 @@ def lower(view: ServerView, inner: str = "squared") -> Lower:
 def test_the_lower_level_has_its_minimum_in_closed_form(method: HyperFL | FedAvg, *, dense_upload: bool) -> None:
     view, truth = victim(method)
     if dense_upload:
-        whole = {n: dense(view.shared[n]) - minus(view.shared[n], u) for n, u in view.update.items()}
+        whole = {n: dense(view.shared[n]) - sub(view.shared[n], u) for n, u in view.update.items()}
         view = replace(view, update=whole)
     peeled = Peel().solve(view)
     assert not isinstance(peeled, NotApplicable)
@@ -200,7 +200,7 @@ def test_a_shared_classifier_is_begun_with_and_a_frozen_one_stands_still() -> No
     assert sent
     assert all(torch.equal(guess[private_key(n)], v) for n, v in sent.items())
     assert isinstance(Bilevel.example()(view), Reconstruction)
-    still, _ = victim(FedBABU(steps=1, epochs=None, batch_size=None, parametrisation=TINY))
+    still, _ = victim(FedBABU(steps=1, epochs=None, batch_size=None, parametrization=TINY))
     assert upper(still).start(stream(0)).keys() == {INPUTS}
     assert isinstance(Bilevel.example()(still), Reconstruction)
 

@@ -21,7 +21,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedprox import FedProx
 from fl.methods.hyperfednet import HyperFedNet
 from fl.models.hypernetworks.filter_hypernetwork import Filters, basic_filters, embeddings_name, hidden
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import dense
@@ -39,7 +39,7 @@ def observed(
 ) -> tuple[ServerView, Truth, Federation]:
     """One step on one image, unless settings say otherwise, of the network with two convolutions."""
     how = {"epochs": None, "steps": 1, "batch_size": None, "lr": 0.1} | settings
-    method = HyperFedNet(parametrisation=filters, **how)
+    method = HyperFedNet(parametrization=filters, **how)
     run = worlds.federation(method, task_=worlds.deeper(), rounds=rounds)
     view, truth = run.observe(0, data=worlds.images(images, "victim"), threat=ThreatModel(knows_private_init=knows))
     return view, truth, run
@@ -96,7 +96,7 @@ class Apart(FedAvg):
 
 
 def apart(**settings: Any) -> tuple[ServerView, Truth, Federation]:
-    method = Apart(parametrisation=replace(ONE, local=False), steps=1, batch_size=None, lr=0.1, **settings)
+    method = Apart(parametrization=replace(ONE, local=False), steps=1, batch_size=None, lr=0.1, **settings)
     run = worlds.federation(method, task_=worlds.deeper(), rounds=0)
     return *run.observe(0, data=worlds.images(1, "victim")), run
 
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_not_confirmed() -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("column", [name for name, defense in COLUMNS.items() if defense.group == 1])
 def test_what_a_defence_has_changed_is_not_confirmed_unless_it_is_right(column: str, known: bool) -> None:
-    method = HyperFedNet(parametrisation=ONE, epochs=None, steps=1, batch_size=None, lr=0.1)
+    method = HyperFedNet(parametrization=ONE, epochs=None, steps=1, batch_size=None, lr=0.1)
     run = worlds.federation(method, COLUMNS[column], worlds.deeper(), rounds=1)
     view, truth = run.observe(0, data=worlds.images(1, "victim"), threat=ThreatModel(knows_defense=known))
     result = FilterPeel()(view)
@@ -270,12 +270,12 @@ def test_why_it_does_not_apply() -> None:
         assert isinstance(result, NotApplicable)
         return result.reason
 
-    plain = worlds.federation(HyperFedNet(parametrisation=Parametrisation(), epochs=1, batch_size=4))
+    plain = worlds.federation(HyperFedNet(parametrization=Parametrization(), epochs=1, batch_size=4))
     assert "nothing to peel" in reason(plain.observe(0)[0])
     view, share = observed(ONE)[0], 0.1 * 1.9 * 5e-4  # Nesterov's first step takes the gradient 1.9 times
     assert "no gradient" in reason(replace(view, update={n: dense(w) * share for n, w in view.shared.items()}))
     assert "schedule" in reason(replace(view, schedule=None, method=replace(view.method, steps=None, epochs=1)))
-    prox = Client(worlds.deeper(), FedProx(parametrisation=ONE, epochs=None, steps=2))
+    prox = Client(worlds.deeper(), FedProx(parametrization=ONE, epochs=None, steps=2))
     run = Federation(prox, worlds.federation(HyperFedNet.example(), rounds=0).data)
     assert "gradient of its loss alone" in reason(run.observe(0)[0])
 

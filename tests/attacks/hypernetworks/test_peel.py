@@ -24,12 +24,12 @@ from fl.models import build as network
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import LowRank, dense, minus
+from fl.tensors import LowRank, dense, sub
 from fl.types import Batch, Candidate, Task, Truth
 from fl.view import ServerView, ThreatModel
 
 TINY = Hypernetwork(embedding=8, hidden=16, init="scaled")
-STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrisation=TINY)
+STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrization=TINY)
 
 
 def victim(
@@ -53,7 +53,7 @@ def victim(
 
 def uploaded(view: ServerView) -> ServerView:
     """The same update as the difference of two dense models, rounded as they are."""
-    return replace(view, update={n: dense(view.shared[n]) - minus(view.shared[n], u) for n, u in view.update.items()})
+    return replace(view, update={n: dense(view.shared[n]) - sub(view.shared[n], u) for n, u in view.update.items()})
 
 
 def off(found: Reconstruction, truth: Truth) -> tuple[float, float]:
@@ -72,7 +72,7 @@ def off(found: Reconstruction, truth: Truth) -> tuple[float, float]:
 def test_one_step_gives_embedding_and_extractor_exactly(
     n: int, bias: bool, max_norm: float, dense_upload: bool
 ) -> None:
-    method = replace(STEP, max_norm=max_norm, weight_decay=5e-3, parametrisation=replace(TINY, bias=bias))
+    method = replace(STEP, max_norm=max_norm, weight_decay=5e-3, parametrization=replace(TINY, bias=bias))
     view, truth = victim(worlds.task(), method, n)
     found = Peel()(uploaded(view) if dense_upload else view)
     assert isinstance(found, Reconstruction)
@@ -86,7 +86,7 @@ def test_one_step_gives_embedding_and_extractor_exactly(
 @pytest.mark.parametrize("n", [1, 50])
 def test_the_published_network_in_single_precision(n: int, bias: bool, init: str) -> None:
     generator = Hypernetwork(init=init, bias=bias)  # type: ignore[arg-type]
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrisation=generator)
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=generator)
     view, truth = victim(network("hyperfl-grey", num_classes=10), method, n)
     found = Peel()(view)
     assert isinstance(found, Reconstruction)
@@ -99,7 +99,7 @@ def test_the_published_network_in_single_precision(n: int, bias: bool, init: str
 @pytest.mark.parametrize("seed", [4, 5])
 def test_how_long_the_activations_are_is_told_by_thousands_of_entries(seed: int) -> None:
     """Not by the embedding, of which an update in single precision tells far less: it put the length off by 1e-6."""
-    method = replace(STEP, lr=0.01, parametrisation=Hypernetwork(init="scaled"))
+    method = replace(STEP, lr=0.01, parametrization=Hypernetwork(init="scaled"))
     view, truth = victim(network("hyperfl-grey", num_classes=10, seed=seed), method)
     peeled = Peel().solve(uploaded(view))
     assert isinstance(peeled, Peeled)
@@ -110,7 +110,7 @@ def test_how_long_the_activations_are_is_told_by_thousands_of_entries(seed: int)
 @pytest.mark.parametrize("route", ["trunk", "heads"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_each_route_stands_alone(bias: bool, route: str) -> None:
-    view, truth = victim(worlds.task(), replace(STEP, parametrisation=replace(TINY, bias=bias)))
+    view, truth = victim(worlds.task(), replace(STEP, parametrization=replace(TINY, bias=bias)))
     found = Peel(route=route)(view)  # type: ignore[arg-type]
     assert isinstance(found, Reconstruction)
     assert off(found, truth)[0] < 1e-11
@@ -122,7 +122,7 @@ def test_each_route_stands_alone(bias: bool, route: str) -> None:
 @pytest.mark.parametrize("dense_upload", [False, True])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_with_no_unit_active_the_extractor_is_the_head_biases(epochs: int, dense_upload: bool) -> None:
-    method = HyperFL(epochs=epochs, batch_size=2, parametrisation=TINY)
+    method = HyperFL(epochs=epochs, batch_size=2, parametrization=TINY)
     view, truth = victim(worlds.task(), method, 4, dead=True)
     found = Peel()(uploaded(view) if dense_upload else view)
     assert isinstance(found, Reconstruction)
@@ -136,7 +136,7 @@ def test_with_no_unit_active_the_extractor_is_the_head_biases(epochs: int, dense
 @pytest.mark.parametrize(("init", "lr"), [("scaled", 1e-5), ("scaled", 3e-6), ("published", 1e-6), ("published", 1e-7)])
 def test_a_live_layer_that_hardly_moves_is_not_certified_dead(init: str, lr: float, dense_upload: bool) -> None:
     generator = Hypernetwork(init=init)  # type: ignore[arg-type]
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=lr, weight_decay=0.0, parametrisation=generator)
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=lr, weight_decay=0.0, parametrization=generator)
     view, truth = victim(network("hyperfl-grey", num_classes=10), method)
     found = Peel()(uploaded(view) if dense_upload else view)
     if not isinstance(found, Reconstruction):
@@ -150,7 +150,7 @@ def test_a_live_layer_that_hardly_moves_is_not_certified_dead(init: str, lr: flo
 
 def test_an_exactly_dead_layer_is_certified_however_small_the_step() -> None:
     generator = Hypernetwork(init="scaled")
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=1e-4, weight_decay=0.0, parametrisation=generator)
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=1e-4, weight_decay=0.0, parametrization=generator)
     view, _ = victim(network("hyperfl-grey", num_classes=10), method, dead=True)
     solved = [Peel().solve(v) for v in (view, uploaded(view))]
     assert [(s.route, s.verified) for s in solved if not isinstance(s, NotApplicable)] == [
@@ -160,7 +160,7 @@ def test_an_exactly_dead_layer_is_certified_however_small_the_step() -> None:
 
 
 def test_pruned_entries_are_missing_and_not_zero() -> None:
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrisation=Hypernetwork(init="scaled"))
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=Hypernetwork(init="scaled"))
     task = network("hyperfl-grey", num_classes=10)
     view, truth = victim(task, method, defense=Prune(ratio=0.5))
     for route in ("auto", "trunk", "heads"):
@@ -175,7 +175,7 @@ def test_pruned_entries_are_missing_and_not_zero() -> None:
 
 
 def test_what_pruning_has_cut_altogether_is_not_certified() -> None:
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrisation=Hypernetwork(init="scaled"))
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=Hypernetwork(init="scaled"))
     task = network("hyperfl-grey", num_classes=10)
     view, truth = victim(task, method, defense=Prune(ratio=0.9))
     found = Peel()(view)
@@ -197,7 +197,7 @@ def test_what_pruning_has_cut_altogether_is_not_certified() -> None:
 def test_a_gradient_sent_once_per_unit_is_averaged(
     defense: Defense, least: float, most: float, init: Literal["scaled", "published"]
 ) -> None:
-    method = replace(STEP, parametrisation=Hypernetwork(embedding=32, hidden=64, init=init))
+    method = replace(STEP, parametrization=Hypernetwork(embedding=32, hidden=64, init=init))
     plain, peeled = (Peel().solve(victim(worlds.task(), method, defense=d)[0]) for d in (Defense(), defense))
     assert isinstance(plain, Peeled)
     assert isinstance(peeled, Peeled)
@@ -224,7 +224,7 @@ def test_over_several_steps_the_biases_alone_are_believed() -> None:
 
 
 def test_over_a_round_it_is_close_and_the_first_layer_closer() -> None:
-    method = HyperFL(epochs=5, batch_size=2, parametrisation=TINY)
+    method = HyperFL(epochs=5, batch_size=2, parametrization=TINY)
     view, truth = victim(worlds.task(), method, 8)
     errors = {}
     for route in ("auto", "trunk", "heads"):
@@ -236,7 +236,7 @@ def test_over_a_round_it_is_close_and_the_first_layer_closer() -> None:
 
 
 def test_a_round_that_explodes_is_not_verified() -> None:
-    method = HyperFL(epochs=5, batch_size=2, lr=0.3, max_norm=None, parametrisation=replace(TINY, init="published"))
+    method = HyperFL(epochs=5, batch_size=2, lr=0.3, max_norm=None, parametrization=replace(TINY, init="published"))
     view, truth = victim(worlds.task(), method, 8)
     found = Peel()(view)
     assert isinstance(found, Reconstruction)
@@ -261,7 +261,7 @@ def test_the_plain_view_predicts_its_update(n: int, max_norm: float) -> None:
 
 
 def test_without_active_units_the_plain_view_replays_the_whole_round() -> None:
-    method = HyperFL(epochs=2, head_epochs=0, batch_size=2, max_norm=0.2, parametrisation=TINY)
+    method = HyperFL(epochs=2, head_epochs=0, batch_size=2, max_norm=0.2, parametrization=TINY)
     view, truth = victim(worlds.task(), method, 4, dead=True, knows_order=True)
     plain = Peel().rewrite(view)
     assert isinstance(plain, ServerView)
@@ -273,7 +273,7 @@ def test_without_active_units_the_plain_view_replays_the_whole_round() -> None:
 
 
 def test_the_plain_view_of_a_round_is_close_and_drops_the_classifiers_own_phase() -> None:
-    method = HyperFL(epochs=2, head_epochs=1, head_lr=0.0, batch_size=2, lr=2e-3, parametrisation=TINY)
+    method = HyperFL(epochs=2, head_epochs=1, head_lr=0.0, batch_size=2, lr=2e-3, parametrization=TINY)
     view, truth = victim(worlds.task(), method, 4, knows_order=True)
     plain = Peel().rewrite(view)
     assert isinstance(plain, ServerView)
@@ -284,7 +284,7 @@ def test_the_plain_view_of_a_round_is_close_and_drops_the_classifiers_own_phase(
 
 
 def test_a_shared_classifier_stays_shared() -> None:
-    view, truth = victim(worlds.task(), FedAvg(lr=0.1, steps=1, weight_decay=1e-3, parametrisation=TINY), 2)
+    view, truth = victim(worlds.task(), FedAvg(lr=0.1, steps=1, weight_decay=1e-3, parametrization=TINY), 2)
     plain = Peel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert not plain.private
@@ -310,7 +310,7 @@ def test_what_it_recovered_travels_with_the_rewritten_view(monkeypatch: pytest.M
 
 
 def test_heads_without_a_solution_do_not_win_over_the_first_layer() -> None:
-    view, truth = victim(worlds.task(), replace(STEP, weight_decay=0.0, parametrisation=replace(TINY, bias=False)))
+    view, truth = victim(worlds.task(), replace(STEP, weight_decay=0.0, parametrization=replace(TINY, bias=False)))
     turned = [TRUNK_WEIGHT, TRUNK_BIAS]  # db0 against what the heads pull back: no length fits, v stays as it is
     view = replace(view, update={n: -dense(u) if n in turned else u for n, u in view.update.items()})
     answer = Peel(route="heads")(view)
@@ -362,7 +362,7 @@ def test_what_is_drowned_in_rounding_is_not_taken_for_an_extractor(chain: Attack
     tiny = {
         n: replace(u, base=view.shared[n], scale=1e-5, terms=tuple(replace(t, coef=1e-16 * t.coef) for t in u.terms))
         if isinstance(u, LowRank)
-        else dense(view.shared[n]) - minus(view.shared[n], rounded[n])
+        else dense(view.shared[n]) - sub(view.shared[n], rounded[n])
         for n, u in view.update.items()
     }
     found = chain(replace(view, update=tiny))

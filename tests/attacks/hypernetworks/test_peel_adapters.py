@@ -20,11 +20,11 @@ from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models import models
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.predict import predict
-from fl.tensors import dense, minus
+from fl.tensors import dense, sub
 from fl.types import Batch, Task, Truth
 from fl.view import ServerView
 
-STEP = HyperFLLPM(steps=1, head_epochs=0, batch_size=None, parametrisation=Hypernetwork(init="scaled"))
+STEP = HyperFLLPM(steps=1, head_epochs=0, batch_size=None, parametrization=Hypernetwork(init="scaled"))
 BOTH = pytest.mark.parametrize("name", ["resnet18-adapter", "vit-adapter"])
 LAST = {
     "resnet18-adapter": {"body.adapter2"},
@@ -65,7 +65,7 @@ def adapters(found: Reconstruction) -> dict[str, Any]:
 def test_one_step_gives_the_adapters_in_single_precision(name: str, n: int, uploaded: bool) -> None:
     view, truth = victim(name, n, torch.float32)
     if uploaded:  # the same as the difference of two dense models, rounded as they are
-        update = {n: dense(view.shared[n]) - minus(view.shared[n], u) for n, u in view.update.items()}
+        update = {n: dense(view.shared[n]) - sub(view.shared[n], u) for n, u in view.update.items()}
         view = replace(view, update=update)
     found = Peel()(view)
     assert isinstance(found, Reconstruction)
@@ -90,7 +90,7 @@ def _given(view: ServerView, truth: Truth, layer: str) -> Tensor:
     """What a layer was really given: its first token, or the mean over its map."""
     client, seen = view.client, []
     handle = client.predictor.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    params = view.method.parametrisation.lift({**view.shared, **truth.private})
+    params = view.method.parametrization.lift({**view.shared, **truth.private})
     client.network(params, client.task.buffers)(truth.inputs)
     handle.remove()
     (value,) = seen

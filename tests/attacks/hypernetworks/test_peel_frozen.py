@@ -23,7 +23,7 @@ TINY = Hypernetwork(embedding=8, hidden=16, init="scaled")
 def victim(**settings: int | float | None) -> tuple[ServerView, Truth]:
     """A client of FedBABU whose extractor is generated."""
     how = {"lr": 0.1, "epochs": None, "batch_size": None} | settings
-    run = worlds.federation(FedBABU(parametrisation=TINY, **how), rounds=0)  # type: ignore[arg-type]
+    run = worlds.federation(FedBABU(parametrization=TINY, **how), rounds=0)  # type: ignore[arg-type]
     return run.observe(0, data=worlds.images(1, "victim"))
 
 

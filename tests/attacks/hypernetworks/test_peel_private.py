@@ -35,7 +35,7 @@ STEP = DPHyperFL(
     rate=0.5,
     steps=1,
     head_epochs=0,
-    parametrisation=TINY,
+    parametrization=TINY,
 )
 
 
@@ -133,7 +133,7 @@ def test_several_steps_are_as_close_as_their_weights_are() -> None:
 
 def test_with_a_shared_classifier_it_is_a_step_of_dp_fedavg() -> None:
     method = DPFedAvg(
-        noise_multiplier=2.0, clip=0.5, images=40, batch_size=4, rate=0.5, steps=1, parametrisation=TINY, lr=0.1
+        noise_multiplier=2.0, clip=0.5, images=40, batch_size=4, rate=0.5, steps=1, parametrization=TINY, lr=0.1
     )
     view, truth = victim(method, knows_randomness=True, knows_order=True)
     plain = Peel().rewrite(view)
@@ -181,7 +181,7 @@ def test_a_method_with_a_gradient_of_its_own_is_refused() -> None:
 
 def test_a_classifier_that_shares_its_clip_is_not_left_out() -> None:
     method = PPSGD(
-        noise_multiplier=1.0, clip=0.5, images=40, batch_size=4, rate=0.5, steps=1, lr=0.1, parametrisation=TINY
+        noise_multiplier=1.0, clip=0.5, images=40, batch_size=4, rate=0.5, steps=1, lr=0.1, parametrization=TINY
     )
     view, truth = victim(method)
     found = Peel()(view)

@@ -27,7 +27,7 @@ from fl.types import Candidate, Task, Truth
 from fl.view import ServerView
 
 STEP = FedAvg(lr=0.1, steps=1, weight_decay=1e-2, momentum=0.5)
-GENERATED = HyperFL(steps=1, batch_size=None, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled"))
+GENERATED = HyperFL(steps=1, batch_size=None, parametrization=Hypernetwork(embedding=8, hidden=16, init="scaled"))
 
 
 def victim(method: Method, n: int = 1, task: Task | None = None) -> tuple[ServerView, Truth]:

@@ -30,7 +30,7 @@ from fl.view import ServerView, ThreatModel
 APART = FedPer(lr=1e-3, steps=1)
 SLOW = replace(STEP, lr=1e-3)
 GENERATED = HyperFL(
-    lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")
+    lr=0.1, steps=1, batch_size=None, head_epochs=0, parametrization=Hypernetwork(embedding=8, hidden=16, init="scaled")
 )
 TWO_STEPS = replace(GENERATED, steps=2)
 

@@ -24,8 +24,8 @@ from fl.view import ServerView
 
 SMALL = 1e-20
 ONE = {"lr": 0.1, "steps": 1, "epochs": None, "batch_size": None, "weight_decay": 0.0}
-FILTERS = HyperFedNet(parametrisation=Filters(embedding=6, block=(4, 4)), **ONE)  # type: ignore[arg-type]
-GENERATED = HyperFL(parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled"), head_epochs=0, **ONE)  # type: ignore[arg-type]
+FILTERS = HyperFedNet(parametrization=Filters(embedding=6, block=(4, 4)), **ONE)  # type: ignore[arg-type]
+GENERATED = HyperFL(parametrization=Hypernetwork(embedding=8, hidden=16, init="scaled"), head_epochs=0, **ONE)  # type: ignore[arg-type]
 
 
 def victim(method: Method) -> tuple[ServerView, Truth]:

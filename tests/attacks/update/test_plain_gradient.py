@@ -25,17 +25,17 @@ from fl.methods.fedprox import FedProx
 from fl.methods.fedsam import FedSAM
 from fl.models.hypernetworks.filter_hypernetwork import Filters
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.tensors import Tensors, scaled
 from fl.types import Batch
 from fl.view import ServerView
 
 STEP = {"lr": 0.1, "momentum": 0.0, "weight_decay": 1e-2, "steps": 1, "batch_size": None}
 """One step on all images."""
-CLOSED: dict[str, Parametrisation] = {
-    "analytic": Parametrisation(),
-    "headless": Parametrisation(),
-    "surrogate": Parametrisation(),
+CLOSED: dict[str, Parametrization] = {
+    "analytic": Parametrization(),
+    "headless": Parametrization(),
+    "surrogate": Parametrization(),
     "peel": Hypernetwork(embedding=8, hidden=16, init="scaled"),
     "filters": Filters(embedding=3, block=(4, 4)),
 }
@@ -44,13 +44,13 @@ CLOSED: dict[str, Parametrisation] = {
 
 def view(method: FedAvg, images: int = 1) -> ServerView:
     data = worlds.images(images, "victim")
-    task = worlds.deeper() if isinstance(method.parametrisation, Filters) else worlds.task()
+    task = worlds.deeper() if isinstance(method.parametrization, Filters) else worlds.task()
     return Federation(Client(task, method), [ClientData(data, data)]).observe(0)[0]
 
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_one_step_of_fedprox_is_one_of_fedavg(name: str) -> None:
-    given = {**STEP, "parametrisation": CLOSED[name]}
+    given = {**STEP, "parametrization": CLOSED[name]}
     plain, prox = build(name)(view(FedAvg(**given))), build(name)(view(FedProx(mu=0.7, **given)))  # type: ignore[arg-type]
     assert isinstance(plain, Reconstruction), plain
     assert isinstance(prox, Reconstruction), prox
@@ -63,7 +63,7 @@ def test_one_step_of_fedprox_is_one_of_fedavg(name: str) -> None:
 @pytest.mark.parametrize("name", CLOSED)
 @pytest.mark.parametrize("steps", [2, None])
 def test_several_steps_of_it_are_not(name: str, steps: int | None) -> None:
-    given = {**STEP, "weight_decay": 0.0, "steps": 2, "parametrisation": CLOSED[name]}
+    given = {**STEP, "weight_decay": 0.0, "steps": 2, "parametrization": CLOSED[name]}
     seen = view(FedProx(mu=0.7, **given))  # type: ignore[arg-type]
     result = build(name)(seen if steps else replace(seen, schedule=None))
     assert isinstance(result, NotApplicable)

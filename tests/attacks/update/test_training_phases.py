@@ -117,7 +117,7 @@ def test_what_is_read_off_is_what_fedavg_gives_away(method: type[FedAvg], settin
 
 def test_a_look_is_no_phase_that_trains_a_hypernetwork() -> None:
     made = Hypernetwork(embedding=8, hidden=16, init="scaled")
-    found, plain = (attack(seen(kind(**ONE, parametrisation=made)), "peel+headless") for kind in (GA, FedAvg))
+    found, plain = (attack(seen(kind(**ONE, parametrization=made)), "peel+headless") for kind in (GA, FedAvg))
     assert torch.allclose(dense(found.private["features"]), dense(plain.private["features"]))
 
 

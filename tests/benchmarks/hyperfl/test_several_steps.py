@@ -38,7 +38,7 @@ def test_labels_count_as_often_as_they_are_there() -> None:
 def test_the_gradient_recorded_along_a_round_is_the_one_that_the_peel_reads(limit: float) -> None:
     generator = Recorded(embedding=3, hidden=6, init="scaled", limit=limit)
     method = HyperFL(lr=1e-4, momentum=0.5, head_epochs=0, epochs=2, batch_size=2, max_norm=limit)
-    run = worlds.federation(replace(method, parametrisation=generator), rounds=0)
+    run = worlds.federation(replace(method, parametrization=generator), rounds=0)
     view, truth = run.observe(0)
     assert len(generator.kept) > 2
     found, names = Peel().solve(view), list(truth.extractor)

@@ -96,7 +96,7 @@ def test_a_method_with_a_length_of_its_own_keeps_it(monkeypatch):
 
 
 def test_a_method_that_keeps_its_secrets_badly():
-    words = ("--method", "{name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}", "--dataset", "faces")
+    words = ("--method", "{name: hyperfl, parametrization: {name: hypernetwork, init: scaled}}", "--dataset", "faces")
     result = audit(*words, "--attack", "peel", "--count", 1)
     assert result.exit_code == 0, result.output
     assert (

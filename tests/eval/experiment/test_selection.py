@@ -9,7 +9,7 @@ task: {dataset: faces, model: hyperfl-grey}
 federation: {partition: {name: iid, clients: 4}, rounds: 5}
 method:
   - {name: fedavg, lr: 5e-2}
-  - {name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}
+  - {name: hyperfl, parametrization: {name: hypernetwork, init: scaled}}
 defense: [none, noise]
 attack:
   - {name: ig, against: fedavg}

@@ -13,7 +13,7 @@ task: {dataset: faces, model: hyperfl-grey}
 federation: {partition: {name: iid, clients: 4}, rounds: 5}
 method:
   - {name: fedavg, lr: 5e-2}
-  - {name: hyperfl, parametrisation: {name: hypernetwork, init: scaled}}
+  - {name: hyperfl, parametrization: {name: hypernetwork, init: scaled}}
 defense: [none, noise]
 attack:
   - {name: ig, against: fedavg, tv_weight: 1e-6}
@@ -54,7 +54,7 @@ def test_method_settings_take_their_attacks_along(path):
 
 
 def test_nested_settings_go_where_they_are(path):
-    found = yaml_config.load(path, ["method.parametrisation.init=[published, scaled]"])
+    found = yaml_config.load(path, ["method.parametrization.init=[published, scaled]"])
     assert labels(found, "method") == ["fedavg", "hyperfl@init=published", "hyperfl@init=scaled"]
 
 
@@ -164,7 +164,7 @@ def test_settings_of_single_entries_are_checked(changes, said):
         ("tv_weight: 1e-6", "tv_weight: [1e-4, 1e-2]", "attack.ig.tv_weight"),
         ("iterations: 20", "as: peeled, objective: [cosine, l2]", "attack.peeled.objective"),
         ("lr: 5e-2", "lr: [0.1, 1]", "method.fedavg.lr"),
-        ("init: scaled", "hidden: [6, 12]", "method.hyperfl.parametrisation.hidden"),
+        ("init: scaled", "hidden: [6, 12]", "method.hyperfl.parametrization.hidden"),
         ("clients: 4", "clients: [2, 4]", "federation.partition.clients"),
         ("batch_size: 2", "batch_size: [2, 4]", "observe.batch_size"),
     ],

@@ -13,7 +13,7 @@ task: {dataset: faces, model: hyperfl-grey}
 federation: {partition: {name: iid, clients: 4}, rounds: 5}
 method:
   - {name: fedavg, lr: 5e-2}
-  - {name: hyperfl, as: scaled, parametrisation: {name: hypernetwork, init: scaled}}
+  - {name: hyperfl, as: scaled, parametrization: {name: hypernetwork, init: scaled}}
 attack:
   - {name: ig, against: fedavg, tv_weight: 1e-6}
   - {name: peel+ig, iterations: 20}
@@ -30,7 +30,7 @@ def experiment():
 def test_reads_numbers_names_and_single_values(experiment):
     fedavg, hyperfl = experiment.method
     assert (fedavg.label, fedavg.item.lr) == ("fedavg", 0.05)
-    assert (hyperfl.label, hyperfl.item.parametrisation.init) == ("scaled", "scaled")
+    assert (hyperfl.label, hyperfl.item.parametrization.init) == ("scaled", "scaled")
     assert experiment.attack[0].against == ("fedavg",)
     assert experiment.attack[0].item.tv_weight == 1e-6
     assert isinstance(experiment.attack[1].item, Chain)
@@ -63,7 +63,7 @@ def test_observed_methods_take_what_they_have(experiment):
         ("method.head_lr=1e-3", lambda x: x.method[1].item.head_lr == 0.001),
         ("method.lr=0.5", lambda x: all(entry.item.lr == 0.5 for entry in x.method)),
         ("method.scaled.lr=0.5", lambda x: x.method[0].item.lr == 0.05),
-        ("method.parametrisation.init=published", lambda x: x.method[1].item.parametrisation.init == "published"),
+        ("method.parametrization.init=published", lambda x: x.method[1].item.parametrization.init == "published"),
         ("observe.method.epochs=2", lambda x: x.observe.method["epochs"] == 2),
         ("federation.partition.clients=3", lambda x: x.federation.partition.clients == 3),
         ("seeds=[1, 2]", lambda x: x.seeds == (1, 2)),

@@ -229,7 +229,7 @@ def test_features_are_what_the_classifier_is_given() -> None:
 
 
 def test_a_private_extractor_has_features_once_it_is_recovered() -> None:
-    view, truth = victim(HyperFL(steps=1, head_epochs=0, batch_size=None, parametrisation=Hypernetwork.example()))
+    view, truth = victim(HyperFL(steps=1, head_epochs=0, batch_size=None, parametrization=Hypernetwork.example()))
     (row,) = told(view, truth, truth.inputs)
     assert row[BY_FEATURES] is None
     assert "neither sent as such nor recovered" in row["missing"][BY_FEATURES]

@@ -98,7 +98,7 @@ EVERY: dict[str, Private] = {
     "dp-fedavg, from the system": DPFedAvg(**SETTINGS, profile="release"),
     "centaur": Centaur(**SETTINGS),
     "ppsgd": PPSGD(**SETTINGS),
-    "dp-hyperfl": DPHyperFL(**SETTINGS, parametrisation=Hypernetwork(embedding=4, hidden=8)),
+    "dp-hyperfl": DPHyperFL(**SETTINGS, parametrization=Hypernetwork(embedding=4, hidden=8)),
 }
 
 

@@ -31,7 +31,7 @@ from fl.tensors import LowRank, Term, dense
 from fl.types import Phase, Task
 
 TINY = Hypernetwork(embedding=4, hidden=24, init="scaled")  # more hidden units than local steps
-HYPERFL = HyperFL(lr=0.05, epochs=3, batch_size=2, max_norm=0.5, weight_decay=1e-2, parametrisation=TINY)
+HYPERFL = HyperFL(lr=0.05, epochs=3, batch_size=2, max_norm=0.5, weight_decay=1e-2, parametrization=TINY)
 SETTINGS = {f.name: getattr(HYPERFL, f.name) for f in fields(HYPERFL)}
 
 
@@ -51,8 +51,8 @@ class Joint(HyperFL):
 
 VARIANTS: dict[str, Method] = {
     "as published": HYPERFL,
-    "published init": replace(HYPERFL, parametrisation=replace(TINY, init="published")),
-    "no biases": replace(HYPERFL, parametrisation=replace(TINY, bias=False)),
+    "published init": replace(HYPERFL, parametrization=replace(TINY, init="published")),
+    "no biases": replace(HYPERFL, parametrization=replace(TINY, bias=False)),
     "never clipped": replace(HYPERFL, max_norm=None),
     "no decay": replace(HYPERFL, weight_decay=0.0),
     "no momentum": replace(HYPERFL, momentum=0.0),
@@ -90,7 +90,7 @@ def test_factored_never_makes_a_matrix_of_a_head() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_factored_leaves_silent_units_out_until_they_speak(bias: bool) -> None:
-    run = federation(replace(HYPERFL, parametrisation=replace(TINY, bias=bias)), "loop")
+    run = federation(replace(HYPERFL, parametrization=replace(TINY, bias=bias)), "loop")
     shared = {name: dense(value) for name, value in run.server.shared.items()}
     heads = Heads(run.client, shared)
     rows = torch.cat([shared[head_weight(name)] for name in heads.slices])
@@ -160,7 +160,7 @@ class Remembers(HyperFL):
 
 
 @pytest.mark.parametrize(
-    "method", [replace(HYPERFL, parametrisation=Tanh(embedding=4, hidden=7)), Remembers(**SETTINGS)]
+    "method", [replace(HYPERFL, parametrization=Tanh(embedding=4, hidden=7)), Remembers(**SETTINGS)]
 )
 def test_what_works_otherwise_inside_is_trained_by_the_loop(method: Method) -> None:
     assert type(choose("auto", Client(worlds.task(), method))) is Engine

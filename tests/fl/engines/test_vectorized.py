@@ -38,7 +38,7 @@ from fl.tensors import Tensors, dense
 from fl.types import Phase, Task
 
 CLIPPED: dict[str, Any] = {**MOVING, "max_norm": 0.5, "weight_decay": 1e-2}
-HYPERFL = HyperFL(epochs=1, batch_size=2, parametrisation=Hypernetwork.example())
+HYPERFL = HyperFL(epochs=1, batch_size=2, parametrization=Hypernetwork.example())
 
 
 @dataclass(frozen=True, kw_only=True)

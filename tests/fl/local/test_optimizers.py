@@ -199,7 +199,7 @@ def test_optimiser_is_refused_where_it_means_nothing() -> None:
     with pytest.raises(ValueError, match="optimizer 'sgd' for scaffold, got 'adam'"):
         Scaffold(optimizer="adam")
     with pytest.raises(ValueError, match="weights from a hypernetwork"):
-        FedAvg(optimizer="adam", parametrisation=Hypernetwork())
+        FedAvg(optimizer="adam", parametrization=Hypernetwork())
     with pytest.raises(ValueError, match="'sgd', 'adam', 'adamw', 'rmsprop' or 'adagrad', got 'lion'"):
         FedAvg(optimizer="lion")  # type: ignore[arg-type]
 

@@ -278,7 +278,7 @@ def test_images_have_to_be_named() -> None:
     ("make", "settings", "message"),
     [
         (small, {"images": 0}, "images: expected a (whole )?number >= 1( or null)?, got 0"),
-        (small, {"parametrisation": Hypernetwork.example()}, "'direct'"),
+        (small, {"parametrization": Hypernetwork.example()}, "'direct'"),
         (small, {"server_steps": 0}, "expected steps >= 1"),
         (small, {"server_lr": -1.0}, "server_lr: expected a number >= 0, got"),
         (small, {"server_max_norm": 0.0}, "server_max_norm: expected a number > 0 or null"),

@@ -103,7 +103,7 @@ def test_feddyn_sends_what_fedavg_sends() -> None:
 
 
 def test_feddyn_over_generated_and_private_parameters() -> None:
-    run = worlds.federation(replace(FedDyn.example(), parametrisation=Hypernetwork.example()), rounds=2)
+    run = worlds.federation(replace(FedDyn.example(), parametrization=Hypernetwork.example()), rounds=2)
     assert set(run.clients[0].memory["slope"]) == set(run.server.shared)
     assert all(dense(value).isfinite().all() for value in run.server.shared.values())
 

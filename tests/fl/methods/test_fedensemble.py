@@ -159,5 +159,5 @@ def test_right_after_training_a_client_has_one_network() -> None:
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="members: expected a whole number >= 1, got 0"):
         FedEnsemble(members=0)
-    with pytest.raises(ValueError, match="expected parametrisation 'direct'"):
-        FedEnsemble(parametrisation=Hypernetwork.example())
+    with pytest.raises(ValueError, match="expected parametrization 'direct'"):
+        FedEnsemble(parametrization=Hypernetwork.example())

@@ -206,7 +206,7 @@ def test_tuning_is_training_alone() -> None:
 
 
 def test_it_goes_with_a_generator() -> None:
-    method = replace(METHOD, parametrisation=Filters(embedding=3, block=(2, 2)))
+    method = replace(METHOD, parametrization=Filters(embedding=3, block=(2, 2)))
     run = worlds.federation(method, task_=worlds.deeper(), rounds=3)
     assert set(before_of(run, 0)) == set(run.server.shared) != set(run.client.task.parameters)
     assert all(dense(value).isfinite().all() for value in kept(run.server, 1).values())

@@ -193,7 +193,7 @@ def test_a_network_without_a_linear_classifier_is_refused() -> None:
         ({"alpha": -1.0}, "alpha: expected a number >= 0, got -1"),
         ({"server_batch": 1}, "server_batch: expected a whole number >= 2, got 1"),
         ({"noise": 0}, "noise: expected a whole number >= 1, got 0"),
-        ({"parametrisation": Hypernetwork.example()}, "'direct'"),
+        ({"parametrization": Hypernetwork.example()}, "'direct'"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:

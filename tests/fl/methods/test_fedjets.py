@@ -171,8 +171,8 @@ def test_settings_out_of_range() -> None:
         FedJETs(chosen=6)
     with pytest.raises(ValueError, match="anchor: expected a number >= 0, got -1"):
         FedJETs(anchor=-1)
-    with pytest.raises(ValueError, match="expected parametrisation 'direct'"):
-        FedJETs(parametrisation=Hypernetwork.example())
+    with pytest.raises(ValueError, match="expected parametrization 'direct'"):
+        FedJETs(parametrization=Hypernetwork.example())
     with pytest.raises(ValueError, match="expected a linear layer called 'body' as classifier, got none"):
         Client(replace(worlds.task(), head="body."), FedJETs())
     (phase,) = FedJETs().tuning(worlds.task(), 2)

@@ -25,7 +25,7 @@ from fl.simulation.protocol import Protocol
 from fl.types import Scope, Task
 
 FILTERS = Filters(embedding=3, block=(2, 2))
-METHOD = HyperFedNet(parametrisation=FILTERS, lr=0.05, epochs=2, batch_size=4)
+METHOD = HyperFedNet(parametrization=FILTERS, lr=0.05, epochs=2, batch_size=4)
 
 
 @cache
@@ -75,7 +75,7 @@ def test_the_network_for_cifar_100_is_twice_as_wide() -> None:
 
 def test_a_round_sends_the_hypernetwork_and_nothing_else() -> None:
     network = build("hfn-resnet", num_classes=3, input_shape=(1, 8, 8), blocks=1, normalize=False)
-    method = HyperFedNet(parametrisation=Filters(embedding=1), epochs=1, batch_size=4)
+    method = HyperFedNet(parametrization=Filters(embedding=1), epochs=1, batch_size=4)
     data = [ClientData(replace(b, inputs=b.inputs.float()), b) for b in (worlds.images(4, "train"),)]
     run = Federation(Client(network, method), data)
     record = run.step(evaluate=False)
@@ -125,7 +125,7 @@ def test_generated_weights_start_as_wide_as_said(init: Any, spread: float) -> No
 
 @pytest.mark.parametrize("regenerate", ["step", "round"])
 def test_a_round_equals_the_published_one(regenerate: Any) -> None:
-    method = replace(METHOD, parametrisation=replace(FILTERS, regenerate=regenerate))
+    method = replace(METHOD, parametrization=replace(FILTERS, regenerate=regenerate))
     run = federation(method)
     start = {**run.download(0).shared, **run.clients[0].private}
     buffers = {**run.download(0).buffers, **run.clients[0].buffers}
@@ -140,12 +140,12 @@ def test_a_round_equals_the_published_one(regenerate: Any) -> None:
 def test_the_letter_of_the_algorithm_is_another_method() -> None:
     ends = []
     for regenerate in ("step", "round"):
-        method = replace(METHOD, parametrisation=replace(FILTERS, regenerate=regenerate))
+        method = replace(METHOD, parametrization=replace(FILTERS, regenerate=regenerate))
         ends.append(federation(method).train(0).upload.update)
     first = federation(replace(METHOD, epochs=None, steps=1)).train(0).upload.update
     name = "hypernet.2x2x3x3.out.weight"
     assert float((ends[0][name] - ends[1][name]).norm()) > 1e-3 * float(ends[0][name].norm())
-    once = replace(METHOD, epochs=None, steps=1, parametrisation=replace(FILTERS, regenerate="round"))
+    once = replace(METHOD, epochs=None, steps=1, parametrization=replace(FILTERS, regenerate="round"))
     assert_near(federation(once).train(0).upload.update, first, 1e-12)  # a single step is the same
 
 
@@ -185,10 +185,10 @@ def test_tuning_moves_what_is_local(tune: Any) -> None:
     moved = set(phase.assign({**run.server.shared, **run.clients[0].private}))
     private = set(run.clients[0].private)
     assert moved == (private if tune == "private" else private - {n for n in private if n.startswith("embeddings.")})
-    letter = replace(METHOD, tune=tune, parametrisation=replace(FILTERS, regenerate="round"))
+    letter = replace(METHOD, tune=tune, parametrization=replace(FILTERS, regenerate="round"))
     lifted = FILTERS.generates(task())
     assert not set(letter.tuning(task(), 2)[0].assign(dict.fromkeys(lifted)))
-    plain = HyperFedNet(parametrisation=methods.get("fedavg")().parametrisation)
+    plain = HyperFedNet(parametrization=methods.get("fedavg")().parametrization)
     assert set(plain.tuning(task(), 2)[0].assign(task().parameters)) == set(task().parameters)
 
 
@@ -214,7 +214,7 @@ def test_the_server_sees_no_statistics_and_predictions_move_none() -> None:
 
 
 def test_hfn_with_fedprox_is_two_settings() -> None:
-    method = FedProx(parametrisation=FILTERS, lr=0.05, mu=0.5, momentum=0.0, weight_decay=5e-4, epochs=2, batch_size=4)
+    method = FedProx(parametrization=FILTERS, lr=0.05, mu=0.5, momentum=0.0, weight_decay=5e-4, epochs=2, batch_size=4)
     run = federation(method)
     start = {**run.download(0).shared, **run.clients[0].private}
     buffers = {**run.download(0).buffers, **run.clients[0].buffers}
@@ -232,7 +232,7 @@ def test_hfn_with_fedprox_is_two_settings() -> None:
 
 
 def test_hfn_with_fedbn_shares_what_fedbn_does() -> None:
-    local, left = (FedBN(parametrisation=replace(FILTERS, local=here)) for here in (True, False))
+    local, left = (FedBN(parametrization=replace(FILTERS, local=here)) for here in (True, False))
     names = [*FILTERS.initial(task(), stream(0, "init")), *task().buffers]
     shared = {name for name in names if left.scope(name, task()) is Scope.SHARED}
     assert {"hypernet.2x2x3x3.in.bias", "body.conv1.weight", "head.weight"} <= shared

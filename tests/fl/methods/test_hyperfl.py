@@ -24,7 +24,7 @@ MODEL = worlds.task()
 
 def prepared(max_norm: float, **settings: Any) -> tuple[HyperFL, worlds.Federation]:
     hypernet = Hypernetwork(embedding=5, hidden=12, **settings)
-    method = HyperFL(parametrisation=hypernet, lr=0.05, epochs=3, batch_size=2, max_norm=max_norm)
+    method = HyperFL(parametrization=hypernet, lr=0.05, epochs=3, batch_size=2, max_norm=max_norm)
     return method, worlds.federation(method, rounds=0)
 
 
@@ -112,7 +112,7 @@ def test_a_dead_hidden_layer_gives_finite_gradients() -> None:
 def test_the_published_networks_have_as_many_parameters_as_published(name: str, numbers: int, generated: int) -> None:
     method = HyperFL()
     task = build(name, num_classes=10, seed=0)
-    hypernet = method.parametrisation
+    hypernet = method.parametrization
     assert isinstance(hypernet, Hypernetwork)
     assert sum(task.parameters[made].numel() for made in hypernet.generates(task)) == generated
     params = method.initial(task, stream(0, "init"))

@@ -32,7 +32,7 @@ from fl.tensors import dense
 from fl.types import Scope, Task, frozen
 
 TINY = Hypernetwork(embedding=4, hidden=10, init="scaled")
-METHOD = HyperFLLPM(parametrisation=TINY, lr=0.05, epochs=3, batch_size=2, weight_decay=1e-2)
+METHOD = HyperFLLPM(parametrization=TINY, lr=0.05, epochs=3, batch_size=2, weight_decay=1e-2)
 BOTH = pytest.mark.parametrize("name", ["resnet18-adapter", "vit-adapter"])
 CASES = pytest.mark.parametrize(
     ("name", "train_mode"), [("resnet18-adapter", False), ("resnet18-adapter", True), ("vit-adapter", False)]
@@ -59,13 +59,13 @@ def test_the_published_networks_have_as_many_parameters_as_published(
         model = Classifier(None, network.body(), network.input_shape, 10)
     method = HyperFLLPM()
     whole = Task(model, network.input_shape, 10)
-    hypernet = method.parametrisation
+    hypernet = method.parametrization
     assert isinstance(hypernet, Hypernetwork)
     made = [whole.parameters[name].numel() for name in hypernet.generates(whole)]
     assert sum(made) == generated
     assert _numbers(hypernet, made) == numbers
     small = task("resnet18-adapter")  # the formula is what is really made
-    params = replace(METHOD, parametrisation=TINY).initial(small, stream(0, "init"))
+    params = replace(METHOD, parametrization=TINY).initial(small, stream(0, "init"))
     shared = sum(v.numel() for k, v in params.items() if METHOD.scope(k, small) is Scope.SHARED)
     assert shared == _numbers(TINY, [small.parameters[name].numel() for name in TINY.generates(small)])
 

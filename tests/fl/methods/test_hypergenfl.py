@@ -18,7 +18,7 @@ from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hypergenfl import HyperGenFL, layers
 from fl.models.hypernetworks.attention_hypernetwork import AttentionHypernetwork
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.seeds import stream
 from fl.simulation import checkpoint
 from fl.simulation.client_round import Round
@@ -280,8 +280,8 @@ def test_sizes_out_of_range_are_refused(settings: dict[str, Any], message: str) 
 
 
 def test_another_generator_on_the_clients_is_refused() -> None:
-    class Other(Parametrisation):
+    class Other(Parametrization):
         pass
 
     with pytest.raises(ValueError, match="'direct'"):
-        HyperGenFL(parametrisation=Other())
+        HyperGenFL(parametrization=Other())

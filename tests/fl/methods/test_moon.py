@@ -118,8 +118,8 @@ def test_what_is_kept_is_the_trained_network_below_its_classifier() -> None:
 
 
 def test_generated_networks() -> None:
-    run = worlds.federation(replace(Moon.example(), parametrisation=Hypernetwork.example()), rounds=2)
-    plain = worlds.federation(replace(FedAvg.example(), parametrisation=Hypernetwork.example()), rounds=2)
+    run = worlds.federation(replace(Moon.example(), parametrization=Hypernetwork.example()), rounds=2)
+    plain = worlds.federation(replace(FedAvg.example(), parametrization=Hypernetwork.example()), rounds=2)
     assert all(dense(value).isfinite().all() for value in run.server.shared.values())
     assert any(not torch.equal(dense(run.server.shared[n]), dense(v)) for n, v in plain.server.shared.items())
 

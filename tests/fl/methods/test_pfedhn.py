@@ -15,7 +15,7 @@ from support.compare import assert_near, assert_same
 from fl.federation import Federation
 from fl.methods.pfedhn import PFedHN
 from fl.models import build
-from fl.parametrization import Parametrisation
+from fl.parametrization import Parametrization
 from fl.simulation import checkpoint
 from fl.simulation.client_round import Round
 from fl.simulation.protocol import Protocol
@@ -145,8 +145,8 @@ def test_epochs_replace_the_steps() -> None:
 
 
 def test_another_generator_on_the_clients_is_refused() -> None:
-    class Other(Parametrisation):
+    class Other(Parametrization):
         pass
 
     with pytest.raises(ValueError, match="'direct'"):
-        PFedHN(parametrisation=Other())
+        PFedHN(parametrization=Other())

@@ -151,7 +151,7 @@ def test_a_client_that_never_takes_part_gets_the_mean() -> None:
 
 
 def test_it_goes_with_a_generator() -> None:
-    method = replace(METHOD, parametrisation=Filters(embedding=3, block=(2, 2)))
+    method = replace(METHOD, parametrization=Filters(embedding=3, block=(2, 2)))
     run = worlds.federation(method, task_=worlds.deeper(), rounds=2)
     assert run.private_init
     assert set(kept(run.server, 0)) == set(run.server.shared)

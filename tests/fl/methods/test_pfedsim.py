@@ -154,7 +154,7 @@ def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
 def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="warmup: expected a whole number >= 0, got -1"):
         PFedSim(warmup=-1)
-    with pytest.raises(ValueError, match="expected parametrisation 'direct': pFedSim compares"):
-        PFedSim(parametrisation=Hypernetwork.example())
+    with pytest.raises(ValueError, match="expected parametrization 'direct': pFedSim compares"):
+        PFedSim(parametrization=Hypernetwork.example())
     with pytest.raises(ValueError, match="expected a network with a linear classifier called 'end', got none"):
         Client(replace(worlds.task(), head="end."), PFedSim())

@@ -136,7 +136,7 @@ def test_a_look_at_all_images_moves_no_running_statistics() -> None:
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_generated_and_private_parameters(option: Any) -> None:
-    method = replace(Scaffold.example(), option=option, parametrisation=Hypernetwork.example())
+    method = replace(Scaffold.example(), option=option, parametrization=Hypernetwork.example())
     run = worlds.federation(method, rounds=2)
     assert set(run.server.own["control"]) == set(run.server.shared)
     assert not set(run.private_init) & set(run.clients[0].memory["control"])

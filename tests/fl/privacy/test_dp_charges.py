@@ -40,7 +40,7 @@ def drawn(source: random.Random, most: int = 200) -> tuple[type[Private], dict[s
     if kind in (Centaur, DPHyperFL):
         settings["head_epochs"] = source.randint(0, 2)
     if kind is DPHyperFL:
-        settings["parametrisation"] = Hypernetwork.example()
+        settings["parametrization"] = Hypernetwork.example()
     return kind, settings, source.randint(1, most)
 
 

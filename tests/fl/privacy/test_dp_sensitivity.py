@@ -154,10 +154,10 @@ def wide(name: str) -> tuple[Private, Gradient, Tensors]:
     """A method, its gradient on an image or two and its parameters, on a network of 100,000 weights."""
     method = replace(EVERY[name], images=64, batch_size=8, clip=0.5, noise_multiplier=3.0)
     if isinstance(method, DPHyperFL):
-        method = replace(method, parametrisation=Hypernetwork(embedding=4, hidden=8, init="scaled"))
+        method = replace(method, parametrization=Hypernetwork(embedding=4, hidden=8, init="scaled"))
     task = build("hyperfl-grey", num_classes=10, seed=0)
     client = Client(task, method)
-    params = method.parametrisation.lift(method.initial(client.task, stream(0, "init")))
+    params = method.parametrization.lift(method.initial(client.task, stream(0, "init")))
     phase = method.phases(client.task, 0)[-1]
     step = Step(client.task, params, {}, {}, {}, 0)
     live = tuple(phase.assign(params))

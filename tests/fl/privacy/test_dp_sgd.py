@@ -34,7 +34,7 @@ EXACT: dict[str, Any] = {"noise_multiplier": 0.0, "generator": None}
 
 def prepared(method: Method, task: Task | None = None, prefix: str = "") -> tuple[Gradient, Tensors]:
     client = Client(task or worlds.task(), method)
-    params = method.parametrisation.lift(method.initial(client.task, stream(0, "init")))
+    params = method.parametrization.lift(method.initial(client.task, stream(0, "init")))
     live = tuple(name for name in params if name.startswith(prefix))
     step = Step(client.task, params, {}, {}, {}, 0)
     buffers = client.task.buffers
@@ -201,7 +201,7 @@ def test_noise_on_the_extractor_is_pulled_back() -> None:
         {k: dense(v) for k, v in opacus_gradient(grad, params, BATCH, generator=g, **settings).items()}  # type: ignore
         for g in (None, Noise(torch.tensor([1, 2])))
     )
-    made = grad.client.method.parametrisation.sources(grad.client.task, grad.live)
+    made = grad.client.method.parametrization.sources(grad.client.task, grad.live)
     shapes = {name: grad.client.task.parameters[name] for name in made}
     added = {name: z * 2.0 * 0.3 / 4.0 for name, z in Noise(torch.tensor([1, 2])).like(shapes).items()}
     expected = {k: dense(v) for k, v in grad.pull(params, added).items()}

@@ -41,7 +41,7 @@ def four(method: Method, *measures: str, held_out_clients: int = 1, deeper: bool
 def network(run: Federation, number: int) -> dict[str, Tensor]:
     """The weights of a client's network, from what the server sends and what the client keeps."""
     params: Tensors = {**run.download(number).shared, **run.clients[number].private}
-    made = run.client.method.parametrisation
+    made = run.client.method.parametrization
     return {name: value.clone() for name, value in made.network(made.lift(params), run.client.task).items()}
 
 
@@ -79,7 +79,7 @@ def test_the_loss_of_a_personal_model_is_that_models_own() -> None:
 
 def test_weights_are_those_that_a_clients_own_hypernetwork_makes() -> None:
     run = four(HyperFL.example(), "movement", "similarity", "divergence")
-    made = run.client.method.parametrisation.generates(run.client.task)  # type: ignore[attr-defined]
+    made = run.client.method.parametrization.generates(run.client.task)  # type: ignore[attr-defined]
     assert run.record().measured.keys() == {"similarity", "divergence"}  # there was no round to move in
     run.step(everyone=True)
     before = [{name: network(run, number)[name] for name in made} for number in range(3)]

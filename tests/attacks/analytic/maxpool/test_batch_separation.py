@@ -169,7 +169,7 @@ def test_a_group_of_clients_is_a_batch() -> None:
 
 def test_a_batch_comes_back_behind_the_peel() -> None:
     method = HyperFL(
-        steps=1, head_epochs=0, batch_size=None, parametrisation=Hypernetwork(embedding=8, hidden=16, init="scaled")
+        steps=1, head_epochs=0, batch_size=None, parametrization=Hypernetwork(embedding=8, hidden=16, init="scaled")
     )
     batch = Batch(TWO.double(), torch.tensor([0, 1]))
     view, _ = Federation(Client(network(*WIDE), method), [ClientData(batch, batch)]).observe(0)

@@ -82,10 +82,10 @@ def federation(method: HyperFL, engine: EngineName) -> Federation:
 @pytest.mark.parametrize(
     "method",
     [
-        HyperFL(**SETTINGS, parametrisation=HYPERNETWORK),
-        HyperFL(**SETTINGS, momentum=0.0, parametrisation=HYPERNETWORK),
-        HyperFL(**SETTINGS, parametrisation=replace(HYPERNETWORK, bias=False)),
-        Nesterov(**SETTINGS, parametrisation=HYPERNETWORK),
+        HyperFL(**SETTINGS, parametrization=HYPERNETWORK),
+        HyperFL(**SETTINGS, momentum=0.0, parametrization=HYPERNETWORK),
+        HyperFL(**SETTINGS, parametrization=replace(HYPERNETWORK, bias=False)),
+        Nesterov(**SETTINGS, parametrization=HYPERNETWORK),
     ],
     ids=["momentum", "no momentum", "no biases", "nesterov"],
 )
