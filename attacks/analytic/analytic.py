@@ -74,18 +74,18 @@ class Analytic(Attack):
             objective=left,
             private=private,
             knowledge=() if view.labels is None else ("labels",),
-            verified=known and left <= self.fits and layer.sized(x[None], layer.moved_bias[None]),
+            verified=known and left <= self.fits and layer.has_true_size(x[None], layer.bias_update[None]),
             note=note,
         )
 
     def _isolated(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:
         """Images of `count` that one neuron sees alone; `unit` is what one's gradient of size 1 adds to the update."""
-        rows = layer.moved_bias.abs() > 1e-9 * layer.moved_bias.abs().max()
-        inputs = layer.moved[rows] / layer.moved_bias[rows, None]
+        rows = layer.bias_update.abs() > 1e-9 * layer.bias_update.abs().max()
+        inputs = layer.update[rows] / layer.bias_update[rows, None]
         inputs = inputs[_in_box(layer, inputs, self.fits)]
         if not len(inputs):
             return NotApplicable("every neuron sees several images: no ratio of its gradients is a picture")
-        whole = torch.cat([layer.moved, layer.moved_bias[:, None]], 1)
+        whole = torch.cat([layer.update, layer.bias_update[:, None]], 1)
         left, singular, right = torch.linalg.svd(whole, full_matrices=False)
         rank = min(count, int((singular > 1e-12 * singular[0]).sum()))
         if rank >= min(whole.shape):
@@ -120,8 +120,8 @@ class Analytic(Attack):
 
 def _rank_one(layer: LinearLayer) -> tuple[Tensor, bool, float]:
     """The input x (n,), whether every entry of it was sent, and the share of the update it leaves unexplained."""
-    moved, bias = layer.moved, layer.moved_bias
-    sent = torch.ones_like(moved) if layer.sent is None else layer.sent
+    moved, bias = layer.update, layer.bias_update
+    sent = torch.ones_like(moved) if layer.transmitted is None else layer.transmitted
     moved, trust = moved * sent, layer.trust**2
     heard = (bias != 0).double() * trust
     signal = bias
@@ -141,7 +141,7 @@ def _over(top: Tensor, bottom: Tensor) -> Tensor:
 
 def _in_box(layer: LinearLayer, inputs: Tensor, slack: float) -> Tensor:
     """Which of the inputs (N, n) are pixels in [0, 1]."""
-    pixels = layer.shown(inputs).flatten(1)
+    pixels = layer.to_pixels(inputs).flatten(1)
     return (pixels.amin(1) >= -slack) & (pixels.amax(1) <= 1 + slack)
 
 

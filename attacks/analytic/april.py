@@ -12,10 +12,16 @@ from torch.nn import functional
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import single_label
-from attacks.network.interlayer_maps import Scaling
-from attacks.network.layer_chain import graph_of
-from attacks.network.linear_layers import Origin
-from attacks.network.operation_recognition import factors, made_of, merged, recognized, weighs
+from attacks.network.interlayer_maps import ElementwiseAffine
+from attacks.network.layer_chain import trace_view
+from attacks.network.linear_layers import PixelOrigin
+from attacks.network.operation_recognition import (
+    has_trained_weight,
+    merge_segments,
+    parameters_behind,
+    product_operands,
+    recognize,
+)
 from attacks.network.operation_trace import Graph, Ref, Segment
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.step_gradient import exact_step_gradient
@@ -75,7 +81,7 @@ class April(Attack):
         gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
-        found = graph_of(view, view.device)
+        found = trace_view(view, view.device)
         if isinstance(found, NotApplicable):
             return found
         tokens = Tokens.of(found[1])
@@ -92,7 +98,7 @@ class April(Attack):
         sent = {n: dense(gradient[n]).detach().double() for n in (tokens.position, tokens.weight)}
         if not all(bool(value.any()) for value in sent.values()):
             return NotApplicable(f"{tokens.position} or {tokens.weight} did not move by more than rounding")
-        signal, weight = tokens.signals(sent[tokens.position]), tokens.arranged(sent[tokens.weight])
+        signal, weight = tokens.signals(sent[tokens.position]), tokens.arrange(sent[tokens.weight])
         if signal.shape[1] > signal.shape[0]:
             equations = f"{signal.shape[0]} equations ({tokens.weight}) for {signal.shape[1]} patches"
             return NotApplicable(f"{equations} at each of {weight.shape[1]} places: too few", limit=True)
@@ -147,7 +153,7 @@ class Tokens:
     between: Segment | None
     added: Ref
     places: Tensor | None
-    origin: Origin
+    origin: PixelOrigin
 
     @classmethod
     def of(cls, graph: Graph) -> Tokens | NotApplicable:
@@ -158,13 +164,13 @@ class Tokens:
         for segment in graph.segments():
             node = graph.nodes[segment.nodes[0]]
             alone = len(segment.nodes) == 1
-            if layer is None and alone and weighs(graph, node):
+            if layer is None and alone and has_trained_weight(graph, node):
                 layer = segment.nodes[0]
             elif layer is None:
                 below.append(segment)
             elif alone and node.operation == "add" and (added := _position(graph, segment)) is not None:
                 return cls._found(graph, layer, below, above, *added)
-            elif not alone and any(weighs(graph, graph.nodes[n]) for n in segment.nodes):
+            elif not alone and any(has_trained_weight(graph, graph.nodes[n]) for n in segment.nodes):
                 break
             else:
                 above.append(segment)
@@ -185,12 +191,12 @@ class Tokens:
         origin = _origin(graph, below)
         if origin is None:
             return NotApplicable(f"what lies between the image and {node} is no new order and scaling", limit=True)
-        weight = graph.rearranged(_weight(graph, layer))
+        weight = graph.as_parameter(_weight(graph, layer))
         if weight is None:
             return NotApplicable(f"the weight of {node} is computed from other parameters", limit=True)
         if node.operation == "convolution" and (node.args[6] or node.args[8] != 1 or node.args[1] is None):
             return NotApplicable(f"{node}: groups and transposed convolutions are not handled", limit=True)
-        between = merged(above) if above else None
+        between = merge_segments(above) if above else None
         found = cls(name, weight[0], graph, layer, between, added, places, origin)
         if not found.affine():
             return NotApplicable(f"what lies between {node} and the sum with {name} is not affine", limit=True)
@@ -224,12 +230,12 @@ class Tokens:
 
     @property
     def _flows_first(self) -> bool:
-        return self.graph.flows(factors(self.graph.nodes[self.layer])[0])
+        return self.graph.depends_on_image(product_operands(self.graph.nodes[self.layer])[0])
 
-    def arranged(self, sent: Tensor) -> Tensor:
+    def arrange(self, sent: Tensor) -> Tensor:
         """The patch layer's gradient (D, F)."""
         ref = _weight(self.graph, self.layer)
-        found = self.graph.rearranged(ref)
+        found = self.graph.as_parameter(ref)
         assert found is not None
         value = self.graph.value(ref)
         placed = (sent if found[1] is None else sent.flatten()[found[1]]).reshape(value.shape)
@@ -248,7 +254,7 @@ class Tokens:
     @property
     def _given(self) -> Tensor:
         node = self.graph.nodes[self.layer]
-        return self.graph.value(next(ref for ref in node.refs if self.graph.flows(ref)))
+        return self.graph.value(next(ref for ref in node.refs if self.graph.depends_on_image(ref)))
 
     @property
     def _windows(self) -> dict[str, tuple[int, int]]:
@@ -280,24 +286,24 @@ class Tokens:
 
 def _weight(graph: Graph, layer: int) -> Ref:
     node = graph.nodes[layer]
-    pair = [node.args[1]] if node.operation == "convolution" else factors(node)
-    return next(ref for ref in pair if isinstance(ref, Ref) and not graph.flows(ref))
+    pair = [node.args[1]] if node.operation == "convolution" else product_operands(node)
+    return next(ref for ref in pair if isinstance(ref, Ref) and not graph.depends_on_image(ref))
 
 
 def _position(graph: Graph, segment: Segment) -> tuple[Ref, str, Tensor | None] | None:
     """What a sum adds to each number of each token, the parameter that it is made of, and where that lies."""
     node = graph.nodes[segment.nodes[0]]
-    other = [arg for arg in node.args[:2] if isinstance(arg, Ref) and made_of(graph, arg)]
+    other = [arg for arg in node.args[:2] if isinstance(arg, Ref) and parameters_behind(graph, arg)]
     taken = graph.value(segment.start)
     if len(other) != 1 or taken.ndim < 3 or (len(node.args) > 2 and node.args[2] != 1):
         return None
-    found, value = graph.rearranged(other[0]), graph.value(other[0])
+    found, value = graph.as_parameter(other[0]), graph.value(other[0])
     if found is None or value.numel() != taken.numel() or len(taken) != 1:
         return None
     return other[0], *found
 
 
-def _origin(graph: Graph, below: list[Segment]) -> Origin | None:
+def _origin(graph: Graph, below: list[Segment]) -> PixelOrigin | None:
     """How what the patch layer is given is made of pixels, or None where that is no new order and scaling."""
     image = graph.image
     offset, top = torch.zeros_like(image), torch.ones_like(image)
@@ -307,11 +313,11 @@ def _origin(graph: Graph, below: list[Segment]) -> Origin | None:
             taken = graph.value(segment.start)
             run = _Run(graph, segment)
             order = run.order(taken)
-            if order is None and not isinstance(recognized(graph, segment), Scaling):
+            if order is None and not isinstance(recognize(graph, segment), ElementwiseAffine):
                 return None
             index = index if order is None else index[order]
             offset, top = run(offset.view(taken.shape)), run(top.view(taken.shape))
-    return Origin(offset.flatten(), (top - offset).flatten(), index)
+    return PixelOrigin(offset.flatten(), (top - offset).flatten(), index)
 
 
 @dataclass(frozen=True)

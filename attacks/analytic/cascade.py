@@ -23,7 +23,7 @@ from attacks.analytic.recursive.relu_separation import first_layer_with_signal, 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
-from attacks.network.layer_chain import Stage, named, unroll
+from attacks.network.layer_chain import Stage, gradients_by_layer, unroll
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
 from attacks.update.rescaling import rescale_to_unit
@@ -100,7 +100,7 @@ class Cascade(Attack):
         if isinstance(stages, NotApplicable):
             return stages
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
-        sent = named(stages, {n: dense(g).detach().to(device, torch.float64) for n, g in gradient.items()})
+        sent = gradients_by_layer(stages, {n: dense(g).detach().to(device, torch.float64) for n, g in gradient.items()})
         even, _ = rescale_to_unit({**sent})
         gradients = {n: dense(g) for n, g in even.items()}
         top = first_layer_with_signal(stages, gradients)
@@ -112,7 +112,7 @@ class Cascade(Attack):
             )
             if there:
                 return NotApplicable(still)
-            why = f": {stages[-1].above}" if stages[-1].above else ""
+            why = f": {stages[-1].end_reason}" if stages[-1].end_reason else ""
             missing = f"no linear layer with a bias is in the update: nothing says what flows back{why}"
             return NotApplicable(missing, limit=True)
         refused = _refusal(stages[: top + 1], gradients)
@@ -218,8 +218,8 @@ def _top_of_batch(
 ) -> SeparatedBatch | NotApplicable:
     """Signals and inputs of the top layer for the images of a batch, or why they can't be told apart."""
     for lower in stages[:top]:
-        if isinstance(lower.layer, nn.Conv2d) and count * lower.taken.numel() > MAX_UNKNOWNS:
-            numbers = f"{count * lower.taken.numel()} numbers, more than {MAX_UNKNOWNS} at once"
+        if isinstance(lower.layer, nn.Conv2d) and count * lower.layer_input_shape.numel() > MAX_UNKNOWNS:
+            numbers = f"{count * lower.layer_input_shape.numel()} numbers, more than {MAX_UNKNOWNS} at once"
             return NotApplicable(f"{count} inputs of {lower.name} are {numbers}", limit=True)
     return separate_images(stages, gradients, top, count)
 
@@ -293,7 +293,7 @@ class _Descent:
             values=first.inputs,
             signal=first.signals,
             std=torch.zeros_like(first.inputs),
-            signal_noise=max(first.off, relative_rounding(view, stages[top].sent("bias"))),
+            signal_noise=max(first.off, relative_rounding(view, stages[top].parameter_name("bias"))),
             # an unknown defense may have shortened weight and bias apart, which only a second layer shows
             verified=view.threat.knows_defense or top > 0,
         )
@@ -326,7 +326,7 @@ class _Descent:
         """The input of a convolution (`attacks.analytic.maxpool`); a result where the descent ends there."""
         stage = self.stages[number]
         assert self.returned is not None
-        self.off = max(self.off, relative_rounding(self.view, stage.sent("weight")))
+        self.off = max(self.off, relative_rounding(self.view, stage.parameter_name("weight")))
         equations = conv_equations(
             self.view, stage, self.stages[number + 1], self.gradients, self.returned, self.visible_cells
         )
@@ -352,7 +352,7 @@ class _Descent:
 
     def reconstruction(self) -> Reconstruction:
         """The picture, once the first stage is undone."""
-        view, image = self.view, self.stages[0].undo(self.values)
+        view, image = self.view, self.stages[0].undo_input_maps(self.values)
         if not bool((image > -PIXEL_MARGIN).all() and (image < 1 + PIXEL_MARGIN).all()):
             self.verified, self.fixed = False, None
             self.notes.append("the picture came out beyond [0, 1] and was cut off there")

@@ -165,7 +165,7 @@ class Factors:
     @classmethod
     def of(cls, layer: LinearLayer, count: int | None) -> Factors | NotApplicable:
         """From the layer and the number of images, if known."""
-        moved = layer.moved
+        moved = layer.update
         m, n = moved.shape
         left, singular, right = torch.linalg.svd(moved, full_matrices=False)
         if count is None:  # the widest gap between neighbours
@@ -181,7 +181,7 @@ class Factors:
         heard = moved.norm(dim=1) > 3 * noise * n**0.5
         if int(heard.sum()) <= rank + EXTRA:
             return NotApplicable(f"{int(heard.sum())} active neurons are too few for {rank} images")
-        reach, bias = right @ layer.weight.mT, left.mT @ layer.moved_bias
+        reach, bias = right @ layer.weight.mT, left.mT @ layer.bias_update
         rounding = torch.finfo(layer.view.dtype).eps * moved.norm(dim=1)
         return cls(layer, left, right, heard, 1 / singular[:rank], noise, rounding, reach, bias)
 
@@ -332,5 +332,5 @@ def _result(layer: LinearLayer, found: Found) -> Reconstruction:
         labels=found.labels,
         objective=1 - found.score,
         private=features,  # type: ignore[arg-type]
-        verified=found.sure and found.error <= SHARP and complete and layer.sized(found.inputs, found.signals),
+        verified=found.sure and found.error <= SHARP and complete and layer.has_true_size(found.inputs, found.signals),
     )

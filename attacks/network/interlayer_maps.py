@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-SPAN = 40.0
+SEARCH_SPAN = 40.0
 """Inputs of an activation are looked for up to so far from zero."""
-HALVINGS = 70
+BISECTIONS = 70
 """Of that span: more than double precision can tell apart."""
 
 
-LEVEL = 1e-9
+MIN_SLOPE = 1e-9
 """Slope below which an activation says nothing of what it was given."""
-CERTAIN = 1e-12
+SATURATION = 1e-12
 """Share of an activation's range within which a value is taken for its level end."""
-STEP = 1e-5
+DIFFERENCE_STEP = 1e-5
 """Distance over which an activation's slope is taken to change evenly."""
 
 
@@ -33,7 +33,7 @@ class Reshape(nn.Module):
         return x.reshape(len(x), *self.shape)
 
 
-class Replayed(nn.Module):
+class ReplayedMap(nn.Module):
     """A recorded map of one image, image by image.
 
     Args:
@@ -52,7 +52,7 @@ class Replayed(nn.Module):
         return self.run(x) if self.whole or len(x) == 1 else torch.cat([self.run(one[None]) for one in x])
 
 
-class Scaling(Replayed):
+class ElementwiseAffine(ReplayedMap):
     """Each number times a number of its own plus another: a normalisation, batch norm in evaluation mode."""
 
     def by_channel(self) -> tuple[Tensor, Tensor] | None:
@@ -72,11 +72,11 @@ class Scaling(Replayed):
     device: torch.device = torch.device("cpu")
 
 
-class LinearMap(Replayed):
+class LinearMap(ReplayedMap):
     """Any other affine map that has no parameters: a permutation, a resize, a blur, a mean taken off."""
 
 
-class Monotone(nn.Module):
+class MonotoneActivation(nn.Module):
     """An activation that never falls as what it is given grows, alike for every number, e.g. ELU or softplus.
 
     Args:
@@ -98,7 +98,9 @@ class Monotone(nn.Module):
 
     def derivatives(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """First and second derivative where it is given `x`."""
-        bend = (self._slope(x + STEP) - self._slope(x - STEP)) / (2 * STEP)  # some have no second derivative
+        bend = (self._slope(x + DIFFERENCE_STEP) - self._slope(x - DIFFERENCE_STEP)) / (
+            2 * DIFFERENCE_STEP
+        )  # some have no second derivative
         return self._slope(x), bend
 
     def _slope(self, x: Tensor) -> Tensor:
@@ -109,10 +111,10 @@ class Monotone(nn.Module):
 
     def inverse(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """What it was given where it returned `values`, and where that can be told: not on a level stretch."""
-        low, high = torch.full_like(values, -SPAN), torch.full_like(values, SPAN)
+        low, high = torch.full_like(values, -SEARCH_SPAN), torch.full_like(values, SEARCH_SPAN)
         with torch.no_grad():
             least, most = self(low), self(high)
-            for _ in range(HALVINGS):
+            for _ in range(BISECTIONS):
                 middle = (low + high) / 2
                 above = self(middle) > values
                 low, high = torch.where(above, low, middle), torch.where(above, middle, high)
@@ -120,12 +122,12 @@ class Monotone(nn.Module):
         slope, _ = self.derivatives(found)
         # what came out beyond its level ends, which is impossible, says how far off all values may be
         beyond = torch.maximum((least - values).amax(), (values - most).amax()).clamp_min(0)
-        slack = torch.maximum(2 * beyond, CERTAIN * (most - least).amax())
-        level = self._slope(values.new_tensor([-SPAN, SPAN])) < LEVEL
+        slack = torch.maximum(2 * beyond, SATURATION * (most - least).amax())
+        level = self._slope(values.new_tensor([-SEARCH_SPAN, SEARCH_SPAN])) < MIN_SLOPE
         bottom, top = torch.where(level, slack, torch.zeros_like(slack)).unbind()
-        within = (values > least + bottom) & (values < most - top) & (found.abs() < SPAN * (1 - 1e-9))
-        return found, within & (slope > LEVEL)
+        within = (values > least + bottom) & (values < most - top) & (found.abs() < SEARCH_SPAN * (1 - 1e-9))
+        return found, within & (slope > MIN_SLOPE)
 
 
-class Beyond(nn.Identity):
+class UnknownRest(nn.Identity):
     """Stands for all that a network computes above the last layer that its chain reaches to."""

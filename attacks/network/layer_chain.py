@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from attacks.network.interlayer_maps import Beyond, LinearMap, Monotone, Reshape, Scaling
-from attacks.network.layer_sequence import Piece, pieces_of
-from attacks.network.operation_recognition import Permuted
-from attacks.network.operation_trace import Graph, differing, traced
+from attacks.network.interlayer_maps import ElementwiseAffine, MonotoneActivation, Reshape, UnknownRest
+from attacks.network.layer_sequence import Piece, read_pieces
+from attacks.network.operation_recognition import Permutation
+from attacks.network.operation_trace import Graph, first_difference, trace_operations
 from attacks.result import NotApplicable
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.view import ServerView
 
 WEIGHTED = (nn.Conv2d, nn.Linear)
-ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh, Monotone)
+ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh, MonotoneActivation)
 RESHAPING = (nn.Identity, nn.Flatten, Reshape)
-POINTWISE = (*RESHAPING, Scaling)
+POINTWISE = (*RESHAPING, ElementwiseAffine)
 """Linear maps that move or scale numbers one by one, so that they can be undone."""
-DIM = 0.2
+SECOND_PROBE_BRIGHTNESS = 0.2
 """How bright the second probe is: a network that looks at the brightness of its images is found out by it."""
 
 
@@ -41,7 +41,7 @@ class Stage:
         names: of the layer's weight and bias in the update, where they are not called so; the bias's is empty where
             none is trained.
         places: where each number of weight and bias stands in the parameter of that name, where they lie otherwise.
-        above: why the chain ends with this layer although the network does not; empty where both end.
+        end_reason: why the chain ends with this layer although the network does not; empty where both end.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Stage:
     activation: nn.Module = field(default_factory=nn.Identity)
     names: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, Tensor] = field(default_factory=dict)
-    above: str = ""
+    end_reason: str = ""
 
     @property
     def pointwise(self) -> bool:
@@ -60,40 +60,40 @@ class Stage:
         return all(isinstance(module, POINTWISE) for module in self.before)
 
     @property
-    def taken(self) -> torch.Size:
+    def layer_input_shape(self) -> torch.Size:
         """Shape of what the layer is given, which pooling below makes smaller than what comes in."""
-        return self.given(self.blank()).shape[1:]
+        return self.layer_input(self.zero_input()).shape[1:]
 
-    def sent(self, kind: str) -> str:
+    def parameter_name(self, kind: str) -> str:
         """The name of the layer's "weight" or "bias" in the update."""
         return self.names.get(kind, f"{self.name}.{kind}")
 
-    def arranged(self, kind: str, sent: Tensor) -> Tensor:
+    def arrange(self, kind: str, sent: Tensor) -> Tensor:
         """What was sent of the layer's "weight" or "bias", as it lies in the layer."""
         return sent.flatten()[self.places[kind]] if kind in self.places else sent
 
-    def given(self, values: Tensor) -> Tensor:
+    def layer_input(self, values: Tensor) -> Tensor:
         """What the layer is given, from what comes in (N, *shape)."""
         result: Tensor = self.before(values)
         return result
 
-    def blank(self, count: int = 1) -> Tensor:
+    def zero_input(self, count: int = 1) -> Tensor:
         """Zeros that may come in (count, *shape), where the layer's weight is."""
         weight: Tensor = self.layer.weight  # type: ignore[assignment]
         return weight.new_zeros(count, *self.shape)
 
-    def affine(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    def input_affine(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Offset and slope (1, ...) of what comes in on its way to the layer; for pointwise maps.
 
         Max pooling may lie there, too: behind an activation that rises it passes on what that makes of pooled outputs.
         """
-        zero = self.blank().to(dtype)
-        offset = self.given(zero)
-        return offset, self.given(zero + 1) - offset
+        zero = self.zero_input().to(dtype)
+        offset = self.layer_input(zero)
+        return offset, self.layer_input(zero + 1) - offset
 
-    def undo(self, given: Tensor) -> Tensor:
+    def undo_input_maps(self, given: Tensor) -> Tensor:
         """What comes in, from what the layer is given (N, ...); for pointwise maps."""
-        offset, slope = self.affine(given.dtype)
+        offset, slope = self.input_affine(given.dtype)
         return ((given - offset) / slope).view(-1, *self.shape)
 
     def linear(self, given: Tensor) -> Tensor:
@@ -102,17 +102,19 @@ class Stage:
         return result
 
 
-def named(stages: Sequence[Stage], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gradients_by_layer(stages: Sequence[Stage], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An update's tensors with those of the stages as they lie there, under `layer.weight` and `layer.bias`."""
     result = dict(sent)
     for stage in stages:
         for kind in ("weight", "bias"):
-            if stage.sent(kind) in sent and (kind in stage.places or stage.sent(kind) != f"{stage.name}.{kind}"):
-                result[f"{stage.name}.{kind}"] = stage.arranged(kind, sent[stage.sent(kind)])
+            if stage.parameter_name(kind) in sent and (
+                kind in stage.places or stage.parameter_name(kind) != f"{stage.name}.{kind}"
+            ):
+                result[f"{stage.name}.{kind}"] = stage.arrange(kind, sent[stage.parameter_name(kind)])
     return result
 
 
-def as_sent(model: nn.Module, view: ServerView) -> nn.Module:
+def load_sent_weights(model: nn.Module, view: ServerView) -> nn.Module:
     """The network with the numbers that the server sent."""
     known = {**view.shared, **view.buffers}
     with torch.no_grad():
@@ -122,20 +124,20 @@ def as_sent(model: nn.Module, view: ServerView) -> nn.Module:
     return model
 
 
-def graph_of(view: ServerView, device: torch.device | str = "cpu") -> tuple[nn.Module, Graph] | NotApplicable:
+def trace_view(view: ServerView, device: torch.device | str = "cpu") -> tuple[nn.Module, Graph] | NotApplicable:
     """The network of `view` in float64, and what it computes from an image, or why that can't be told."""
-    model = as_sent(copy.deepcopy(view.client.predictor).to(device=device, dtype=torch.float64), view)
+    model = load_sent_weights(copy.deepcopy(view.client.predictor).to(device=device, dtype=torch.float64), view)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not bool(value.isfinite().all()):
             return NotApplicable(f"the model has numbers at {name} that are not finite")
     probe = torch.rand(1, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64).to(device)
     graphs = []
-    for image in (probe, DIM * probe.flip(-1)):
-        graph = traced(model, image)
+    for image in (probe, SECOND_PROBE_BRIGHTNESS * probe.flip(-1)):
+        graph = trace_operations(model, image)
         if isinstance(graph, str):
             return NotApplicable(graph, limit=True)
         graphs.append(graph)
-    if apart := differing(*graphs):
+    if apart := first_difference(*graphs):
         return NotApplicable(f"what the network computes depends on the image: see {apart}", limit=True)
     return model, graphs[0]
 
@@ -153,25 +155,27 @@ def unroll(
     every layer what the network gives it, and send back what the network does. Where the chain breaks off above a
     linear layer with a bias, it ends with that layer.
     """
-    found = graph_of(view, device)
+    found = trace_view(view, device)
     if isinstance(found, NotApplicable):
         return found
     model, graph = found
     pieces: list[Piece] = []  # those that the chain reaches to
-    stages = _stages(view, _kept(pieces_of(graph), pieces), max_pooling)
+    stages = _build_stages(view, _recording(read_pieces(graph), pieces), max_pooling)
     if isinstance(stages, NotApplicable):
         return stages
-    if apart := _apart(stages, pieces, graph.image) or _sent_back(stages, pieces, model, graph.image):
+    if apart := _forward_mismatch(stages, pieces, graph.image) or _gradient_mismatch(
+        stages, pieces, model, graph.image
+    ):
         return NotApplicable(apart, limit=True)
     return stages
 
 
-def _apart(stages: Sequence[Stage], pieces: Sequence[Piece], probe: Tensor) -> str | None:
+def _forward_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], probe: Tensor) -> str | None:
     """That a layer returns something else in the network than in its stage, or None."""
-    right, values = {piece.name: piece.given for piece in pieces if piece.name}, probe
+    right, values = {piece.name: piece.output for piece in pieces if piece.name}, probe
     with torch.no_grad():
         for stage in stages:
-            given = stage.given(values)
+            given = stage.layer_input(values)
             returned, expected = stage.layer(given), right[stage.name]
             if returned.numel() != expected.numel() or not torch.allclose(returned, expected.view_as(returned)):
                 return f"the network is no plain chain of layers: {stage.name} is given something else than it seems"
@@ -179,10 +183,10 @@ def _apart(stages: Sequence[Stage], pieces: Sequence[Piece], probe: Tensor) -> s
     return None
 
 
-def _sent_back(stages: Sequence[Stage], pieces: Sequence[Piece], model: nn.Module, probe: Tensor) -> str | None:
+def _gradient_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], model: nn.Module, probe: Tensor) -> str | None:
     """That the network's gradient of a layer is another than its stage's, or None."""
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    mine = [(stage, kind) for stage in stages for kind in ("weight", "bias") if stage.sent(kind) in trained]
+    mine = [(stage, kind) for stage in stages for kind in ("weight", "bias") if stage.parameter_name(kind) in trained]
     if not mine:
         return None
     with torch.enable_grad():
@@ -191,40 +195,40 @@ def _sent_back(stages: Sequence[Stage], pieces: Sequence[Piece], model: nn.Modul
         grads = torch.autograd.grad((returned * draw).sum(), list(trained.values()), allow_unused=True)
         right, values = dict(zip(trained, grads, strict=True)), probe
         for stage in stages:
-            values = stage.activation(stage.linear(stage.given(values)))
+            values = stage.activation(stage.linear(stage.layer_input(values)))
         flows = draw
-        if stages[-1].above:
-            signal = right.get(stages[-1].sent("bias"))
+        if stages[-1].end_reason:
+            signal = right.get(stages[-1].parameter_name("bias"))
             if signal is None:
                 return None
-            flows = stages[-1].arranged("bias", signal)
-        end = (values if stages[-1].above else _tail(pieces, values)) * flows
+            flows = stages[-1].arrange("bias", signal)
+        end = (values if stages[-1].end_reason else _network_output(pieces, values)) * flows
         found = torch.autograd.grad(end.sum(), [s.layer.get_parameter(kind) for s, kind in mine], allow_unused=True)
     for (stage, kind), got in zip(mine, found, strict=True):
-        expected = right[stage.sent(kind)]
+        expected = right[stage.parameter_name(kind)]
         if (expected is None) != (got is None):
-            return f"no gradient reaches {stage.sent(kind)} in the network by way of what is computed from it"
+            return f"no gradient reaches {stage.parameter_name(kind)} in the network by way of what is computed from it"
         if expected is None or got is None:
             continue
         size = float(got.abs().max())
-        if not torch.allclose(stage.arranged(kind, expected), got, rtol=1e-6, atol=1e-9 * size):
+        if not torch.allclose(stage.arrange(kind, expected), got, rtol=1e-6, atol=1e-9 * size):
             other = "it is used elsewhere, or what flows back is changed"
-            return f"the gradient of {stage.sent(kind)} is not that of the layer alone: {other}"
+            return f"the gradient of {stage.parameter_name(kind)} is not that of the layer alone: {other}"
     return None
 
 
-def _tail(pieces: Sequence[Piece], values: Tensor) -> Tensor:
+def _network_output(pieces: Sequence[Piece], values: Tensor) -> Tensor:
     """What the network returns of logits: a log-softmax at the end, which cross entropy does not see."""
     return values.log_softmax(1) if pieces and pieces[-1].normalizes else values
 
 
-def _kept(pieces: Iterable[Piece], kept: list[Piece]) -> Iterator[Piece]:
+def _recording(pieces: Iterable[Piece], kept: list[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         kept.append(piece)
         yield piece
 
 
-def _stages(view: ServerView, pieces: Iterable[Piece], max_pooling: bool) -> tuple[Stage, ...] | NotApplicable:
+def _build_stages(view: ServerView, pieces: Iterable[Piece], max_pooling: bool) -> tuple[Stage, ...] | NotApplicable:
     """The pieces put together to stages, as far up as they go."""
     stages: list[Stage] = []
     pending: list[nn.Module] = []
@@ -244,64 +248,70 @@ def _stages(view: ServerView, pieces: Iterable[Piece], max_pooling: bool) -> tup
         if isinstance(piece.module, WEIGHTED):
             if not closed:
                 stages[-1] = replace(stages[-1], after=nn.Sequential(*pending))
-                pending, shape = [], piece.taken.shape[1:]
-            stages.append(_stage(piece, shape, pending))
+                pending, shape = [], piece.input.shape[1:]
+            stages.append(_build_stage(piece, shape, pending))
             pending, closed = [], False
         elif isinstance(piece.module, ACTIVATIONS):
-            moved = _reordering(pending)
+            moved = _first_movable(pending)
             stages[-1] = replace(stages[-1], after=nn.Sequential(*pending[:moved]), activation=piece.module)
             pending, closed = pending[moved:], True
-            shape = piece.given.shape[1:] if not pending else _before(pending)
+            shape = piece.output.shape[1:] if not pending else _shape_before(pending)
         else:
             pending += list(piece.module) if isinstance(piece.module, nn.Sequential) else [piece.module]
     if refused is not None:
-        return _ended(stages, refused)
+        return _end_at_last_linear(stages, refused)
     if stages and not closed:
         stages[-1] = replace(stages[-1], after=nn.Sequential(*pending))
     return tuple(stages) if stages else NotApplicable("the network has no convolution and no linear layer", limit=True)
 
 
-def _ended(stages: Sequence[Stage], refused: NotApplicable) -> tuple[Stage, ...] | NotApplicable:
+def _end_at_last_linear(stages: Sequence[Stage], refused: NotApplicable) -> tuple[Stage, ...] | NotApplicable:
     """The chain up to its last linear layer with a bias, whose gradient says what flows back, if it has one."""
     for i in reversed(range(len(stages))):
         stage = stages[i]
-        if isinstance(stage.layer, nn.Linear) and stage.layer.bias is not None and stage.sent("bias"):
-            end = replace(stage, after=nn.Sequential(), activation=Beyond(), above=refused.reason)
+        if isinstance(stage.layer, nn.Linear) and stage.layer.bias is not None and stage.parameter_name("bias"):
+            end = replace(stage, after=nn.Sequential(), activation=UnknownRest(), end_reason=refused.reason)
             return (*stages[:i], end)
     return refused
 
 
-def _reordering(pending: Sequence[nn.Module]) -> int:
+def _first_movable(pending: Sequence[nn.Module]) -> int:
     """From where on the maps below an activation may as well stand above it, if they change the order of numbers."""
     for i, module in enumerate(pending):
-        if isinstance(module, Permuted) and all(isinstance(m, Permuted | nn.Flatten | Reshape) for m in pending[i:]):
+        if isinstance(module, Permutation) and all(
+            isinstance(m, Permutation | nn.Flatten | Reshape) for m in pending[i:]
+        ):
             return i
     return len(pending)
 
 
-def _before(pending: Sequence[nn.Module]) -> torch.Size:
+def _shape_before(pending: Sequence[nn.Module]) -> torch.Size:
     first = pending[0]
-    assert isinstance(first, Permuted)
+    assert isinstance(first, Permutation)
     return first.shape
 
 
-def _stage(piece: Piece, shape: torch.Size, pending: Sequence[nn.Module]) -> Stage:
+def _build_stage(piece: Piece, shape: torch.Size, pending: Sequence[nn.Module]) -> Stage:
     """A stage whose layer takes what comes in in its own order, where that is all that a permutation below changes."""
     layer, places, maps = piece.module, dict(piece.places), list(pending)
     assert isinstance(layer, nn.Conv2d | nn.Linear)
-    at = next((i for i, module in enumerate(maps) if isinstance(module, Permuted)), None)
-    if at is not None and all(isinstance(module, nn.Flatten | Reshape | Scaling) for module in maps[at + 1 :]):
+    at = next((i for i, module in enumerate(maps) if isinstance(module, Permutation)), None)
+    if at is not None and all(
+        isinstance(module, nn.Flatten | Reshape | ElementwiseAffine) for module in maps[at + 1 :]
+    ):
         turned = maps[at]
-        assert isinstance(turned, Permuted)
-        order = turned.index if isinstance(layer, nn.Linear) else _channels(turned, piece.taken.shape[1:])
+        assert isinstance(turned, Permutation)
+        order = turned.index if isinstance(layer, nn.Linear) else _channel_order(turned, piece.input.shape[1:])
         if order is not None:
-            layer, places["weight"] = _turned(layer, order, places.get("weight"))
-            maps[at:] = [turned.back(maps[at + 1 :])] if any(isinstance(m, Scaling) for m in maps[at:]) else []
+            layer, places["weight"] = _permute_inputs(layer, order, places.get("weight"))
+            maps[at:] = (
+                [turned.back(maps[at + 1 :])] if any(isinstance(m, ElementwiseAffine) for m in maps[at:]) else []
+            )
             maps += [nn.Flatten()] if isinstance(layer, nn.Linear) and len(turned.shape) > 1 else []
     return Stage(piece.name, layer, shape, nn.Sequential(*maps), names=piece.names, places=places)
 
 
-def _channels(turned: Permuted, taken: torch.Size) -> Tensor | None:
+def _channel_order(turned: Permutation, taken: torch.Size) -> Tensor | None:
     """The order of whole channels, where a permutation changes no more than that."""
     if turned.shape != taken:
         return None
@@ -311,7 +321,9 @@ def _channels(turned: Permuted, taken: torch.Size) -> Tensor | None:
     return order if torch.equal(index, whole) else None
 
 
-def _turned(layer: nn.Conv2d | nn.Linear, order: Tensor, places: Tensor | None) -> tuple[nn.Conv2d | nn.Linear, Tensor]:
+def _permute_inputs(
+    layer: nn.Conv2d | nn.Linear, order: Tensor, places: Tensor | None
+) -> tuple[nn.Conv2d | nn.Linear, Tensor]:
     """The layer behind a permutation as one that takes what comes before it, and where its weight stands as sent."""
     weight = layer.weight
     if places is None:
@@ -337,6 +349,3 @@ def _refusal(view: ServerView, piece: Piece, max_pooling: bool) -> NotApplicable
         hides = "max pooling is not linear and hides which values it took; see the attack cascade"
         return NotApplicable(f"{piece.place}: {hides}", limit=True)
     return None
-
-
-__all__ = ["LinearMap", "Stage", "as_sent", "graph_of", "named", "unroll"]

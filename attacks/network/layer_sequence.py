@@ -8,11 +8,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from attacks.network.interlayer_maps import LinearMap, Reshape, Scaling
-from attacks.network.operation_recognition import branches, factors, made_of, merged, recognized, weighs
+from attacks.network.interlayer_maps import ElementwiseAffine, LinearMap, Reshape
+from attacks.network.operation_recognition import (
+    contains_weighted_branch,
+    has_trained_weight,
+    merge_segments,
+    parameters_behind,
+    product_operands,
+    recognize,
+)
 from attacks.network.operation_trace import Graph, Node, Ref, Segment
 
-LONGEST = 12
+MAX_MERGED = 12
 """Parts of a forward between two layers that are tried to be read as one."""
 
 
@@ -23,8 +30,8 @@ class Piece:
     Attributes:
         module: that does the same; None where there is none.
         place: where it stands in the model, in words.
-        taken: what it was given by the probe (1, ...).
-        given: what it returned.
+        input: what it was given by the probe (1, ...).
+        output: what it returned for that.
         sources: names of the parameters and buffers that it uses.
         refusal: why there is no such module.
         name: of a weighted layer; empty for any other.
@@ -35,8 +42,8 @@ class Piece:
 
     module: nn.Module | None
     place: str
-    taken: Tensor
-    given: Tensor
+    input: Tensor
+    output: Tensor
     sources: frozenset[str] = frozenset()
     refusal: str = ""
     name: str = ""
@@ -45,7 +52,7 @@ class Piece:
     normalizes: bool = False
 
 
-def pieces_of(graph: Graph) -> Iterator[Piece]:
+def read_pieces(graph: Graph) -> Iterator[Piece]:
     """What the network does from the image to what it returns, piece by piece, each told when it is asked for."""
     segments = graph.segments()
     between: list[Segment] = []
@@ -54,18 +61,18 @@ def pieces_of(graph: Graph) -> Iterator[Piece]:
         if i < skip:
             continue
         node = graph.nodes[segment.nodes[0]]
-        if len(segment.nodes) > 1 or not weighs(graph, node):
+        if len(segment.nodes) > 1 or not has_trained_weight(graph, node):
             between.append(segment)
             continue
-        below, between = _between(graph, between), []
-        piece = _weighted(graph, node, segment)
+        below, between = _read_between(graph, between), []
+        piece = _read_weighted(graph, node, segment)
         following = segments[i + 1] if i + 1 < len(segments) else None
-        biased = None if following is None else _with_bias(graph, piece, following)
+        biased = None if following is None else _absorb_bias(graph, piece, following)
         skip = i + 1 + (biased is not None)
-        piece = _padded(below, biased or piece)
+        piece = _absorb_padding(below, biased or piece)
         yield from below
         yield piece
-    above = _between(graph, between)
+    above = _read_between(graph, between)
     if above and above[-1].refusal and _log_softmax(graph, segments[-1]):
         above[-1] = replace(above[-1], module=nn.Identity(), refusal="", normalizes=True)
     yield from above
@@ -76,14 +83,14 @@ def _log_softmax(graph: Graph, segment: Segment) -> bool:
     return len(segment.nodes) == 1 and node.operation == "log_softmax" and node.args[1] in {1, -1}
 
 
-def layer_of(graph: Graph, number: int) -> Piece:
+def read_layer(graph: Graph, number: int) -> Piece:
     """The weighted layer of one operation, wherever that stands."""
     node = graph.nodes[number]
-    start = next(ref for ref in node.refs if graph.flows(ref))
-    return _weighted(graph, node, Segment((number,), start, Ref(number)))
+    start = next(ref for ref in node.refs if graph.depends_on_image(ref))
+    return _read_weighted(graph, node, Segment((number,), start, Ref(number)))
 
 
-def _weighted(graph: Graph, node: Node, segment: Segment) -> Piece:
+def _read_weighted(graph: Graph, node: Node, segment: Segment) -> Piece:
     """A convolution or a linear layer, by its own module."""
     taken, given = graph.value(segment.start), graph.value(segment.end)
     piece = Piece(None, str(node), taken, given, node.sources)
@@ -93,13 +100,13 @@ def _weighted(graph: Graph, node: Node, segment: Segment) -> Piece:
 
 def _convolution(graph: Graph, node: Node, piece: Piece) -> Piece | str:
     _, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
-    if piece.taken.ndim != 4 or transposed:
+    if piece.input.ndim != 4 or transposed:
         return f"{node}: only convolutions over two dimensions that are not transposed are handled"
     if groups != 1:
         return f"{node}: groups are not handled"
-    named = _parts(graph, node, weight, bias)
-    if isinstance(named, str):
-        return named
+    parameters = _parameter_names(graph, node, weight, bias)
+    if isinstance(parameters, str):
+        return parameters
     value = graph.value(weight)
     layer = nn.Conv2d(
         value.shape[1],
@@ -111,7 +118,7 @@ def _convolution(graph: Graph, node: Node, piece: Piece) -> Piece | str:
         bias=bias is not None,
         device="meta",
     )
-    return _filled(piece, layer, graph, value, bias, named)
+    return _with_parameters(piece, layer, graph, value, bias, parameters)
 
 
 def _pair(numbers: Sequence[int]) -> tuple[int, int]:
@@ -120,58 +127,63 @@ def _pair(numbers: Sequence[int]) -> tuple[int, int]:
 
 def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
     """From a product of one row, or one column, with a matrix."""
-    first, second = factors(node)
-    flows_first = graph.flows(first)
+    first, second = product_operands(node)
+    flows_first = graph.depends_on_image(first)
     flow, weight = (first, second) if flows_first else (second, first)
     value, taken = graph.value(weight), graph.value(flow)
-    if len(piece.taken) != 1 or taken.numel() != (value.shape[-2] if flows_first else value.shape[-1]):
+    if len(piece.input) != 1 or taken.numel() != (value.shape[-2] if flows_first else value.shape[-1]):
         return f"{node} sees more than one input per image"
     bias = node.args[0] if node.operation in {"addmm", "baddbmm"} else None
     if bias is not None and (
-        node.args[3:] not in ([1, 1], [1.0, 1.0]) or (isinstance(bias, Ref) and graph.flows(bias))
+        node.args[3:] not in ([1, 1], [1.0, 1.0]) or (isinstance(bias, Ref) and graph.depends_on_image(bias))
     ):
         return f"{node} adds something else than a bias"
-    named = _parts(graph, node, weight, bias)
-    if isinstance(named, str):
-        return named
+    parameters = _parameter_names(graph, node, weight, bias)
+    if isinstance(parameters, str):
+        return parameters
     matrix = value.flatten(0, -2).T if flows_first else value.flatten(0, -2)
-    (name, places), rest = named[0], named[1]
+    (name, places), rest = parameters[0], parameters[1]
     places = _numbers(value) if places is None else places
     places = places.flatten(0, -2).T if flows_first else places.flatten(0, -2)
     sent = graph.tensors[name]
     same = sent.shape == matrix.shape and torch.equal(places, _numbers(matrix))
     layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
-    return _filled(piece, layer, graph, matrix, bias, ((name, None if same else places), rest))
+    return _with_parameters(piece, layer, graph, matrix, bias, ((name, None if same else places), rest))
 
 
 def _numbers(value: Tensor) -> Tensor:
     return torch.arange(value.numel(), device=value.device).view(value.shape)
 
 
-Named = tuple[tuple[str, Tensor | None], tuple[str, Tensor | None] | None]
+ParameterNames = tuple[tuple[str, Tensor | None], tuple[str, Tensor | None] | None]
 
 
-def _parts(graph: Graph, node: Node, weight: Ref, bias: object) -> Named | str:
+def _parameter_names(graph: Graph, node: Node, weight: Ref, bias: object) -> ParameterNames | str:
     """The parameters that weight and bias are, or why they are none."""
-    found = graph.rearranged(weight)
+    found = graph.as_parameter(weight)
     if found is None:
-        names = ", ".join(sorted(made_of(graph, weight)))
+        names = ", ".join(sorted(parameters_behind(graph, weight)))
         return f"{node}: its weight is computed from {names}, whose gradient is another than its own"
     if bias is None:
         return found, None
-    if not isinstance(bias, Ref) or not made_of(graph, bias):
+    if not isinstance(bias, Ref) or not parameters_behind(graph, bias):
         return found, None  # a constant
-    other = graph.rearranged(bias)
+    other = graph.as_parameter(bias)
     if other is None or graph.value(bias).numel() != graph.tensors[other[0]].numel():
-        return f"{node}: its bias is computed from {', '.join(sorted(made_of(graph, bias)))}"
+        return f"{node}: its bias is computed from {', '.join(sorted(parameters_behind(graph, bias)))}"
     return found, other
 
 
-def _filled(
-    piece: Piece, layer: nn.Conv2d | nn.Linear, graph: Graph, weight: Tensor, bias: object, named: Named
+def _with_parameters(
+    piece: Piece,
+    layer: nn.Conv2d | nn.Linear,
+    graph: Graph,
+    weight: Tensor,
+    bias: object,
+    parameters: ParameterNames,
 ) -> Piece:
     """The layer with its numbers, and what they are called in the update."""
-    (name, places), other = named
+    (name, places), other = parameters
     layer.weight = _parameter(weight, graph.tensors[name])
     if bias is not None:
         value = graph.value(bias) if isinstance(bias, Ref) else bias
@@ -193,7 +205,7 @@ def _parameter(value: Tensor, sent: Tensor | None) -> nn.Parameter:
     return nn.Parameter(value.detach().clone(), requires_grad=trains)
 
 
-def _with_bias(graph: Graph, piece: Piece, segment: Segment) -> Piece | None:
+def _absorb_bias(graph: Graph, piece: Piece, segment: Segment) -> Piece | None:
     """The layer with a parameter that is added to what it returns, output by output, as its bias; else None."""
     node = graph.nodes[segment.nodes[0]]
     layer = piece.module
@@ -202,26 +214,26 @@ def _with_bias(graph: Graph, piece: Piece, segment: Segment) -> Piece | None:
     if layer.bias is not None:
         return None
     one, other, factor = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else 1
-    added = other if isinstance(one, Ref) and graph.flows(one) else one
-    if factor != 1 or not made_of(graph, added):
+    added = other if isinstance(one, Ref) and graph.depends_on_image(one) else one
+    if factor != 1 or not parameters_behind(graph, added):
         return None
     assert isinstance(added, Ref)
-    found, value = graph.rearranged(added), graph.value(added)
+    found, value = graph.as_parameter(added), graph.value(added)
     outputs = len(layer.weight)
     channels = (1,) * (1 if isinstance(layer, nn.Linear) else 3)
     fits = value.numel() == outputs and torch.equal(
-        value.expand(piece.given.shape), value.reshape(1, outputs, *channels[1:]).expand(piece.given.shape)
+        value.expand(piece.output.shape), value.reshape(1, outputs, *channels[1:]).expand(piece.output.shape)
     )
     if found is None or not fits:
         return None
     return replace(
-        _filled_bias(piece, layer, graph, value, found),
-        given=graph.value(segment.end),
+        _with_added_bias(piece, layer, graph, value, found),
+        output=graph.value(segment.end),
         sources=piece.sources | node.sources,
     )
 
 
-def _filled_bias(
+def _with_added_bias(
     piece: Piece, layer: nn.Conv2d | nn.Linear, graph: Graph, value: Tensor, found: tuple[str, Tensor | None]
 ) -> Piece:
     name, places = found
@@ -233,7 +245,7 @@ def _filled_bias(
     return replace(piece, names={**piece.names, "bias": name}, places=where)
 
 
-def _padded(before: list[Piece], piece: Piece) -> Piece:
+def _absorb_padding(before: list[Piece], piece: Piece) -> Piece:
     """A convolution with the zeros that were put around what it is given, as many on both sides."""
     last = before[-1] if before else None
     if not isinstance(piece.module, nn.Conv2d) or last is None or not isinstance(last.module, nn.ZeroPad2d):
@@ -245,39 +257,39 @@ def _padded(before: list[Piece], piece: Piece) -> Piece:
     assert not isinstance(padding, str)
     piece.module.padding = (padding[0] + top, padding[1] + left)
     before.pop()
-    return replace(piece, taken=last.taken)
+    return replace(piece, input=last.input)
 
 
-def _between(graph: Graph, segments: Sequence[Segment]) -> list[Piece]:
+def _read_between(graph: Graph, segments: Sequence[Segment]) -> list[Piece]:
     """What stands between two layers, in as few pieces that are no refusals as it takes, each as short as can be."""
-    closed = next((i for i, segment in enumerate(segments) if branches(graph, segment)), None)
+    closed = next((i for i, segment in enumerate(segments) if contains_weighted_branch(graph, segment)), None)
     if closed is not None:  # nothing that is merged with it could be undone
-        below, above = _between(graph, segments[:closed]), _between(graph, segments[closed + 1 :])
-        return [*below, _piece(graph, segments[closed]), *above]
+        below, above = _read_between(graph, segments[:closed]), _read_between(graph, segments[closed + 1 :])
+        return [*below, _read_piece(graph, segments[closed]), *above]
     if not segments:
         return []
-    single = [_piece(graph, segment) for segment in segments]
-    if not any(map(_vague, single)) or not 1 < len(segments) <= LONGEST:
-        return _joined(single)
+    single = [_read_piece(graph, segment) for segment in segments]
+    if not any(map(_vagueness, single)) or not 1 < len(segments) <= MAX_MERGED:
+        return _simplify(single)
     best: list[tuple[int, list[Piece]]] = [(0, [])]
     for end in range(1, len(segments) + 1):
         choices = []
         for start in range(end):
-            piece = single[start] if end == start + 1 else _piece(graph, merged(segments[start:end]))
+            piece = single[start] if end == start + 1 else _read_piece(graph, merge_segments(segments[start:end]))
             if not piece.refusal or end == start + 1:
-                cost = best[start][0] + LONGEST**2 * _vague(piece) + (end - start) ** 2
+                cost = best[start][0] + MAX_MERGED**2 * _vagueness(piece) + (end - start) ** 2
                 choices.append((cost, [*best[start][1], piece]))
         best.append(min(choices, key=lambda choice: choice[0]))
-    return _joined(best[-1][1])
+    return _simplify(best[-1][1])
 
 
-def _vague(piece: Piece) -> int:
+def _vagueness(piece: Piece) -> int:
     """How little is known of a piece: nothing, or that it is linear."""
-    return 2 * LONGEST if piece.refusal else int(isinstance(piece.module, LinearMap | nn.ZeroPad2d))
+    return 2 * MAX_MERGED if piece.refusal else int(isinstance(piece.module, LinearMap | nn.ZeroPad2d))
 
 
-def _piece(graph: Graph, segment: Segment) -> Piece:
-    found = recognized(graph, segment)
+def _read_piece(graph: Graph, segment: Segment) -> Piece:
+    found = recognize(graph, segment)
     nodes = [graph.nodes[number] for number in segment.nodes]
     place, sources = str(nodes[-1]), frozenset[str]().union(*(node.sources for node in nodes))
     taken, given = graph.value(segment.start), graph.value(segment.end)
@@ -287,18 +299,22 @@ def _piece(graph: Graph, segment: Segment) -> Piece:
     return Piece(found, place, taken, given, sources)
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _simplify(pieces: Sequence[Piece]) -> list[Piece]:
     """Without those that do nothing, and scalings one after the other as one."""
     found: list[Piece] = []
     for piece in pieces:
-        if isinstance(piece.module, Reshape | nn.Flatten | nn.Identity) and piece.taken.shape == piece.given.shape:
+        if isinstance(piece.module, Reshape | nn.Flatten | nn.Identity) and piece.input.shape == piece.output.shape:
             continue
         last = found[-1] if found else None
-        if last is not None and isinstance(last.module, Scaling) and isinstance(piece.module, Scaling):
+        if (
+            last is not None
+            and isinstance(last.module, ElementwiseAffine)
+            and isinstance(piece.module, ElementwiseAffine)
+        ):
             found[-1] = replace(
                 piece,
-                module=_after(last.module, piece.module),
-                taken=last.taken,
+                module=_compose(last.module, piece.module),
+                input=last.input,
                 sources=last.sources | piece.sources,
             )
         else:
@@ -306,9 +322,9 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return found
 
 
-def _after(first: Scaling, second: Scaling) -> Scaling:
+def _compose(first: ElementwiseAffine, second: ElementwiseAffine) -> ElementwiseAffine:
     run: Callable[[Tensor], Tensor] = lambda x: second.run(first.run(x))  # noqa: E731
-    both = Scaling(run, first.shape, whole=first.whole and second.whole)
+    both = ElementwiseAffine(run, first.shape, whole=first.whole and second.whole)
     both.dtype, both.device = first.dtype, first.device
     both.place = second.place
     return both

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attacks.network.interlayer_maps import Reshape, Scaling
-from attacks.network.layer_chain import graph_of
-from attacks.network.layer_sequence import Piece, layer_of, pieces_of
-from attacks.network.operation_recognition import PRODUCTS, Permuted, weighs
-from attacks.network.operation_trace import Graph, traced
+from attacks.network.interlayer_maps import ElementwiseAffine, Reshape
+from attacks.network.layer_chain import trace_view
+from attacks.network.layer_sequence import Piece, read_layer, read_pieces
+from attacks.network.operation_recognition import PRODUCTS, Permutation, has_trained_weight
+from attacks.network.operation_trace import Graph, trace_operations
 from attacks.result import NotApplicable
 from fl.view import ServerView
 
 
 @dataclass(frozen=True)
-class Origin:
+class PixelOrigin:
     """How a layer's input is made of the pixels: number by number.
 
     Attributes:
@@ -39,7 +39,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class FlatLayer:
+class VectorLayer:
     """A linear layer as the network uses it.
 
     Attributes:
@@ -53,61 +53,61 @@ class FlatLayer:
     name: str
     names: Mapping[str, str]
     places: Mapping[str, Tensor]
-    origin: Origin | None
+    origin: PixelOrigin | None
     node: int
 
-    def arranged(self, kind: str, sent: Tensor) -> Tensor:
+    def arrange(self, kind: str, sent: Tensor) -> Tensor:
         """What was sent of the layer's "weight" or "bias", as it lies in the layer."""
         return sent.flatten()[self.places[kind].to(sent.device)] if kind in self.places else sent
 
 
-def flat_layers(view: ServerView) -> dict[str, FlatLayer]:
+def vector_layers(view: ServerView) -> dict[str, VectorLayer]:
     """The linear layers with a bias, in the order they run, by name; none where the network can't be followed."""
-    found = graph_of(view, view.device)
+    found = trace_view(view, view.device)
     if isinstance(found, NotApplicable):
         return {}
     _, graph = found
-    layers: dict[str, FlatLayer] = {}
-    first = _first(graph)
-    for number in graph.alive():
+    layers: dict[str, VectorLayer] = {}
+    first = _first_piece(graph)
+    for number in graph.used_operations():
         node = graph.nodes[number]
-        if node.operation not in PRODUCTS or not weighs(graph, node):
+        if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
             continue
-        piece, origin = layer_of(graph, number), None
+        piece, origin = read_layer(graph, number), None
         if first is not None and first[0].place == str(node) and first[0].name == piece.name:
             piece, origin = first
         if piece.name and piece.names["bias"] and piece.name not in layers:
-            layers[piece.name] = FlatLayer(piece.name, piece.names, piece.places, origin, number)
+            layers[piece.name] = VectorLayer(piece.name, piece.names, piece.places, origin, number)
     return layers
 
 
-def _first(graph: Graph) -> tuple[Piece, Origin] | None:
+def _first_piece(graph: Graph) -> tuple[Piece, PixelOrigin] | None:
     """The linear layer that is given the image itself, number by number, if that comes first."""
     below: list[nn.Module] = []
-    for piece in pieces_of(graph):
+    for piece in read_pieces(graph):
         if isinstance(piece.module, nn.Linear):
             return piece, _origin(graph.image, below)
-        if not isinstance(piece.module, nn.Identity | nn.Flatten | Reshape | Scaling | Permuted):
+        if not isinstance(piece.module, nn.Identity | nn.Flatten | Reshape | ElementwiseAffine | Permutation):
             return None
         below.append(piece.module)
     return None
 
 
-def _origin(image: Tensor, below: list[nn.Module]) -> Origin:
+def _origin(image: Tensor, below: list[nn.Module]) -> PixelOrigin:
     zero, index = torch.zeros_like(image), torch.arange(image.numel(), device=image.device)
     offset, top = zero, zero + 1
     with torch.no_grad():
         for module in below:
             offset, top = module(offset), module(top)
-            index = index[module.index] if isinstance(module, Permuted) else index
-    return Origin(offset.flatten(), (top - offset).flatten(), index)
+            index = index[module.index] if isinstance(module, Permutation) else index
+    return PixelOrigin(offset.flatten(), (top - offset).flatten(), index)
 
 
-def outputs_of(model: nn.Module, node: int, images: Tensor) -> Tensor | None:
+def operation_outputs(model: nn.Module, node: int, images: Tensor) -> Tensor | None:
     """What an operation of the recorded network returns for each of several images (N, m)."""
     rows = []
     for image in images:
-        graph = traced(model, image[None])
+        graph = trace_operations(model, image[None])
         if isinstance(graph, str) or node >= len(graph.nodes):
             return None
         rows.append(graph.nodes[node].outputs[0].flatten())

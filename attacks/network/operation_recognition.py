@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.network.interlayer_maps import LinearMap, Monotone, Replayed, Reshape, Scaling
-from attacks.network.operation_trace import FAILURES, IMAGE, Graph, Node, Ref, Segment
+from attacks.network.interlayer_maps import ElementwiseAffine, LinearMap, MonotoneActivation, Reshape
+from attacks.network.operation_trace import IMAGE, MODEL_ERRORS, Graph, Node, Ref, Segment
 from fl.seeds import stream
 
-EVEN = 1e-13
+ROUNDING = 1e-13
 """Rounding of a function, relative and absolute."""
-SEVERAL = 3
+TRIED_TOGETHER = 3
 """Images that a map is tried on at once."""
 Map = Callable[[Tensor], Tensor]
 PRODUCTS = {"addmm", "mm", "bmm", "baddbmm"}
@@ -25,7 +25,7 @@ BRANCHES = (
 )
 
 
-class Permuted(LinearMap):
+class Permutation(LinearMap):
     """The same numbers in another order.
 
     Attributes:
@@ -36,7 +36,7 @@ class Permuted(LinearMap):
         super().__init__(run, shape)
         self.index = index
 
-    def back(self, scalings: Sequence[nn.Module]) -> Scaling:
+    def back(self, scalings: Sequence[nn.Module]) -> ElementwiseAffine:
         """What `scalings` behind the new order do, in the old one."""
         places = self.index.argsort()
 
@@ -46,13 +46,13 @@ class Permuted(LinearMap):
                 y = scaling(y)
             return y.flatten(1)[:, places].view_as(x)
 
-        found = Scaling(run, self.shape, whole=True)
-        known = next(scaling for scaling in scalings if isinstance(scaling, Scaling))
+        found = ElementwiseAffine(run, self.shape, whole=True)
+        known = next(scaling for scaling in scalings if isinstance(scaling, ElementwiseAffine))
         found.dtype, found.device, found.place = known.dtype, known.device, known.place
         return found
 
 
-def recognized(graph: Graph, segment: Segment) -> nn.Module | str:
+def recognize(graph: Graph, segment: Segment) -> nn.Module | str:
     """A module that does the same as a segment without parameters of its own to solve for, or why it is none."""
     taken, given = graph.value(segment.start), graph.value(segment.end)
     run: Map = lambda x: graph.replay(segment.nodes, segment.end, {segment.start: x})  # noqa: E731
@@ -61,23 +61,27 @@ def recognized(graph: Graph, segment: Segment) -> nn.Module | str:
         return f"{named} returns something else than finite numbers"
     if given.shape[:1] != (1,) or taken.shape[:1] != (1,):
         return f"{named} mixes the dimension of the images with others: what follows sees more than one input per image"
-    if branches(graph, segment):
-        return _why(graph, segment, None, taken)
+    if contains_weighted_branch(graph, segment):
+        return _obstacle(graph, segment, None, taken)
     with torch.no_grad():
-        return _told(graph, segment, run)
+        return _identify(graph, segment, run)
 
 
-def _told(graph: Graph, segment: Segment, run: Map) -> nn.Module | str:
+def _identify(graph: Graph, segment: Segment, run: Map) -> nn.Module | str:
     taken, given = graph.value(segment.start), graph.value(segment.end)
     try:
-        if segment.start == Ref(IMAGE) and (found := _of_pixels(run, taken, given)):
+        if segment.start == Ref(IMAGE) and (found := _as_pixel_scaling(run, taken, given)):
             return found
-        return _plain(graph, segment) or _recognized(run, taken, given) or _why(graph, segment, run, taken)
-    except FAILURES:  # an operation on numbers that no image makes
-        return _why(graph, segment, None, taken)
+        return (
+            _as_torch_module(graph, segment)
+            or _identify_map(run, taken, given)
+            or _obstacle(graph, segment, run, taken)
+        )
+    except MODEL_ERRORS:  # an operation on numbers that no image makes
+        return _obstacle(graph, segment, None, taken)
 
 
-def _plain(graph: Graph, segment: Segment) -> nn.Module | None:
+def _as_torch_module(graph: Graph, segment: Segment) -> nn.Module | None:
     """Pooling and padding by one operation that is a module, too."""
     if len(segment.nodes) != 1:
         return None
@@ -98,7 +102,7 @@ def _plain(graph: Graph, segment: Segment) -> nn.Module | None:
         pads = [*args[1], *[0] * (4 - len(args[1]))]
         return nn.ZeroPad2d((pads[0], pads[1], pads[2], pads[3]))
     if name in {"mean", "amax", "adaptive_max_pool2d"}:
-        return _pooled_by(lambda x: _run(graph, segment, x), taken, given)
+        return _as_pooling(lambda x: _run(graph, segment, x), taken, given)
     return None
 
 
@@ -106,20 +110,20 @@ def _run(graph: Graph, segment: Segment, x: Tensor) -> Tensor:
     return graph.replay(segment.nodes, segment.end, {segment.start: x})
 
 
-def _recognized(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
+def _identify_map(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
     draw = partial(_noise, taken)
     if taken.numel() == given.numel():
-        found = _reordered(run, taken, given, draw(1))
+        found = _as_permutation(run, taken, given, draw(1))
         if found is not None:
             return found
-        if taken.shape == given.shape and _number_by_number(run, draw):
-            return _elementwise(run, taken, draw)
-    return _pooled_by(run, taken, given) or _affine(run, taken, draw)
+        if taken.shape == given.shape and _is_elementwise(run, draw):
+            return _as_elementwise(run, taken, draw)
+    return _as_pooling(run, taken, given) or _as_linear_map(run, taken, draw)
 
 
-def _of_pixels(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
+def _as_pixel_scaling(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
     """A function that is a scaling of pixels in [0, 1], whatever it is beyond: clamping, say."""
-    if taken.shape != given.shape or not _number_by_number(lambda x: run(x.sigmoid()), partial(_noise, taken)):
+    if taken.shape != given.shape or not _is_elementwise(lambda x: run(x.sigmoid()), partial(_noise, taken)):
         return None
     offset, top = run(torch.zeros_like(taken)), run(torch.ones_like(taken))
     slope = top - offset
@@ -132,7 +136,7 @@ def _of_pixels(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
     beyond = 7 * grey[0] - 3
     if torch.allclose(run(beyond), offset + slope * beyond, rtol=1e-10, atol=1e-12):
         return None  # by its own operations, to the bit
-    return _scaling(lambda x: offset + slope * x, taken)
+    return _as_scaling(lambda x: offset + slope * x, taken)
 
 
 def _noise(like: Tensor, key: int, count: int = 1) -> Tensor:
@@ -140,7 +144,7 @@ def _noise(like: Tensor, key: int, count: int = 1) -> Tensor:
     return draw.to(like)
 
 
-def _reordered(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn.Module | None:
+def _as_permutation(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn.Module | None:
     """The same numbers, in the same order or another."""
     numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
     index = run(numbers.view_as(taken)).flatten().round().long()
@@ -149,23 +153,25 @@ def _reordered(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn.Modu
     ):
         return None
     if not torch.equal(index, numbers.long()):
-        return Permuted(lambda x: x.flatten(1)[:, index].view(len(x), *given.shape[1:]), taken.shape[1:], index)
+        return Permutation(lambda x: x.flatten(1)[:, index].view(len(x), *given.shape[1:]), taken.shape[1:], index)
     return nn.Flatten() if given.ndim == 2 else Reshape(given.shape[1:])
 
 
-def _number_by_number(run: Map, draw: Callable[[int], Tensor]) -> bool:
+def _is_elementwise(run: Map, draw: Callable[[int], Tensor]) -> bool:
     """Whether each number that comes out hangs on the one in its place alone."""
     one, other = draw(2), draw(3)
     chosen = draw(4) > 0
     for base in (one, 3 * one):
         mixed = torch.where(chosen, base, other)
         one_way, other_way = (torch.where(chosen, run(x), 0.0) for x in (mixed, base))
-        if not torch.allclose(one_way, other_way, rtol=EVEN, atol=EVEN):  # the same function rounds as it is vectorized
+        if not torch.allclose(
+            one_way, other_way, rtol=ROUNDING, atol=ROUNDING
+        ):  # the same function rounds as it is vectorized
             return False
     return True
 
 
-def _elementwise(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module | None:
+def _as_elementwise(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module | None:
     """A scaling, or an activation that rises."""
     base, zero = draw(5), torch.zeros_like(taken)
     offset = run(zero)
@@ -174,31 +180,31 @@ def _elementwise(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.M
     if all(torch.allclose(run(x), offset + slope * x, rtol=1e-9, atol=1e-9) for x in tried):
         if not bool(slope.all()):
             return None
-        return _scaling(run, taken)
-    return _activation(run, taken)
+        return _as_scaling(run, taken)
+    return _as_activation(run, taken)
 
 
-def _scaling(run: Map, taken: Tensor) -> Scaling:
-    found = Scaling(run, taken.shape[1:], whole=_whole(run, taken))
+def _as_scaling(run: Map, taken: Tensor) -> ElementwiseAffine:
+    found = ElementwiseAffine(run, taken.shape[1:], whole=_takes_batches(run, taken))
     found.dtype, found.device = taken.dtype, taken.device
     return found
 
 
-def _whole(run: Map, taken: Tensor) -> bool:
-    several = _noise(taken, 6, SEVERAL)
+def _takes_batches(run: Map, taken: Tensor) -> bool:
+    several = _noise(taken, 6, TRIED_TOGETHER)
     try:
         return torch.equal(run(several), torch.cat([run(one[None]) for one in several]))
-    except FAILURES:
+    except MODEL_ERRORS:
         return False
 
 
-def _activation(run: Map, taken: Tensor) -> nn.Module | None:
+def _as_activation(run: Map, taken: Tensor) -> nn.Module | None:
     """One function of each number, the same for all of them, that never falls."""
     grid = torch.cat([torch.linspace(-30, 30, 2401), torch.linspace(-2, 2, 1601)]).to(taken)
-    function = Monotone(run, taken.shape[1:])
+    function = MonotoneActivation(run, taken.shape[1:])
     with torch.no_grad():
         values, shifted = function(grid), function(grid.roll(1)).roll(-1)
-    if not torch.allclose(values, shifted, rtol=EVEN, atol=EVEN):  # some numbers fare otherwise than others
+    if not torch.allclose(values, shifted, rtol=ROUNDING, atol=ROUNDING):  # some numbers fare otherwise than others
         return None
     above, one = grid >= 0, torch.ones(1, dtype=taken.dtype, device=taken.device)
     gentle = float(-function(-one))
@@ -211,10 +217,10 @@ def _activation(run: Map, taken: Tensor) -> nn.Module | None:
             return known
     order = grid.argsort()
     steps = values[order].diff()
-    return function if bool((steps >= -EVEN).all()) and bool((steps > EVEN).any()) else None
+    return function if bool((steps >= -ROUNDING).all()) and bool((steps > ROUNDING).any()) else None
 
 
-def _pooled_by(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
+def _as_pooling(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
     """Pooling over windows side by side, or over the whole picture."""
     if taken.ndim != 4 or given.ndim not in {2, 4} or given.shape[1] != taken.shape[1]:
         return None
@@ -234,7 +240,7 @@ def _pooled_by(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
     return nn.Sequential(pooled, nn.Flatten()) if given.ndim == 2 else pooled
 
 
-def _affine(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module | None:
+def _as_linear_map(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module | None:
     """Any affine map, told by sums of probes."""
     one, other, zero = draw(8), draw(9), torch.zeros_like(taken)
     offset = run(zero)
@@ -247,23 +253,23 @@ def _affine(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module
     return LinearMap(run, taken.shape[1:])
 
 
-def _why(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) -> str:
+def _obstacle(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) -> str:
     """What keeps a segment from being undone, in words."""
     nodes = [graph.nodes[number] for number in segment.nodes]
     last, first = nodes[-1], nodes[0]
-    norm = next((node for node in nodes if _over_batch(node)), None)
+    norm = next((node for node in nodes if _uses_batch_statistics(node)), None)
     if norm is not None:
         return f"{norm}: batch statistics couple all values of a channel"
-    if branches(graph, segment):
+    if contains_weighted_branch(graph, segment):
         return f"from {first} to {last} {BRANCHES}"
     if "max_pool" in last.operation or last.operation == "amax":
         return f"{last}: max pooling is not linear and hides which values it took"
     if (
         run is not None
         and graph.value(segment.end).shape == taken.shape
-        and _number_by_number(run, partial(_noise, taken))
+        and _is_elementwise(run, partial(_noise, taken))
     ):
-        if _turns(run, taken):
+        if _is_not_monotone(run, taken):
             return f"{last} takes the same value at several inputs, so that neither they nor its slope follow from it"
         return f"{last} treats numbers one by one, but not all alike or not so that it rises"
     if len(nodes) > 1:
@@ -271,53 +277,50 @@ def _why(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) -> str:
     return f"{last} is neither a linear map nor an activation that treats numbers one by one"
 
 
-def _turns(run: Map, taken: Tensor) -> bool:
+def _is_not_monotone(run: Map, taken: Tensor) -> bool:
     """Whether a function of single numbers, alike for all of them, rises and falls."""
     grid = torch.linspace(-30, 30, 4801).to(taken)
     with torch.no_grad():
-        steps = Monotone(run, taken.shape[1:])(grid).diff()
-    return bool((steps > EVEN).any() and (steps < -EVEN).any())
+        steps = MonotoneActivation(run, taken.shape[1:])(grid).diff()
+    return bool((steps > ROUNDING).any() and (steps < -ROUNDING).any())
 
 
-def _over_batch(node: Node) -> bool:
+def _uses_batch_statistics(node: Node) -> bool:
     if "batch_norm" not in node.operation:
         return False
     given = {a.name: v for a, v in zip(node.op._schema.arguments, node.args, strict=True)}
     return bool(given.get("training", given.get("train", "no_training" not in node.operation)))
 
 
-def branches(graph: Graph, segment: Segment) -> bool:
+def contains_weighted_branch(graph: Graph, segment: Segment) -> bool:
     """Whether a layer with parameters stands between two tensors beside something else."""
-    return len(segment.nodes) > 1 and any(weighs(graph, graph.nodes[number]) for number in segment.nodes)
+    return len(segment.nodes) > 1 and any(has_trained_weight(graph, graph.nodes[number]) for number in segment.nodes)
 
 
-def weighs(graph: Graph, node: Node) -> bool:
+def has_trained_weight(graph: Graph, node: Node) -> bool:
     """Whether an operation is a convolution of, or a product with, something that is made of parameters."""
     if node.operation == "convolution":
-        return bool(made_of(graph, node.args[1]))
+        return bool(parameters_behind(graph, node.args[1]))
     if node.operation not in PRODUCTS:
         return False
-    pair = factors(node)
-    return sum(graph.flows(ref) for ref in pair) == 1 and any(made_of(graph, ref) for ref in pair)
+    pair = product_operands(node)
+    return sum(graph.depends_on_image(ref) for ref in pair) == 1 and any(parameters_behind(graph, ref) for ref in pair)
 
 
-def made_of(graph: Graph, ref: object) -> frozenset[str]:
+def parameters_behind(graph: Graph, ref: object) -> frozenset[str]:
     """Parameters that something which does not flow is made of."""
-    if not isinstance(ref, Ref) or graph.flows(ref):
+    if not isinstance(ref, Ref) or graph.depends_on_image(ref):
         return frozenset()
     return graph.origins(ref) & graph.parameters
 
 
-def factors(node: Node) -> list[Ref]:
+def product_operands(node: Node) -> list[Ref]:
     """The two factors of a product, those that come from a source."""
     pair = node.args[1:3] if node.operation in {"addmm", "baddbmm"} else node.args[:2]
     return [arg for arg in pair if isinstance(arg, Ref)]
 
 
-def merged(segments: Sequence[Segment]) -> Segment:
+def merge_segments(segments: Sequence[Segment]) -> Segment:
     """Several segments, one after the other, as one."""
     nodes = tuple(number for segment in segments for number in segment.nodes)
     return Segment(nodes, segments[0].start, segments[-1].end)
-
-
-__all__ = ["Permuted", "Replayed", "merged", "recognized"]

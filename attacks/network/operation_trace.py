@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 IMAGE = -1
 """Number of the source that stands for the image."""
-FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
+MODEL_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
 """What a network raises on an image that it does not take."""
 
 
@@ -119,7 +119,7 @@ class Graph:
             return self.nodes[ref.node].outputs[ref.output]
         return self.image if ref.node == IMAGE else self.tensors[self.sources[ref.node]].detach()
 
-    def flows(self, ref: Ref) -> bool:
+    def depends_on_image(self, ref: Ref) -> bool:
         """Whether it depends on the image."""
         return ref.node == IMAGE or (ref.node >= 0 and self.nodes[ref.node].flows)
 
@@ -143,7 +143,7 @@ class Graph:
             found |= {Ref(number, k): value for k, value in enumerate(returned)}
         return found[end]
 
-    def rearranged(self, ref: Ref) -> tuple[str, Tensor | None] | None:
+    def as_parameter(self, ref: Ref) -> tuple[str, Tensor | None] | None:
         """The parameter whose numbers a tensor holds, each once, and where they stand in it; None if it is no such one.
 
         The places (shape of the tensor) count the parameter's numbers row by row; None where it is the parameter.
@@ -161,7 +161,7 @@ class Graph:
         numbers = torch.arange(sent.numel(), dtype=sent.dtype, device=sent.device).view_as(sent)
         try:
             places = self.replay(self._above(ref), ref, {source: numbers})
-        except FAILURES:
+        except MODEL_ERRORS:
             return None
         places = places.round().long().clamp(0, sent.numel() - 1)
         whole = bool((places.flatten().sort().values == numbers.flatten()).all())
@@ -179,7 +179,7 @@ class Graph:
                 open_ += [other.node for other in self.nodes[number].refs]
         return sorted(found)
 
-    def alive(self) -> list[int]:
+    def used_operations(self) -> list[int]:
         """The operations through which the image reaches what is returned, in order."""
         assert self.returned is not None
         return [number for number in self._above(self.returned) if self.nodes[number].flows]
@@ -187,11 +187,11 @@ class Graph:
     def segments(self) -> list[Segment]:
         """The flow cut wherever all of it passes through one tensor."""
         assert self.returned is not None
-        alive = self.alive()
+        alive = self.used_operations()
         last: dict[Ref, int] = {self.returned: len(self.nodes)}
         for number in alive:
             for ref in self.nodes[number].refs:
-                if self.flows(ref):
+                if self.depends_on_image(ref):
                     last[ref] = max(last.get(ref, -1), number)
         segments: list[Segment] = []
         nodes: list[int] = []
@@ -207,7 +207,7 @@ class Graph:
         return segments
 
 
-def traced(model: nn.Module, image: Tensor) -> Graph | str:
+def trace_operations(model: nn.Module, image: Tensor) -> Graph | str:
     """What `model` computes from `image` (1, C, H, W), or why that can't be told.
 
     The model is run as it is, without gradients, in the precision of its weights: casts to a lower one are left out.
@@ -218,12 +218,12 @@ def traced(model: nn.Module, image: Tensor) -> Graph | str:
             returned = model(recorder.graph.image)
         except _UnreadableError as error:
             return str(error)
-        except FAILURES as error:
+        except MODEL_ERRORS as error:
             return f"the network does not run on one image by itself: {error}"
     if not isinstance(returned, Tensor):
         return f"the network returns no tensor but a {type(returned).__name__}"
     end = recorder.ref(returned)
-    if not isinstance(end, Ref) or not recorder.graph.flows(end):
+    if not isinstance(end, Ref) or not recorder.graph.depends_on_image(end):
         return "what the network returns does not depend on the image"
     recorder.graph.returned = end
     if recorder.random:
@@ -231,7 +231,7 @@ def traced(model: nn.Module, image: Tensor) -> Graph | str:
     return recorder.graph
 
 
-def differing(one: Graph, other: Graph) -> str | None:
+def first_difference(one: Graph, other: Graph) -> str | None:
     """The first operation that two runs of a network on two images do not share, or None."""
     for mine, theirs in zip(one.nodes, other.nodes, strict=False):
         same = mine.op is theirs.op and len(mine.leaves) == len(theirs.leaves) and mine.place == theirs.place
@@ -299,7 +299,7 @@ class _Recorder(TorchDispatchMode):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self.random = f"{func.overloadpacket.__name__} in {self.stack[-1][0] or 'the forward'}"
             return func(*args, **(kwargs or {}))
-        flows = any(self.graph.flows(ref) for ref in taken)
+        flows = any(self.graph.depends_on_image(ref) for ref in taken)
         if flows and torch.Tag.nondeterministic_seeded in func.tags and not _at_rest(func, args):
             self.random = f"{func.overloadpacket.__name__} in {self.stack[-1][0] or 'the forward'}"
         if func is torch.ops.aten._to_copy.default:
@@ -313,7 +313,7 @@ class _Recorder(TorchDispatchMode):
         outputs = [r for r in pytree.tree_leaves(result) if isinstance(r, Tensor)]
         if not written and len(outputs) == 1 and self._refs.get(_key(outputs[0])) in taken:
             return result  # the same numbers in the same place
-        origins = [self.graph.origins(ref) for ref in taken if not self.graph.flows(ref)]
+        origins = [self.graph.origins(ref) for ref in taken if not self.graph.depends_on_image(ref)]
         self.graph.nodes.append(Node(func, refs, spec, outputs, flows, frozenset().union(*origins), *self.stack[-1]))
         for value in written:
             self._stale(value)

@@ -19,7 +19,7 @@ from attacks.analytic.recursive.layer_equations import (
 from attacks.analytic.recursive.top_signal import Gradients, TopSignal, top_signals
 from attacks.base import Attack
 from attacks.labels.assignment import assign_labels
-from attacks.network.layer_chain import Stage, named, unroll
+from attacks.network.layer_chain import Stage, gradients_by_layer, unroll
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
 from attacks.update.rescaling import rescale_to_unit
@@ -89,7 +89,9 @@ class LayerwiseInversion(Attack):
         stages = unroll(view)
         if isinstance(stages, NotApplicable):
             return stages
-        observed = named(stages, {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()})
+        observed = gradients_by_layer(
+            stages, {n: dense(g).detach().to("cpu", torch.float64) for n, g in gradient.items()}
+        )
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
         even, unit = rescale_to_unit({**observed})
         gradients = {n: dense(g) for n, g in even.items()}
@@ -162,8 +164,8 @@ class LayerwiseInversion(Attack):
 
 def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: TopSignal) -> Reconstruction:
     """The one image with its label, known or read off what flows back into the classifier."""
-    last = start.top == len(stages) - 1 and not stages[-1].above
-    head = last and stages[start.top].sent("weight").startswith(view.task.head)
+    last = start.top == len(stages) - 1 and not stages[-1].end_reason
+    head = last and stages[start.top].parameter_name("weight").startswith(view.task.head)
     odd = head and is_sign_flipped(start.signal[0])
     return replace(
         found,
@@ -176,7 +178,7 @@ def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], 
 def _input_scale(stage: Stage, pixels: Tensor) -> float:
     """Root mean square of what the first layer is given (N, ...), in pixel units: errors are relative to that."""
     if stage.pointwise:
-        pixels = stage.given(pixels) / stage.affine()[1]
+        pixels = stage.layer_input(pixels) / stage.input_affine()[1]
     return float(pixels.square().mean().sqrt())
 
 
@@ -223,7 +225,7 @@ def layer_gradients(stages: Sequence[Stage], start: TopSignal, pixels: Tensor) -
         for i, stage in enumerate(stages[: start.top + 1]):
             mine = {f"{stage.name}.{n}": p for n, p in stage.layer.named_parameters() if p.requires_grad}  # none frozen
             parameters |= mine
-            given = stage.given(values)
+            given = stage.layer_input(values)
             values = stage.layer(given) if i == start.top else stage.activation(stage.linear(given))
         grads = torch.autograd.grad((values * start.signal).sum(), list(parameters.values()))
     return dict(zip(parameters, grads, strict=True))
@@ -241,7 +243,7 @@ def equation_gigabytes(stage: Stage, count: int = 1) -> tuple[float, float, floa
     if not isinstance(layer, nn.Conv2d):
         return before, before, 8e-9 * outputs * unknowns
     with torch.no_grad():
-        positions = count * stage.given(stage.blank())[0, 0].numel()
+        positions = count * stage.layer_input(stage.zero_input())[0, 0].numel()
     whole = 8e-9 * unknowns * (positions * layer.in_channels + outputs)
     gradient = 8e-9 * layer.weight[:, 0].numel() * positions
     return max(whole, before), max(gradient, before), 8e-9 * outputs * unknowns
@@ -256,7 +258,7 @@ def _relative_distance(x: Tensor, y: Tensor) -> float:
 def layer_output_shape(stage: Stage) -> torch.Size:
     """The shape of what a stage's layer returns, without the batch."""
     with torch.no_grad():
-        shape: torch.Size = stage.layer(stage.given(stage.blank())).shape
+        shape: torch.Size = stage.layer(stage.layer_input(stage.zero_input())).shape
     return shape[1:]
 
 

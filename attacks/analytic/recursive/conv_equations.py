@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.recursive.layer_equations import ActivationInputs, invert_activation, slope_change
-from attacks.network.interlayer_maps import Reshape, Scaling
+from attacks.network.interlayer_maps import ElementwiseAffine, Reshape
 from attacks.network.layer_chain import Stage
 from attacks.update.float_rounding import relative_entry_rounding
 from fl.view import ServerView
@@ -30,7 +30,7 @@ def pooling_between(stage: Stage, above: Stage) -> Pooling | None:
     """Return how outputs are pooled before the stage above takes them, or None where that can't be undone."""
     after = [m for m in stage.after if not isinstance(m, RESHAPING)]
     before = [m for m in above.before if not isinstance(m, RESHAPING)]
-    norms = [m for m in after if isinstance(m, Scaling)]
+    norms = [m for m in after if isinstance(m, ElementwiseAffine)]
     pools = [m for m in [*after, *before] if isinstance(m, nn.MaxPool2d | nn.AvgPool2d)]
     if len(norms) + len(pools) != len(after) + len(before) or len(norms) > 1 or len(pools) > 1:
         return None
@@ -88,7 +88,10 @@ class ActivationOutputs:
             off: how far each of the values may be off, relative to the root mean square of all.
         """
         if above.pointwise:
-            values, signal = above.undo(values), signal.flatten(1) * above.affine(values.dtype)[1].flatten()
+            values, signal = (
+                above.undo_input_maps(values),
+                signal.flatten(1) * above.input_affine(values.dtype)[1].flatten(),
+            )
         values, signal = values.flatten(1), signal.flatten(1)
         error = off.flatten(1) * values.square().mean().sqrt()
         inputs, slope = invert_activation(stage.activation, values)
@@ -128,7 +131,7 @@ def conv_equations(
     weight = conv.weight.detach()
     bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
     scale, shift = batch_norm_scale(stage, weight)
-    count, (channels, height, width) = len(returned.signal), stage.taken
+    count, (channels, height, width) = len(returned.signal), stage.layer_input_shape
     layer = ConvPoolLayer(
         weight * scale[:, None, None, None],
         bias * scale + shift,
@@ -162,7 +165,7 @@ def conv_equations(
 
 def batch_norm_scale(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return factor and shift of each output (O,) by batch normalisation at rest."""
-    norms = [m for m in stage.after if isinstance(m, Scaling)]
+    norms = [m for m in stage.after if isinstance(m, ElementwiseAffine)]
     if not norms:
         return like.new_ones(len(like)), like.new_zeros(len(like))
     (norm,) = norms
@@ -175,10 +178,10 @@ def _relative_rounding(view: ServerView, stage: Stage, gradient: Tensor) -> Tens
     """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalisation is between."""
     found = (
         None
-        if any(isinstance(m, Scaling) for m in stage.after)
-        else relative_entry_rounding(view, stage.sent("weight"))
+        if any(isinstance(m, ElementwiseAffine) for m in stage.after)
+        else relative_entry_rounding(view, stage.parameter_name("weight"))
     )
-    return None if found is None else stage.arranged("weight", found.to(gradient.device)).flatten(1)
+    return None if found is None else stage.arrange("weight", found.to(gradient.device)).flatten(1)
 
 
 def input_statistics(stage: Stage) -> tuple[Tensor, Tensor] | None:
@@ -188,7 +191,7 @@ def input_statistics(stage: Stage) -> tuple[Tensor, Tensor] | None:
     """
     if not stage.pointwise:
         return None
-    offset, slope = (part.flatten(2)[0] for part in stage.affine())
+    offset, slope = (part.flatten(2)[0] for part in stage.input_affine())
     if not all(torch.allclose(part, part[:, :1], rtol=1e-9, atol=1e-12) for part in (offset, slope)):
         return None
     offset, slope = offset[:, 0], slope[:, 0]

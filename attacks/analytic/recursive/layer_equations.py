@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.network.interlayer_maps import Monotone
+from attacks.network.interlayer_maps import MonotoneActivation
 from attacks.network.layer_chain import Stage
 
-CERTAIN = 1e-12
+SATURATION = 1e-12
 """Share of an activation's range within which a value is taken for its end."""
 
 
@@ -81,19 +81,19 @@ def invert_activation(activation: nn.Module, values: Tensor) -> tuple[Activation
     which is impossible, say how far off all of them may be: only larger ones count as active.
     """
     if isinstance(activation, nn.Sigmoid):
-        known = (values > CERTAIN) & (values < 1 - CERTAIN)
+        known = (values > SATURATION) & (values < 1 - SATURATION)
         safe = torch.where(known, values, 0.5)
         return ActivationInputs(torch.logit(safe), known), safe * (1 - safe) * known
     if isinstance(activation, nn.Tanh):
-        known = values.abs() < 1 - CERTAIN
+        known = values.abs() < 1 - SATURATION
         safe = torch.where(known, values, 0.0)
         return ActivationInputs(torch.atanh(safe), known), (1 - safe.square()) * known
-    if isinstance(activation, Monotone):
+    if isinstance(activation, MonotoneActivation):
         given, known = activation.inverse(values)
         return ActivationInputs(given * known, known), activation.derivatives(given)[0] * known
     low = negative_slope(activation)
     if low == 0:
-        known = values > torch.maximum(-2 * values.min(), CERTAIN * values.abs().max())
+        known = values > torch.maximum(-2 * values.min(), SATURATION * values.abs().max())
         return ActivationInputs(values * known, known), known.to(values)
     slope = torch.ones_like(values).masked_fill(values < 0, low)
     return ActivationInputs(values / slope, torch.ones_like(values, dtype=torch.bool)), slope
@@ -103,7 +103,7 @@ def slope_change(activation: nn.Module, values: Tensor) -> Tensor:
     """Return how fast an activation's slope changes with what it returned, 0 where the activation is made of lines."""
     if isinstance(activation, nn.Sigmoid):
         return 1 - 2 * values
-    if isinstance(activation, Monotone):
+    if isinstance(activation, MonotoneActivation):
         given, known = activation.inverse(values)
         first, second = activation.derivatives(given)
         return torch.where(known, second / first.clamp_min(1e-9), 0.0)
@@ -138,10 +138,10 @@ def solve_input(
             together, at equal weight as the signal's unit means nothing; but those of a linear layer's gradient alone.
         cutoff: singular values below this share of the largest count as zero.
     """
-    count, shape = len(signal), stage.taken
+    count, shape = len(signal), stage.layer_input_shape
     rows, right = _gradient_equations(stage, signal, gradient, shape)
     if not bool(rows.isfinite().all() and right.isfinite().all() and rows.any()):
-        nothing = stage.blank(count)
+        nothing = stage.zero_input(count)
         return SolvedInput(nothing, nothing.numel(), 0, 0, math.inf)
     left, sizes, directions = torch.linalg.svd(rows / rows.norm())
     right = right / rows.norm()
@@ -175,8 +175,8 @@ def _as_input(stage: Stage, values: Tensor, count: int) -> Tensor:
     """Solved values as what came into the stage (N, ...)."""
     if not stage.pointwise:
         return values.reshape(count, *stage.shape)
-    by_image = values.reshape(stage.taken[0], count, -1).transpose(0, 1)
-    return stage.undo(by_image.reshape(count, *stage.taken))
+    by_image = values.reshape(stage.layer_input_shape[0], count, -1).transpose(0, 1)
+    return stage.undo_input_maps(by_image.reshape(count, *stage.layer_input_shape))
 
 
 def gradient_rows(stage: Stage, signal: Tensor, shape: torch.Size) -> Tensor:
@@ -271,8 +271,8 @@ def _solve_together(
     if not stage.pointwise:
         with torch.no_grad():
             basis = torch.eye(stage.shape.numel(), dtype=torch.float64).view(-1, *stage.shape)
-            offset = stage.given(torch.zeros_like(basis[:1])).flatten()
-            before = (stage.given(basis).flatten(1) - offset).T
+            offset = stage.layer_input(torch.zeros_like(basis[:1])).flatten()
+            before = (stage.layer_input(basis).flatten(1) - offset).T
         assert len(before) == channels * positions
         parts = rows.view(len(rows), channels, images, positions).unbind(2)
         sides = sides - torch.stack([part.flatten(1) @ offset for part in parts]).sum(0)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.network.linear_layers import FlatLayer, Origin, flat_layers, outputs_of
-from attacks.network.operation_trace import FAILURES
+from attacks.network.linear_layers import PixelOrigin, VectorLayer, operation_outputs, vector_layers
+from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
@@ -26,9 +26,9 @@ from fl.tensors import dense
 from fl.types import Batch, frozen
 from fl.view import ServerView
 
-SIZED = 1e-3
+SIZE_TOLERANCE = 1e-3
 """Distance of a signal's directions up to which a layer's input is as bright as it seems: about one percent of it."""
-PROBES = 8
+PROBE_IMAGES = 8
 """Random images that tell what a layer is given and whether a ReLU follows it."""
 
 
@@ -44,13 +44,13 @@ class LinearLayer:
         origin: how its input is made of the pixels, where that is otherwise than the view says.
         weight: as sent by the server (m, n).
         bias: likewise (m,).
-        moved: the weight's update without decay (m, n), its largest entry of size 1.
-        moved_bias: the bias's (m,), in the same unit.
-        sent: 1 where a known defence let an entry through, 0 elsewhere (m, n); None is everywhere.
+        update: the weight's update without decay (m, n), its largest entry of size 1.
+        bias_update: the bias's (m,), in the same unit.
+        transmitted: 1 where a known defence let an entry through, 0 elsewhere (m, n); None is everywhere.
         trust: how far a known defence lets the bias be trusted, relative to the weight.
         images: whether its input is the image itself, normalised.
         steps: optimiser steps in which it moves; None if unknown.
-        scale: size of the moved tensors for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
+        scale: size of the updates for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
             a defence that changes sizes).
     """
 
@@ -58,28 +58,28 @@ class LinearLayer:
     name: str
     weight: Tensor
     bias: Tensor
-    moved: Tensor
-    moved_bias: Tensor
-    sent: Tensor | None
+    update: Tensor
+    bias_update: Tensor
+    transmitted: Tensor | None
     trust: float
     images: bool
     steps: int | None
     scale: float | None
-    origin: Origin | None = None
+    origin: PixelOrigin | None = None
 
     @cached_property
     def _probe(self) -> _Probe:
         return _Probe(self.view)
 
-    def shown(self, inputs: Tensor) -> Tensor:
+    def to_pixels(self, inputs: Tensor) -> Tensor:
         """Inputs of the layer (N, n) as pixels (N, C, H, W), wherever they lie."""
         if self.origin is None:
-            return shown(self.view, inputs)
+            return denormalize(self.view, inputs)
         return self.origin.pixels(inputs).view(len(inputs), *self.view.task.input_shape)
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """Inputs of the layer (N, n) as images (N, C, H, W) in [0, 1]."""
-        return self.shown(inputs).clamp(0, 1).to(self.view.dtype)
+        return self.to_pixels(inputs).clamp(0, 1).to(self.view.dtype)
 
     def rectified(self) -> bool:
         """Whether no signal flows back where the layer's output is negative, but some where it is positive."""
@@ -89,11 +89,11 @@ class LinearLayer:
 
     def signals(self, inputs: Tensor, label: int) -> Tensor:
         """What flows back into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
-        return self._probe.signals(self.name, self.shown(inputs), label)
+        return self._probe.signals(self.name, self.to_pixels(inputs), label)
 
-    def sized(self, inputs: Tensor, signals: Tensor) -> bool:
+    def has_true_size(self, inputs: Tensor, signals: Tensor) -> bool:
         """Whether `inputs` have their true size: an unknown defence may have changed it, unless `labels` fit."""
-        return self.view.threat.knows_defense or self.labels(inputs, signals, SIZED) is not None
+        return self.view.threat.knows_defense or self.labels(inputs, signals, SIZE_TOLERANCE) is not None
 
     def labels(self, inputs: Tensor, signals: Tensor, tolerance: float) -> Tensor | None:
         """The labels (N,) under which the network sends back `signals` (N, m), up to factors; None if none fit.
@@ -111,7 +111,7 @@ class LinearLayer:
         return labels if bool((far <= tolerance).all()) else None
 
 
-def shown(view: ServerView, inputs: Tensor) -> Tensor:
+def denormalize(view: ServerView, inputs: Tensor) -> Tensor:
     """Normalised images (N, n) as pixels (N, C, H, W), wherever they lie."""
     mean, std = view.task.normalisation(inputs)
     return inputs.view(len(inputs), *view.task.input_shape) * std + mean
@@ -130,13 +130,13 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     probe = _Probe(view)
     try:
         layers = probe.layers
-    except FAILURES as error:
-        return NotApplicable(f"the network does not run on a batch of {PROBES} images: {error}", limit=True)
+    except MODEL_ERRORS as error:
+        return NotApplicable(f"the network does not run on a batch of {PROBE_IMAGES} images: {error}", limit=True)
     for name, images in layers.items():
         names = probe.names(name)
         if not set(names) <= set(change):
             continue
-        if not probe.tapped(name):
+        if not probe.reads_signals(name):
             reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
             return NotApplicable(reason, limit=True)
         if is_sign_compressed(view):
@@ -144,15 +144,15 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
         if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
             return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
         kinds = dict(zip(("weight", "bias"), names, strict=True))
-        weight, bias = (probe.arranged(name, kind, dense(change[n]).double()) for kind, n in kinds.items())
+        weight, bias = (probe.arrange(name, kind, dense(change[n]).double()) for kind, n in kinds.items())
         if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
             return NotApplicable(f"the update of {name!r} is zero or not finite")
         unit = weight.abs().max()
         unit = unit if unit > 0 else bias.abs().max()
-        start, start_bias = (probe.arranged(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
+        start, start_bias = (probe.arrange(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
         steps = observed.steps(names[0])
         sent, trust = _defended(view, *names)
-        sent = None if sent is None else probe.arranged(name, "weight", sent)
+        sent = None if sent is None else probe.arrange(name, "weight", sent)
         origin = probe.origin(name)
         scale = observed.scale(names[0]) if steps == 1 else None
         scale = None if scale is None else scale / float(unit)
@@ -204,7 +204,7 @@ class _Probe:
     @property
     def images(self) -> Tensor:
         """Random pixels."""
-        shape = (PROBES, *self.view.task.input_shape)
+        shape = (PROBE_IMAGES, *self.view.task.input_shape)
         return torch.rand(shape, generator=stream(0, "images"), dtype=torch.float64).to(self.view.device)
 
     @property
@@ -218,10 +218,10 @@ class _Probe:
         return {name: seen.get(name, False) for name in order if name in seen or name in flat}
 
     @cached_property
-    def _flat(self) -> dict[str, FlatLayer]:
-        return flat_layers(self.view)
+    def _flat(self) -> dict[str, VectorLayer]:
+        return vector_layers(self.view)
 
-    def origin(self, name: str) -> Origin | None:
+    def origin(self, name: str) -> PixelOrigin | None:
         """How a layer's input is made of pixels, where that is otherwise than the view says."""
         return None if self._modules.get(name) or name not in self._flat else self._flat[name].origin
 
@@ -230,18 +230,18 @@ class _Probe:
         layer = self._flat.get(name)
         return (f"{name}.weight", f"{name}.bias") if layer is None else (layer.names["weight"], layer.names["bias"])
 
-    def arranged(self, name: str, kind: str, sent: Tensor) -> Tensor:
+    def arrange(self, name: str, kind: str, sent: Tensor) -> Tensor:
         """What was sent of a layer's "weight" or "bias", as it lies in the layer."""
         layer = self._flat.get(name)
-        return sent if layer is None else layer.arranged(kind, sent)
+        return sent if layer is None else layer.arrange(kind, sent)
 
-    def tapped(self, name: str) -> bool:
+    def reads_signals(self, name: str) -> bool:
         """Whether what flows back into a layer can be read image by image."""
         if name in self._modules:
             return True
         try:
             self.back(name)
-        except FAILURES:
+        except MODEL_ERRORS:
             return False
         return True
 
@@ -253,7 +253,7 @@ class _Probe:
 
         def note(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-                if args[0].ndim == 2 and len(args[0]) == PROBES and name not in seen:
+                if args[0].ndim == 2 and len(args[0]) == PROBE_IMAGES and name not in seen:
                     seen[name] = args[0].shape == flat.shape and torch.allclose(args[0], flat, atol=1e-5)
 
             return hook
@@ -280,9 +280,9 @@ class _Probe:
             (grad,) = torch.autograd.grad((result * weights).sum(), tap.outputs)
         return tap.outputs[0].detach(), grad
 
-    def _back_by_bias(self, layer: FlatLayer) -> tuple[Tensor, Tensor]:
+    def _back_by_bias(self, layer: VectorLayer) -> tuple[Tensor, Tensor]:
         """The same of a layer that is no module, by a bias of each image's own."""
-        outputs = outputs_of(self._sent, layer.node, self.images)
+        outputs = operation_outputs(self._sent, layer.node, self.images)
         if outputs is None:
             raise RuntimeError(f"what {layer.name!r} returns hangs on the image")
         own, weights = self._with_biases(layer, len(outputs))
@@ -302,7 +302,7 @@ class _Probe:
                 value.copy_({**self.weights, **self.buffers}[name])
         return model
 
-    def _with_biases(self, layer: FlatLayer, count: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _with_biases(self, layer: VectorLayer, count: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The weights with as many rows of a layer's bias as there are images, and those rows (N, m)."""
         name = layer.names["bias"]
         own = self.weights[name].flatten().expand(count, -1).clone().requires_grad_()

@@ -47,7 +47,7 @@ def separate_images(
         return reason
     above, stage = stages[top], stages[top - 1]
     assert isinstance(above.layer, nn.Linear)
-    offset, slope = (part.flatten() for part in above.affine())
+    offset, slope = (part.flatten() for part in above.input_affine())
     share = _bias_gain(stage)
     if share is None:
         return NotApplicable(f"pooling with padding above {stage.name} weighs its outputs unevenly", limit=True)
@@ -95,7 +95,7 @@ def _obstacle(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int
 def _bias_gain(stage: Stage) -> Tensor | None:
     """By how much the activation is given more if a bias of the layer grows by one (C,); None where that varies."""
     with torch.no_grad():
-        zero = torch.zeros_like(stage.layer(stage.given(stage.blank())))
+        zero = torch.zeros_like(stage.layer(stage.layer_input(stage.zero_input())))
         share: Tensor = stage.after(zero + 1) - stage.after(zero)
     share = share.view(len(zero[0]), -1)
     return share[:, 0] if torch.allclose(share, share[:, :1]) else None

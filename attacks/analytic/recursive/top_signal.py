@@ -79,10 +79,10 @@ def _single_image_signals(
     name = f"{last.name}.weight"
     bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
     if not bare or name not in observed or not isinstance(last.activation, nn.Identity):
-        why = f" ({last.above})" if last.above else ""
+        why = f" ({last.end_reason})" if last.end_reason else ""
         reason = "no linear layer whose bias moved, and no classifier without bias: nothing to begin with"
         return NotApplicable(f"{reason}{why}", limit=bool(why))
-    if not _size_is_known(view, last.sent("weight")):
+    if not _size_is_known(view, last.parameter_name("weight")):
         return NotApplicable(
             "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
         )
@@ -121,7 +121,7 @@ def _separate_at_classifier(
     layer, own = last.layer, not len(last.after) and isinstance(last.activation, nn.Identity)
     if not isinstance(layer, nn.Linear) or not own or weight not in observed:
         return "no gradient of a linear classifier was sent"
-    mine = [last.sent(kind) for kind in ("weight", "bias") if kind == "weight" or layer.bias is not None]
+    mine = [last.parameter_name(kind) for kind in ("weight", "bias") if kind == "weight" or layer.bias is not None]
     known = view.shared.keys() | frozen(view.client.task.model).keys()
     plain = view.method.uses_labels and view.method.plain_loss(view.client.task, view.round)
     if not plain or not mine[0].startswith(view.task.head) or any(n not in known for n in mine):
@@ -152,8 +152,8 @@ def _separate_at_classifier(
 
 def _gradient_before_defense(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
     """The gradient of a classifier's weight at the scale that it had before a known defence."""
-    name = last.sent("weight")
-    return last.arranged("weight", ObservedUpdate(view).before_defense(name, observed[name]))
+    name = last.parameter_name("weight")
+    return last.arrange("weight", ObservedUpdate(view).before_defense(name, observed[name]))
 
 
 def _guess_labels(view: ServerView, count: int) -> Tensor | None:

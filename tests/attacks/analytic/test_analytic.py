@@ -108,8 +108,8 @@ def test_of_a_pruned_update_what_was_sent_is_fitted() -> None:
     unaware = found(replace(view, threat=replace(view.threat, knows_defense=False)))
     layer = first_linear(view)
     assert isinstance(layer, LinearLayer)
-    assert layer.sent is not None
-    heard = layer.sent[layer.moved_bias != 0].any(0).view(8, 8)
+    assert layer.transmitted is not None
+    heard = layer.transmitted[layer.bias_update != 0].any(0).view(8, 8)
     errors = [(r.inputs - truth.inputs).abs()[0, 0, heard].max() for r in (result, unaware)]  # type: ignore[operator]
     assert errors[0] < 1e-9 < 1e-3 < errors[1]
     assert result.verified is bool(heard.all())
@@ -121,7 +121,7 @@ def test_noise_is_averaged_over_all_neurons_and_not_taken_for_success() -> None:
     result = found(view)
     layer = first_linear(view)
     assert isinstance(layer, LinearLayer)
-    naive = layer.pixels((layer.moved_bias @ layer.moved / layer.moved_bias.square().sum())[None])
+    naive = layer.pixels((layer.bias_update @ layer.update / layer.bias_update.square().sum())[None])
     errors = [float((x - truth.inputs).square().mean().sqrt()) for x in (result.inputs, naive)]  # type: ignore[operator]
     assert errors[0] < 0.01
     assert errors[0] <= errors[1]

@@ -44,7 +44,7 @@ def victim(
     return run.observe(0, threat=threat)
 
 
-def factors(view: ServerView, count: int) -> Factors:
+def product_operands(view: ServerView, count: int) -> Factors:
     layer = first_linear(view)
     assert isinstance(layer, LinearLayer)
     found = Factors.of(layer, count)
@@ -92,7 +92,7 @@ def test_neither_head_nor_batch_size_need_be_known() -> None:
 
 def test_a_kernel_of_silent_rows_is_a_column() -> None:
     view, truth = victim(4)
-    known = factors(view, 4)
+    known = product_operands(view, 4)
     mean, std = view.task.normalisation(truth.inputs)
     outputs = ((truth.inputs - mean) / std).flatten(1) @ known.layer.weight.mT + known.layer.bias
     silent = (outputs <= 0) | ~known.heard
@@ -102,7 +102,7 @@ def test_a_kernel_of_silent_rows_is_a_column() -> None:
 
 
 def test_draws_follow_the_seed_and_the_budget() -> None:
-    known = factors(victim(5)[0], 5)
+    known = product_operands(victim(5)[0], 5)
     first, again, other = (known.kernels(300, stream(seed, "spear")) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -137,7 +137,7 @@ def test_images_that_noise_blurs_are_not_verified(std: float) -> None:
     view, truth = victim(2, defense=Noise(std=std))
     layer = first_linear(view)
     assert isinstance(layer, LinearLayer)
-    found = Spear(samples=5000)._search(factors(view, 2), stream(0, "spear"))
+    found = Spear(samples=5000)._search(product_operands(view, 2), stream(0, "spear"))
     assert found is not None
     assert found.sure
     mean, std_of = view.task.normalisation(truth.inputs)
@@ -150,7 +150,7 @@ def test_images_that_noise_blurs_are_not_verified(std: float) -> None:
 
 def test_some_images_of_a_batch_are_not_all() -> None:
     view, _ = victim(2)
-    layer, found = first_linear(view), Spear()._search(factors(view, 2), stream(0, "spear"))
+    layer, found = first_linear(view), Spear()._search(product_operands(view, 2), stream(0, "spear"))
     assert isinstance(layer, LinearLayer)
     assert found is not None
     for count, verified in ((2, True), (None, True), (3, False)):  # of three, noise has drowned one

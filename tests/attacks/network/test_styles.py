@@ -231,6 +231,6 @@ def test_images_in_any_layout_are_taken_by_a_network_that_flattens_by_view() -> 
 
 def test_a_stage_knows_its_names_in_the_update() -> None:
     stage = Stage("conv", nn.Conv2d(2, 12, 3), torch.Size((2, 8, 8)))
-    assert (stage.sent("weight"), stage.sent("bias")) == ("conv.weight", "conv.bias")
+    assert (stage.parameter_name("weight"), stage.parameter_name("bias")) == ("conv.weight", "conv.bias")
     value = torch.rand(12, 2, 3, 3)
-    assert stage.arranged("weight", value) is value
+    assert stage.arrange("weight", value) is value

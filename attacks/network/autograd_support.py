@@ -11,19 +11,19 @@ from torch.func import functional_call, vmap
 from fl.seeds import stream
 from fl.view import ServerView
 
-FAULTS = (RuntimeError, NotImplementedError)
+AUTOGRAD_ERRORS = (RuntimeError, NotImplementedError)
 
 
-def why_not(view: ServerView) -> str | None:
+def autograd_obstacle(view: ServerView) -> str | None:
     """In words, what torch can't do with the view's network that attacks need, or None where it can.
 
     Args:
         view: whose network is tried, on noise and as its client trains it.
     """
-    return _twice(view) or _stacked(view)
+    return _double_backward_obstacle(view) or _vmap_obstacle(view)
 
 
-def _stacked(view: ServerView) -> str | None:
+def _vmap_obstacle(view: ServerView) -> str | None:
     """Why the network can't be evaluated for many guesses at once."""
     model = copy.deepcopy(view.task.model).to(device=view.device, dtype=view.dtype).train(view.method.train_mode)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -31,13 +31,13 @@ def _stacked(view: ServerView) -> str | None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             vmap(lambda batch: functional_call(model, state, (batch,)))(images)
-        except FAULTS as error:
+        except AUTOGRAD_ERRORS as error:
             said = " ".join(str(error).split())
             return f"it evaluates the network for many guesses at once, and torch.func.vmap can't: {said}"
     return None
 
 
-def _twice(view: ServerView) -> str | None:
+def _double_backward_obstacle(view: ServerView) -> str | None:
     """Why the network's gradient can't be differentiated by the images.
 
     Some of torch's layers have no second derivative (Hardsigmoid), nor have functions whose gradient was written by
@@ -53,12 +53,12 @@ def _twice(view: ServerView) -> str | None:
         try:
             logits: Tensor = model(images)
             grads = torch.autograd.grad(logits.square().sum(), weights, create_graph=True, allow_unused=True)
-        except FAULTS:
+        except AUTOGRAD_ERRORS:
             return None  # the first derivative is what a client takes itself: it is no fault of the search
         try:
             size = sum(grad.square().sum() for grad in grads if grad is not None)
             torch.autograd.grad(size, [images], allow_unused=True)  # type: ignore[arg-type]
-        except FAULTS as error:
+        except AUTOGRAD_ERRORS as error:
             said = " ".join(str(error).split())
             return f"a search differentiates the network's gradient, and torch can't: {said}"
     return None
