@@ -7,7 +7,6 @@
 # %%
 from tempfile import mkdtemp
 
-import numpy as np
 from IPython.display import Image, display
 
 import hyperleak
@@ -55,7 +54,7 @@ table = (
 )
 table.columns = ["ours, dB", "floor, dB"]
 paper = {(entry.method, entry.attack): entry.psnr for entry in experiment.published}
-table["paper (EMNIST), dB"] = [paper.get(pair, np.nan) for pair in table.index]
+table["paper, dB"] = [paper.get(pair, "") for pair in table.index]
 table
 
 # %% [markdown]
@@ -66,11 +65,8 @@ table
 # %%
 for attack in ("joint", "peel+cascade"):
     print(f"hyperfl, {attack}")
-    display(
-        Image(
-            str(next((done.folder / "images").glob(f"hyperfl-none-{attack}-*.png")))
-        )
-    )
+    (picture,) = (done.folder / "images").glob(f"hyperfl-none-{attack}-*.png")
+    display(Image(str(picture)))
 
 # %% [markdown]
 # ## What to say of it
