@@ -18,7 +18,7 @@ from attacks.gradient_matching.engine.minimization import describe_cut, pixel_bo
 from attacks.gradient_matching.engine.optimizers import Adam
 from attacks.gradient_matching.engine.problem import INPUTS, Variables, batching_key, private_key, tensor_form
 from attacks.hypernetworks.bilevel_problems import Lower, Upper
-from attacks.hypernetworks.hypernet_view import Opened, open_view
+from attacks.hypernetworks.hypernet_view import HypernetView, parse_hypernet_view
 from attacks.hypernetworks.peel import Peeled
 from attacks.search_control import SearchControl, SearchMonitor
 from fl.models.hypernetworks.hypernetwork import EMBEDDING
@@ -129,14 +129,14 @@ class Bilevel(Attack):
 
     def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
         """As `run`, within what `control` allows; the two levels share the time equally."""
-        found = [self._opened(view) for view in views]
-        opened = {i: o for i, o in enumerate(found) if isinstance(o, Opened)}
-        lower = [trial for i, o in opened.items() for trial in self._lower(i, o, seeds[i])]
+        found = [self._parse(view) for view in views]
+        hypernet = {i: o for i, o in enumerate(found) if isinstance(o, HypernetView)}
+        lower = [trial for i, o in hypernet.items() for trial in self._lower(i, o, seeds[i])]
         embeddings = self._best(lower, self._search_embeddings, SearchMonitor(control, levels_left=2))
-        peeled = {i: _peeled(opened[i], row) for i, (row, *_) in embeddings.items()}
+        peeled = {i: _peeled(hypernet[i], row) for i, (row, *_) in embeddings.items()}
         upper = [trial for i, one in peeled.items() for trial in self._upper(i, one, seeds[i])]
         images = self._best(upper, self._search_images, SearchMonitor(control))
-        results: list[Result] = [NotApplicable("no trial was run") if isinstance(o, Opened) else o for o in found]
+        results: list[Result] = [NotApplicable("no trial was run") if isinstance(o, HypernetView) else o for o in found]
         for i, one in peeled.items():
             if i not in images:
                 continue
@@ -154,22 +154,22 @@ class Bilevel(Attack):
             )
         return results
 
-    def _opened(self, view: ServerView) -> Opened | NotApplicable:
+    def _parse(self, view: ServerView) -> HypernetView | NotApplicable:
         """The hypernetwork's update without decay, or why this attack says nothing about the view."""
         single = self.single_client_view(view)
         if isinstance(single, NotApplicable):
             return single
         if single.batch_size is None:
             return NotApplicable("the number of images is unknown")
-        opened = open_view(single)
-        if isinstance(opened, Opened) and not any(value.any() for value in parts(opened.change)):
+        hypernet = parse_hypernet_view(single)
+        if isinstance(hypernet, HypernetView) and not any(value.any() for value in parts(hypernet.change)):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
-        return opened
+        return hypernet
 
     # ---- the trials --------------------------------------------------------------------------------------------------
-    def _lower(self, index: int, opened: Opened, seed: int) -> Iterator[_Trial[Lower]]:
+    def _lower(self, index: int, hypernet: HypernetView, seed: int) -> Iterator[_Trial[Lower]]:
         """The searches for one view's embedding."""
-        level = Lower.of(opened, self.inner)
+        level = Lower.of(hypernet, self.inner)
         for restart in range(self.restarts):
             draw = stream(seed, "bilevel", "lower", restart)
             yield _Trial(index, level, level.start(draw, normal=self.lower_init == "normal"))
@@ -273,7 +273,7 @@ def _objective(found: TrialResult) -> float:
     return found.objective * found.start_objective
 
 
-def _peeled(opened: Opened, row: Variables) -> Peeled:
+def _peeled(hypernet: HypernetView, row: Variables) -> Peeled:
     """What follows from the embedding that was found."""
     v = row[private_key(EMBEDDING)].double()
-    return Peeled(opened, opened.update.hidden(v), v, "search", float("nan"))
+    return Peeled(hypernet, hypernet.update.hidden(v), v, "search", float("nan"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attacks.gradient_matching.engine.objectives import l2, normalize
 from attacks.gradient_matching.engine.problem import INPUTS, Variables, private_key
 from attacks.gradient_matching.engine.regularizers import total_variation
-from attacks.hypernetworks.hypernet_view import Opened
+from attacks.hypernetworks.hypernet_view import HypernetView
 from fl.client import Client
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_WEIGHT, Hypernetwork
 from fl.network import Network
@@ -42,17 +42,17 @@ class Lower:
     inner: str
 
     @classmethod
-    def of(cls, opened: Opened, inner: str) -> Lower:
+    def of(cls, hypernet: HypernetView, inner: str) -> Lower:
         """From a view whose decay is known."""
-        rank = min(opened.steps or RANK, RANK)
+        rank = min(hypernet.steps or RANK, RANK)
         observed: Tensors = {}
-        for name in opened.update.shared:  # not a shared classifier or further payloads: no inner loss reaches them
-            value = opened.change[name]
+        for name in hypernet.update.shared:  # not a shared classifier or further payloads: no inner loss reaches them
+            value = hypernet.change[name]
             if name.startswith("hypernet.heads.") and isinstance(value, Tensor) and value.ndim == 2:
                 value = compress(value, min(rank, *value.shape))
             observed[name] = value
-        lr = opened.group.lr
-        return cls(opened.view, {name: value * (1 / lr) for name, value in observed.items()}, inner)
+        lr = hypernet.group.lr
+        return cls(hypernet.view, {name: value * (1 / lr) for name, value in observed.items()}, inner)
 
     @cached_property
     def constants(self) -> dict[str, Any]:

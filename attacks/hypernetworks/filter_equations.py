@@ -1,4 +1,20 @@
-"""What the update of a hypernetwork that makes filters says of their embeddings and gradients: linear algebra."""
+"""The equations of HyperFedNet's update: one hypernetwork makes many filters, and its update is a sum over them.
+
+Symbols. J basic filters with embeddings v_j (v,) of the client; for each input channel i a first layer W_i (d, v),
+B_i (d,), whose outputs a_ji = W_i v_j + B_i go through no activation; a last layer W_out (n, d), B_out (n,) makes the n
+numbers of filter j at channel i from a_ji. G_ji (n,) is the loss's gradient by them, delta_ji = W_out^T G_ji what flows
+back, dX the change of X. One step of SGD gives, up to a common factor,
+
+    (1)  dW_i = sum_j delta_ji v_j^T      (2)  dB_i = sum_j delta_ji
+    (3)  dW_out = sum_ji G_ji a_ji^T      (4)  dB_out = sum_ji G_ji.
+
+- Embeddings. By (1) and (2) the rows of [dW_i, dB_i] are combinations of the rows [v_j, 1]: they span the affine hull
+  of the embeddings. Of one filter that is v = sum_i dW_i^T dB_i / sum_i |dB_i|^2.
+- Ambiguity. For any M (J, J) whose rows sum to 1, v' = M v and G' = M^-T G explain the update as well, so that beyond
+  one filter the embeddings show up to J (J - 1) numbers at best. Known starting values select among them.
+- Gradients. With embeddings known, (3) and (4) are linear in G, and determine it where the activations [a_ji, 1] are
+  independent: of at most d + 1.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +27,13 @@ from torch import Tensor
 from fl.models.hypernetworks.filter_hypernetwork import Shape, basic_filters, hidden, layer_names
 from fl.tensors import Tensors, dense
 
-WELL = 1e-5
+MIN_SINGULAR_VALUE = 1e-5
 """Singular values below this share of the largest one are taken for rounding."""
 
 
 @dataclass(frozen=True)
 class FilterUpdate:
     """One hypernetwork of `fl.models.hypernetworks.filter_hypernetwork` and its change by one client, decay taken off.
-
-    With a_ji = W_i v_j + B_i, G_ji the gradient of basic filter j at input channel i and delta_ji = W_out^T G_ji, one
-    step's change is dW_i = sum_j delta_ji v_j^T, dB_i = sum_j delta_ji, dW_out = sum_ji G_ji a_ji^T, dB_out = sum_ji
-    G_ji, all times one factor. There is no activation, so any v' = M v and G' = M^-T G, where the rows of M (J, J) sum
-    to 1, explain it as well: beyond one filter, embeddings show up to J (J - 1) numbers at best.
 
     Attributes:
         shape: of a basic filter.
@@ -48,7 +59,7 @@ class FilterUpdate:
         return cls(shape, filters, (first, second, third, fourth), (moved[0], moved[1], moved[2], moved[3]), rounding)
 
     @property
-    def silent(self) -> bool:
+    def inactive(self) -> bool:
         """Whether the first layer did not move by more than rounding."""
         moved = zip(self.change[:2], self.layers[:2], strict=True)
         return any(float(change.norm()) <= self.rounding * float(layer.norm()) for change, layer in moved)
@@ -62,11 +73,11 @@ class FilterUpdate:
         """
         sent = sum(part.numel() for part in self.change)
         inside, d, v = self.layers[0].shape
-        made = self.filters * (v + inside * len(self.layers[3])) - self.mixing
+        made = self.filters * (v + inside * len(self.layers[3])) - self.ambiguity
         return min(sent - d - d * d, made)
 
     @property
-    def mixing(self) -> int:
+    def ambiguity(self) -> int:
         """How many numbers of the embeddings no update tells: those of M, or all of them."""
         size = self.layers[0].shape[2]
         return self.filters * min(self.filters - 1, size)
@@ -78,19 +89,19 @@ class FilterUpdate:
         rows = torch.cat([weight.flatten(0, 1), bias.flatten()[:, None]], 1)
         return rows / rows.abs().max()
 
-    def single(self) -> Tensor:
+    def single_embedding(self) -> Tensor:
         """The embedding (1, v) of a single filter: v = sum_i dW_i^T dB_i / sum_i |dB_i|^2."""
         rows = self._first
         delta = rows[:, -1]
         return (delta @ rows[:, :-1] / (delta @ delta))[None]
 
-    def nearest(self, guesses: Tensor) -> Tensor:
+    def nearest_embeddings(self, guesses: Tensor) -> Tensor:
         """The points (J, v) nearest to `guesses` (J, v) of the affine hull of the embeddings.
 
         The rows [v_j, 1] span the rows of [dW_i, dB_i]; with more filters than v the hull is the whole space.
         """
         _, sizes, right = torch.linalg.svd(self._first, full_matrices=False)
-        rank = min(self.filters, int((sizes > WELL * sizes[0]).sum()))
+        rank = min(self.filters, int((sizes > MIN_SINGULAR_VALUE * sizes[0]).sum()))
         if rank > guesses.shape[1]:
             return guesses
         basis = right[:rank]
@@ -102,7 +113,7 @@ class FilterUpdate:
     def misfit(self, embeddings: Tensor) -> float:
         """What the first layer's equations leave of its change with these embeddings (J, v), relative to it."""
         known = torch.cat([embeddings, embeddings.new_ones(len(embeddings), 1)], 1)
-        solved = self._first @ torch.linalg.pinv(known, rtol=WELL)
+        solved = self._first @ torch.linalg.pinv(known, rtol=MIN_SINGULAR_VALUE)
         return float((solved @ known - self._first).norm() / self._first.norm())
 
     def gradient(self, embeddings: Tensor) -> Tensor | None:
@@ -114,7 +125,7 @@ class FilterUpdate:
         known = hidden(embeddings, self.layers[0], self.layers[1]).flatten(0, 1)
         known = torch.cat([known, known.new_ones(len(known), 1)], 1)
         sizes = torch.linalg.svdvals(known)
-        if known.shape[0] > known.shape[1] or float(sizes[-1]) < WELL * float(sizes[0]):
+        if known.shape[0] > known.shape[1] or float(sizes[-1]) < MIN_SINGULAR_VALUE * float(sizes[0]):
             return None
         seen = torch.cat([self.change[2], self.change[3][:, None]], 1)
         rows = (seen @ torch.linalg.pinv(known)).mT  # (J * in, n)

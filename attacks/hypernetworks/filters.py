@@ -29,15 +29,15 @@ from fl.tensors import Tensors, dense
 from fl.types import Group, Scope, Task
 from fl.view import ServerView
 
-FITS = 1e-2
+MAX_MISFIT = 1e-2
 """Equations that the update satisfies up to this share of itself confirm their solution."""
 
-FOUND = "filters"
+RECOVERED_FILTERS = "filters"
 """The payload of a rewritten view that holds what was recovered: read off the update, not sent by the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known(FedAvg):
+class PartlyKnownWeights(FedAvg):
     """One step of size 1 on a network of which the server holds some weights.
 
     Attributes:
@@ -54,7 +54,7 @@ class Known(FedAvg):
 
 
 @dataclass(frozen=True)
-class Solved:
+class FilterSolution:
     """What a view tells of the filters.
 
     Attributes:
@@ -85,7 +85,7 @@ class Solved:
 
 @attacks.register("filters")
 @dataclass(frozen=True, kw_only=True)
-class FilterPeel(ViewRewriter):
+class HyperFedNetPeel(ViewRewriter):
     """Reads the embeddings of HyperFedNet (Chen et al., 2024) off its update as far as the numbers reach.
 
     One hypernetwork serves many filters, so unlike HyperFL's its update is a sum over them (see `FilterUpdate`):
@@ -123,34 +123,39 @@ class FilterPeel(ViewRewriter):
         solved = self.solve(view)
         if isinstance(solved, NotApplicable):
             return solved
-        if solved.gradient is not None and solved.verified and view.schedule is not None and _steps(view) == 1:
-            easier = plain_view(view, solved)
+        if (
+            solved.gradient is not None
+            and solved.verified
+            and view.schedule is not None
+            and _count_local_steps(view) == 1
+        ):
+            easier = network_view(view, solved)
         else:
             easier = replace(view, private_init={**(view.private_init or {}), **solved.embeddings})
-        return replace(easier, received={**easier.received, FOUND: solved.private()})
+        return replace(easier, received={**easier.received, RECOVERED_FILTERS: solved.private()})
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with embeddings and filters; those that the next attack moved on stay as it left them."""
         solved = self.solve(view)
-        assert isinstance(solved, Solved)
-        used = _starting(view) or ("private_init" in result.knowledge and bool(view.private_init))
+        assert isinstance(solved, FilterSolution)
+        used = _starts_known(view) or ("private_init" in result.knowledge and bool(view.private_init))
         mine = tuple(name for name in solved.knowledge() if name != "private_init")
         others = tuple(name for name in result.knowledge if name != "private_init")
         known = (*others, *(("private_init",) if used or solved.started else ()), *mine)
-        return replace(result, private={**rewritten.received[FOUND], **result.private}, knowledge=known)
+        return replace(result, private={**rewritten.received[RECOVERED_FILTERS], **result.private}, knowledge=known)
 
-    def solve(self, view: ServerView) -> Solved | NotApplicable:
+    def solve(self, view: ServerView) -> FilterSolution | NotApplicable:
         """Embeddings, and what follows from them, or why they can't be had."""
-        reason = _obstacle(view)
+        reason = _filters_obstacle(view)
         if reason is not None:
             return NotApplicable(reason)
-        change = _change(view)
+        change = _shared_change(view)
         if isinstance(change, NotApplicable):
             return change
-        updates = _updates(view, change)
-        if any(update.silent for update in updates.values()):
+        updates = _filter_updates(view, change)
+        if any(update.inactive for update in updates.values()):
             return NotApplicable("no gradient reached the hypernetwork: its update is its decay and rounding")
-        counts = _counts(view, list(updates.values()))
+        counts = _equation_counts(view, list(updates.values()))
         made = embedded(view.private)
         start = view.private_init or {}
         open_ = [
@@ -160,12 +165,13 @@ class FilterPeel(ViewRewriter):
             update = updates[open_[0]]
             return NotApplicable(
                 f"{update.filters} filters share one hypernetwork without activation: its update leaves "
-                f"{update.mixing:,} numbers of their embeddings open, and their starting values are unknown ({counts})"
+                f"{update.ambiguity:,} numbers of their embeddings open, and their starting values are unknown "
+                f"({counts})"
             )
-        return _solved(view, change, updates, counts)
+        return _solve_filters(view, change, updates, counts)
 
 
-def plain_view(view: ServerView, solved: Solved) -> ServerView:
+def network_view(view: ServerView, solved: FilterSolution) -> ServerView:
     """The view of the network itself after one step: filters and whatever is shared known, everything else private.
 
     Before the first round, private values whose start is known are known, too.
@@ -175,13 +181,15 @@ def plain_view(view: ServerView, solved: Solved) -> ServerView:
     groups = phase.assign(view.shared)
     group = next(group for name, group in groups.items() if name.startswith(HYPERNET))
     owners = {n: groups.get(n) if n in view.shared else group for n in solved.gradient}  # the others are generated
-    known = {n: own for n, own in owners.items() if own is not None and _alike(own, group)}
+    known = {n: own for n, own in owners.items() if own is not None and _share_factor(own, group)}
     start = {n: v for n, v in (view.private_init or {}).items() if not n.startswith(EMBEDDINGS)}
-    told = start if _starting(view) else {}
+    told = start if _starts_known(view) else {}
     private = {n: shape for n, shape in view.private.items() if not n.startswith(EMBEDDINGS) and n not in told}
     direct = {n: v for n, v in view.shared.items() if not n.startswith(HYPERNET)}
     shared: Tensors = {**solved.weights, **direct, **told}
-    method = Known(names=(*shared, *view.buffers), lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode)
+    method = PartlyKnownWeights(
+        names=(*shared, *view.buffers), lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode
+    )
     return replace(
         view,
         method=method,
@@ -195,23 +203,23 @@ def plain_view(view: ServerView, solved: Solved) -> ServerView:
     )
 
 
-def _alike(group: Group, other: Group) -> bool:
+def _share_factor(group: Group, other: Group) -> bool:
     """Whether the gradients that both groups moved along are known up to the same factor."""
     return group is other or (group.lr > 0 and group.max_norm is other.max_norm is None)
 
 
-def _starting(view: ServerView) -> bool:
+def _starts_known(view: ServerView) -> bool:
     """Whether all private values are known: no round has moved them from where they are known to start."""
     return view.round == 0 and set(view.private) <= set(view.private_init or {})
 
 
-def _steps(view: ServerView) -> int | None:
+def _count_local_steps(view: ServerView) -> int | None:
     """Local steps, None if unknown."""
     (phase,), schedule = training_phases(view)
     return phase.steps if schedule is None else sum(map(len, schedule))
 
 
-def _obstacle(view: ServerView) -> str | None:
+def _filters_obstacle(view: ServerView) -> str | None:
     """Why the view can't be peeled, or None."""
     method = view.method
     if not isinstance(method.parametrization, Filters):
@@ -237,7 +245,7 @@ def _obstacle(view: ServerView) -> str | None:
     return None
 
 
-def _change(view: ServerView) -> Tensors | NotApplicable:
+def _shared_change(view: ServerView) -> Tensors | NotApplicable:
     """The update of what is shared, without decay."""
     observed = ObservedUpdate(view)
     if missing := observed.unknown_decay:
@@ -245,7 +253,7 @@ def _change(view: ServerView) -> Tensors | NotApplicable:
     return {n: observed.change[n] for n in view.shared}
 
 
-def _updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpdate]:
+def _filter_updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpdate]:
     """The equations of every hypernetwork, by the shape of its basic filter."""
     result, steps = {}, sum(map(len, training_phases(view)[1] or ())) or 1
     rounding = 4 * steps * torch.finfo(view.dtype).eps if view.rounded else 0.0
@@ -256,38 +264,40 @@ def _updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpdate]:
     return result
 
 
-def _counts(view: ServerView, updates: Sequence[FilterUpdate]) -> str:
+def _equation_counts(view: ServerView, updates: Sequence[FilterUpdate]) -> str:
     """Numbers received against unknowns."""
     received = sum(update.received for update in updates)
     images = view.batch_size or 1
     pixels = images * math.prod(view.task.input_shape)
     labels = 0 if view.labels is not None else images
-    private = 0 if _starting(view) else sum(math.prod(shape) for shape in view.private.values())
+    private = 0 if _starts_known(view) else sum(math.prod(shape) for shape in view.private.values())
     unknown = private + pixels + labels
     return f"{received:,} numbers for {unknown:,} unknowns"
 
 
-def _solved(view: ServerView, change: Tensors, updates: Mapping[Shape, FilterUpdate], counts: str) -> Solved:
+def _solve_filters(
+    view: ServerView, change: Tensors, updates: Mapping[Shape, FilterUpdate], counts: str
+) -> FilterSolution:
     made, start = embedded(view.private), view.private_init or {}
     found, weights = dict[str, Tensor](), dict[str, Tensor]()
     gradient: Tensors | None = {n: v for n, v in change.items() if not n.startswith(HYPERNET)}
     # of several steps the equations give means over the round, which may explain each other without being its start
-    fits, started = _steps(view) == 1, False
+    fits, started = _count_local_steps(view) == 1, False
     for shape, update in updates.items():
         names = [embeddings_name(shape, weight) for weight in made[shape]]
         tiles = [view.private[name][:2] for name in names]
         if update.filters == 1:
-            flat = update.single()
+            flat = update.single_embedding()
             back = update.gradient(flat)
             fits = fits and back is not None  # the first layer alone takes any length of its biases' change
         else:
             guesses = torch.cat([dense(start[name]).double().flatten(0, 1) for name in names])
-            flat, started = update.nearest(guesses), True
+            flat, started = update.nearest_embeddings(guesses), True
             back = update.gradient(flat)
             # the equations confirm any points of the hull: these are right only where they have not moved yet
-            fits = fits and view.round == 0 and float((flat - guesses).norm()) < FITS * float(guesses.norm())
-        fits = fits and update.misfit(flat) < FITS
-        fits = fits and (back is None or update.gradient_misfit(flat, back) < FITS)
+            fits = fits and view.round == 0 and float((flat - guesses).norm()) < MAX_MISFIT * float(guesses.norm())
+        fits = fits and update.misfit(flat) < MAX_MISFIT
+        fits = fits and (back is None or update.gradient_misfit(flat, back) < MAX_MISFIT)
         sizes = [math.prod(t) for t in tiles]
         rows = zip(made[shape], names, tiles, flat.split(sizes), update.weights(flat).split(sizes), strict=True)
         for weight, name, tile, v, blocks in rows:
@@ -298,4 +308,4 @@ def _solved(view: ServerView, change: Tensors, updates: Mapping[Shape, FilterUpd
         else:
             parts = zip(made[shape], tiles, back.split(sizes), strict=True)
             gradient |= {weight: tiled(g.unflatten(0, tile)).to(view.dtype) for weight, tile, g in parts}
-    return Solved(found, weights, gradient, fits, started, counts)
+    return FilterSolution(found, weights, gradient, fits, started, counts)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from attacks.hypernetworks.rank_one_equations import HypernetUpdate, layers
+from attacks.hypernetworks.rank_one_equations import HypernetUpdate, Precision, parameter_names
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
@@ -22,7 +22,7 @@ from fl.view import ServerView
 
 
 @dataclass(frozen=True)
-class Opened:
+class HypernetView:
     """A view of a hypernetwork's update, with the part that weight decay makes taken off.
 
     Attributes:
@@ -57,7 +57,7 @@ class Opened:
         return list(self.phases[self.phase].assign(dict.fromkeys(names)))
 
 
-def open_view(view: ServerView) -> Opened | NotApplicable:
+def parse_hypernet_view(view: ServerView) -> HypernetView | NotApplicable:
     """The hypernetwork's update without decay, or why it can't be had."""
     if view.update and not bool(norm(view.update).isfinite()):
         return NotApplicable("the update is so large that its squares overflow: the client's training diverged")
@@ -79,12 +79,14 @@ def open_view(view: ServerView) -> Opened | NotApplicable:
         change,
         tuple(generator.generates(task)),
         bias=generator.bias,
-        rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
-        single=view.schedule is not None and steps == 1,
-        rounded=view.rounded,
+        precision=Precision(
+            rounding=2 * (steps + 1) * torch.finfo(view.dtype).eps,
+            one_step=view.schedule is not None and steps == 1,
+            rounded=view.rounded,
+        ),
         passed=partial(defense.rescaled().passed, observed=view.update) if cuts else None,
     )
-    return Opened(view, phase, change, update)
+    return HypernetView(view, phase, change, update)
 
 
 def _training(view: ServerView) -> list[int]:
@@ -112,7 +114,9 @@ def _obstacle(view: ServerView) -> str | None:
     generator = method.parametrization
     if not isinstance(generator, Hypernetwork):
         return "the update is that of the network itself: there is nothing to peel"
-    kept = [n for n in layers(generator.generates(view.client.task), bias=generator.bias) if n not in view.update]
+    kept = [
+        n for n in parameter_names(generator.generates(view.client.task), bias=generator.bias) if n not in view.update
+    ]
     if kept:
         return f"the hypernetwork is not sent, or not all of it: {kept[0]!r} is missing"
     if (reason := deviation_from_loss_gradient(view)) is not None and not _noise_before(view):

@@ -11,11 +11,11 @@ from fl.models.building_blocks.adapters import ConvAdapter
 from fl.tensors import Tensors, dense
 from fl.view import ServerView
 
-FITS = 1e-3
+MAX_RESIDUAL = 1e-3
 """A gradient is an outer product if that explains all of it but this share."""
 
 
-def given(view: ServerView, weights: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> Tensors:
+def layer_inputs(view: ServerView, weights: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> Tensors:
     """The inputs of the layers whose gradient of one step is one outer product, under `features/layer`.
 
     A linear layer's gradients are sum_p delta_p x_p^T and sum_p delta_p over images and positions p. Where all delta_p
@@ -33,9 +33,9 @@ def given(view: ServerView, weights: Mapping[str, Tensor], gradient: Mapping[str
     found: Tensors = {}
     for name, module in view.client.task.model.named_modules():
         if isinstance(module, nn.Linear):
-            x = _linear(name, gradient)
+            x = _linear_input(name, gradient)
         elif isinstance(module, ConvAdapter) and not view.method.train_mode:  # batch statistics couple the positions
-            x = _adapter(name, module, {**weights, **view.client.task.buffers, **view.buffers}, gradient)
+            x = _adapter_input(name, module, {**weights, **view.client.task.buffers, **view.buffers}, gradient)
         else:
             continue
         if x is not None:
@@ -43,13 +43,13 @@ def given(view: ServerView, weights: Mapping[str, Tensor], gradient: Mapping[str
     return found
 
 
-def _linear(name: str, gradient: Mapping[str, Tensor]) -> Tensor | None:
+def _linear_input(name: str, gradient: Mapping[str, Tensor]) -> Tensor | None:
     if not {f"{name}.weight", f"{name}.bias"} <= gradient.keys():
         return None
-    return _mean(gradient[f"{name}.weight"], gradient[f"{name}.bias"])
+    return _rank_one_input(gradient[f"{name}.weight"], gradient[f"{name}.bias"])
 
 
-def _adapter(
+def _adapter_input(
     name: str, module: ConvAdapter, known: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
 ) -> Tensor | None:
     """The mean input (C,) of the adapter from that of its convolution, through the norm before."""
@@ -58,7 +58,7 @@ def _adapter(
     if not {matrix, f"{last}.bias"} <= gradient.keys():
         return None
     slope, offset = _affine(module.after, last, known)[0], gradient[f"{last}.bias"].double()
-    x = _mean(gradient[matrix].flatten(1), slope * offset)
+    x = _rank_one_input(gradient[matrix].flatten(1), slope * offset)
     if x is None:
         return None
     slope, offset = _affine(module.before, first, known)
@@ -73,13 +73,13 @@ def _affine(norm: nn.BatchNorm2d, name: str, known: Mapping[str, Tensor]) -> tup
     return slope, bias - mean * slope
 
 
-def _mean(matrix: Tensor, delta: Tensor) -> Tensor | None:
+def _rank_one_input(matrix: Tensor, delta: Tensor) -> Tensor | None:
     """The x of `delta x^T`, or None if `matrix` is nothing of the kind; both (n, m) and (n,) of any unit."""
     matrix, delta = matrix.double(), delta.double()
     if not bool(delta.any()) or not bool(matrix.any()):
         return None
     unit = delta / delta.norm()
     row = unit @ matrix
-    if float((matrix - torch.outer(unit, row)).norm()) > FITS * float(matrix.norm()):
+    if float((matrix - torch.outer(unit, row)).norm()) > MAX_RESIDUAL * float(matrix.norm()):
         return None
     return row / delta.norm()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, Result, ViewRewriter, attacks
-from attacks.hypernetworks.hypernet_view import Opened, open_view
-from attacks.hypernetworks.layer_inputs import given
+from attacks.hypernetworks.hypernet_view import HypernetView, parse_hypernet_view
+from attacks.hypernetworks.layer_inputs import layer_inputs
 from attacks.hypernetworks.rank_one_equations import HypernetUpdate
 from attacks.rewriting.headless import Headless
 from attacks.update.earlier_rounds import with_history
@@ -31,10 +31,10 @@ from fl.tensors import Tensors, dense, norm
 from fl.types import Scope
 from fl.view import ServerView
 
-FITS = 1e-2
+MAX_RESIDUAL = 1e-2
 """Equations that the update satisfies up to this share of itself confirm their solution."""
 
-SILENT = (
+INACTIVE = (
     "no gradient reached the hypernetwork: its update is its decay and rounding, as of images that the network is "
     "certain of"
 )
@@ -47,7 +47,7 @@ class Peeled:
     """A view whose hypernetwork is solved for: what it generated, and the gradient that came back.
 
     Attributes:
-        opened: the view.
+        hypernet_view: the view.
         hidden: hidden activations (hidden,), float64.
         embedding: (embedding,) float64, or None where the update says nothing of it.
         route: which layer gave the activations: "trunk", "heads", or "biases" if no unit was active.
@@ -57,7 +57,7 @@ class Peeled:
         complete: whether every number of the solution shows in the update: a known defence may have cut some.
     """
 
-    opened: Opened
+    hypernet_view: HypernetView
     hidden: Tensor
     embedding: Tensor | None
     route: str
@@ -67,12 +67,12 @@ class Peeled:
     @property
     def view(self) -> ServerView:
         """The server's."""
-        return self.opened.view
+        return self.hypernet_view.view
 
     @property
     def update(self) -> HypernetUpdate:
         """The hypernetwork's equations."""
-        return self.opened.update
+        return self.hypernet_view.update
 
     @cached_property
     def extractor(self) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ class Peeled:
     @property
     def verified(self) -> bool:
         """Whether the peel confirms itself without the truth."""
-        return self.residual < FITS and self.complete
+        return self.residual < MAX_RESIDUAL and self.complete
 
     def private(self) -> Tensors:
         """What was recovered, as in `Reconstruction.private`."""
@@ -98,9 +98,9 @@ class Peeled:
 
     def read(self) -> Tensors:
         """The same with what layers were given, where one step without noise tells (`layer_inputs`)."""
-        if self.opened.steps != 1 or deviation_from_loss_gradient(self.view) is not None:
+        if self.hypernet_view.steps != 1 or deviation_from_loss_gradient(self.view) is not None:
             return self.private()
-        return {**self.private(), **given(self.view, self.extractor, self.gradient)}
+        return {**self.private(), **layer_inputs(self.view, self.extractor, self.gradient)}
 
     def _shaped(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
         like = self.view.client.task.parameters
@@ -164,7 +164,7 @@ class Peel(ViewRewriter):
         peeled = self.solve(view)
         if isinstance(peeled, NotApplicable):
             return peeled
-        plain = plain_view(peeled)
+        plain = network_view(peeled)
         if isinstance(plain, NotApplicable):
             return plain
         cut = plain if self.classifier == "joint" else Headless().rewrite(plain)
@@ -180,51 +180,51 @@ class Peel(ViewRewriter):
         return replace(result, private={**result.private, **rewritten.received[PEELED]})
 
     def confirm(self, view: ServerView, result: Result) -> Result:
-        """The result as it is: where sizes between tensors are open, both layers have been asked (`_apart`)."""
+        """The result as it is: where sizes between tensors are open, `_route_disagreement` has asked both layers."""
         return result
 
     def solve(self, view: ServerView) -> Peeled | NotApplicable:
         """Activations, extractor and its gradient, or why they can't be had."""
-        opened = open_view(view)
-        return opened if isinstance(opened, NotApplicable) else self._solve(opened)
+        hypernet = parse_hypernet_view(view)
+        return hypernet if isinstance(hypernet, NotApplicable) else self._solve(hypernet)
 
-    def _solve(self, opened: Opened) -> Peeled | NotApplicable:
-        update = opened.update
-        embedding = None if update.trunk_silent else update.embedding()
-        drowned = embedding is None and (update.biases_silent if update.bias else update.heads_silent)
-        if drowned and update.heads_silent:
-            return NotApplicable(SILENT)
-        if embedding is None and update.heads_silent:
+    def _solve(self, hypernet: HypernetView) -> Peeled | NotApplicable:
+        update = hypernet.update
+        embedding = None if update.trunk_inactive else update.embedding()
+        drowned = embedding is None and (update.biases_inactive if update.bias else update.heads_inactive)
+        if drowned and update.heads_inactive:
+            return NotApplicable(INACTIVE)
+        if embedding is None and update.heads_inactive:
             nothing = torch.zeros_like(dense(update.change[TRUNK_BIAS]))
-            return Peeled(opened, nothing, None, "biases", update.unheard())
+            return Peeled(hypernet, nothing, None, "biases", update.rounding_bound())
         if embedding is None and (self.route == "trunk" or not update.bias):
             return NotApplicable("the first layer did not move, and this route reads it")
-        heads = update.hidden_from_heads()
+        heads = update.hidden_from_head_gradients()
         usable = bool(heads.any())
-        apart = 0.0 if opened.view.threat.knows_sizes else _apart(update, embedding, heads)
+        apart = 0.0 if hypernet.view.threat.knows_sizes else _route_disagreement(update, embedding, heads)
         if (
             embedding is not None
             and usable
-            and opened.steps == 1
+            and hypernet.steps == 1
             and self.route == "auto"
-            and update.seen is None
-            and apart < FITS
+            and update.sent is None
+            and apart < MAX_RESIDUAL
         ):
-            embedding, heads = update.reconciled(embedding, heads)
+            embedding, heads = update.fuse_trunk_and_heads(embedding, heads)
         residual = math.hypot(update.heads_residual(heads), update.length_residual(heads))
         if drowned and not (usable and residual < 1):  # of outer products the factors may be had all the same
-            return NotApplicable(SILENT)
+            return NotApplicable(INACTIVE)
         if embedding is not None:
             trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
             if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):
-                return Peeled(opened, trunk, embedding, "trunk", max(misfit, apart), update.complete("trunk"))
+                return Peeled(hypernet, trunk, embedding, "trunk", max(misfit, apart), update.complete("trunk"))
         if not usable:
             return NotApplicable("the heads' equations have no solution: what they pull back runs against db0")
         complete = update.complete("heads") and (embedding is None or update.complete("trunk"))
-        return Peeled(opened, heads, embedding, "heads", max(residual, apart), complete)
+        return Peeled(hypernet, heads, embedding, "heads", max(residual, apart), complete)
 
 
-def _apart(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> float:
+def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> float:
     """How far the activations that both layers give are apart, relative to the larger ones; 1 where one says nothing.
 
     The equations of one layer leave a factor open between tensors, which an unknown defence may have shortened apart.
@@ -235,23 +235,23 @@ def _apart(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> f
     return float((trunk - heads).norm() / torch.maximum(trunk.norm(), heads.norm()))
 
 
-def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
+def network_view(peeled: Peeled) -> ServerView | NotApplicable:
     """The view of the generated network, its classifier private unless it is shared."""
-    view, opened = peeled.view, peeled.opened
+    view, hypernet = peeled.view, peeled.hypernet_view
     if not view.method.plain_loss(view.client.task, view.round):
         return NotApplicable(f"{view.method.name} has a loss of its own that a plain view does not have")
     names = view.client.task.parameters
     direct = [n for n in view.shared if n in names]  # a shared classifier
-    if direct and opened.steps != 1:
+    if direct and hypernet.steps != 1:
         return NotApplicable("a shared classifier moves at another rate than the generated weights: one step only")
     noisy = deviation_from_loss_gradient(view) is not None
-    if noisy and any(view.method.scope(n, view.client.task) is Scope.PRIVATE for n in opened.moving(names)):
+    if noisy and any(view.method.scope(n, view.client.task) is Scope.PRIVATE for n in hypernet.moving(names)):
         return NotApplicable("each image's gradient is clipped together with that of the private classifier")
-    method, update = _one_step(peeled, direct) if opened.steps == 1 else _several_steps(peeled)
+    method, update = _one_step_rule(peeled, direct) if hypernet.steps == 1 else _several_steps_rule(peeled)
     kept = [n for n in view.private if n in names or n in view.client.task.buffers]
     private = {n: view.private[n] for n in kept if method.scope(n, view.client.task) is Scope.PRIVATE}
     start = view.private_init if len(training_phases(view)[0]) == 1 else None  # else the classifier has moved on before
-    part = slice(opened.phase, opened.phase + 1)
+    part = slice(hypernet.phase, hypernet.phase + 1)
     return replace(
         view,
         task=freeze_untrained(view),
@@ -259,7 +259,7 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
         defense=view.defense.rescaled(),
         shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},
         update=update,
-        scaled=opened.steps == 1 and _clipped(opened),
+        scaled=hypernet.steps == 1 and _may_be_clipped(hypernet),
         private=private,
         private_init=None if start is None else {n: v for n, v in start.items() if n in private},
         schedule=None if view.schedule is None else view.schedule[part],
@@ -270,29 +270,29 @@ def plain_view(peeled: Peeled) -> ServerView | NotApplicable:
     )
 
 
-def _clipped(opened: Opened) -> bool:
+def _may_be_clipped(hypernet: HypernetView) -> bool:
     """Whether clipping may have shortened the one step: not where what came is shorter than the bound."""
-    group, view, phase = opened.group, opened.view, opened.phases[opened.phase]
+    group, view, phase = hypernet.group, hypernet.view, hypernet.phases[hypernet.phase]
     if group.max_norm is None:
         return False
     if type(view.client.defense) is not Defense or any(group.owns(name) for name in view.private):
         return True  # a defence may have shortened it, or what is private made up for the rest
-    length = norm({name: value for name, value in opened.change.items() if group.owns(name)})
+    length = norm({name: value for name, value in hypernet.change.items() if group.owns(name)})
     return float(length) >= 0.999 * group.max_norm * phase.first_step(group)
 
 
-def _one_step(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
+def _one_step_rule(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
     """The gradient itself: a step of size 1 without momentum, decay and clipping."""
-    opened, view = peeled.opened, peeled.view
-    phase = opened.phases[opened.phase]
-    gradient: Tensors = {n: g / phase.first_step(opened.group) for n, g in peeled.gradient.items()}
+    hypernet, view = peeled.hypernet_view, peeled.view
+    phase = hypernet.phases[hypernet.phase]
+    gradient: Tensors = {n: g / phase.first_step(hypernet.group) for n, g in peeled.gradient.items()}
     groups = phase.assign(dict.fromkeys(direct))
-    gradient.update({n: opened.change[n] * (1 / phase.first_step(groups[n])) for n in groups})
+    gradient.update({n: hypernet.change[n] * (1 / phase.first_step(groups[n])) for n in groups})
     settings = {"lr": 1.0, "steps": 1, "batch_size": None, "momentum": 0.0, "weight_decay": 0.0}
-    return _trained(view.method, FedAvg if direct else FedPer, settings), gradient
+    return _network_method(view.method, FedAvg if direct else FedPer, settings), gradient
 
 
-def _trained(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Method:
+def _network_method(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Method:
     """A method of that kind on the network itself, with what a private method clips and adds to each of its steps."""
     if not isinstance(method, Private) or method.plain_gradient(None):
         return kind(**settings, train_mode=method.train_mode)
@@ -301,15 +301,15 @@ def _trained(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Me
     return DPFedAvg(**kept) if kind is FedAvg else Centaur(**{**kept, "head_epochs": 0})
 
 
-def _several_steps(peeled: Peeled) -> tuple[Method, Tensors]:
+def _several_steps_rule(peeled: Peeled) -> tuple[Method, Tensors]:
     """The same local training on the extractor itself, with its classifier at rest.
 
     With the activations at rest, W_k and b_k together move theta_k = W_k a + b_k by |a|^2 + 1 times what g_k moves
     b_k: that is the step size of plain training, and its inverse square root scales the norm that gradients are
     clipped at.
     """
-    opened, view = peeled.opened, peeled.view
-    phase, group = opened.phases[opened.phase], opened.group
+    hypernet, view = peeled.hypernet_view, peeled.view
+    phase, group = hypernet.phases[hypernet.phase], hypernet.group
     gain = float(peeled.hidden @ peeled.hidden) + (1.0 if peeled.update.bias else 0.0)
     settings = {
         "lr": group.lr * gain,
@@ -322,8 +322,8 @@ def _several_steps(peeled: Peeled) -> tuple[Method, Tensors]:
         "batch_size": phase.batch_size,
         "sampler": phase.sampler,
     }
-    plain = _trained(view.method, FedPer, settings)
-    schedule = None if view.schedule is None else view.schedule[opened.phase : opened.phase + 1]
+    plain = _network_method(view.method, FedPer, settings)
+    schedule = None if view.schedule is None else view.schedule[hypernet.phase : hypernet.phase + 1]
     change = {n: moved * gain for n, moved in peeled.gradient.items()}
     trained = replace(view, method=plain, shared={**peeled.extractor}, update={**change}, schedule=schedule)
     shares = ObservedUpdate(trained).decay_shares

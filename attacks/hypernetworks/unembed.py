@@ -1,4 +1,4 @@
-"""HyperFedZero opened: what flowed back to the networks that embed an image, and the embedding, are in the update."""
+"""HyperFedZero without its random numbers: its update holds what flowed back to the networks that embed an image."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fl.models.hyperfedzero import JoinedNet, ZeroNet
 from fl.tensors import Tensors, dense
 from fl.view import ServerView
 
-FITS = 1e-3
+MAX_RESIDUAL = 1e-3
 """Share of e's equations that may be left over, and distance of e's sum from 1, for the embedding to confirm itself."""
 EMBEDDER = "embedder."
 LAST = "fc"
 """Last layer of both networks: its bias's gradient is what flows back to them."""
 
 
-class Pair(nn.Module):
+class EmbeddingNetworks(nn.Module):
     """Extractor and noise network side by side."""
 
     def __init__(self, net: ZeroNet | JoinedNet) -> None:
@@ -80,7 +80,7 @@ class Unembed(ViewRewriter):
             return rewritten
         read = rewritten.received[LAYER_SIGNAL]
         e, left = dense(read["e"]).double(), float(dense(read["left"]))
-        sure = left < FITS and abs(float(e.sum()) - 1) < FITS and float(e.min()) > -FITS
+        sure = left < MAX_RESIDUAL and abs(float(e.sum()) - 1) < MAX_RESIDUAL and float(e.min()) > -MAX_RESIDUAL
         found: Tensors = {"embedding": read["e"]}
         return Reconstruction(None, view.labels, private=found, verified=sure and view.threat.knows_defense)
 
@@ -92,7 +92,9 @@ class Unembed(ViewRewriter):
         if isinstance(gradient, NotApplicable):
             return gradient
         net = _network(view)
-        signals = _signals(view, gradient, [f"{EMBEDDER}{part}.{LAST}.bias" for part in ("extractor", "noisy")])
+        signals = _backpropagated_signals(
+            view, gradient, [f"{EMBEDDER}{part}.{LAST}.bias" for part in ("extractor", "noisy")]
+        )
         e = _embedding(net, gradient, view.method.embedding)
         for found in (signals, e):
             if isinstance(found, NotApplicable):
@@ -105,8 +107,8 @@ class Unembed(ViewRewriter):
             model.add_module("extractor", copy.deepcopy(net.embedder.extractor))
             layer, delta = f"extractor.{LAST}", signals[: view.method.embedding]
         else:
-            model, layer, delta = Pair(net), "joined", signals
-        return _cut(view, model, layer, gradient, {**e, "delta": delta})
+            model, layer, delta = EmbeddingNetworks(net), "joined", signals
+        return _embedding_view(view, model, layer, gradient, {**e, "delta": delta})
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result with the image's embedding under `embedding`, and its label."""
@@ -114,7 +116,7 @@ class Unembed(ViewRewriter):
         result = replace(result, private={**result.private, "embedding": e}, labels=view.labels)
         if result.inputs is None or view.labels is not None:
             return result
-        return replace(result, labels=_label(view, result.inputs, e))
+        return replace(result, labels=_likeliest_label(view, result.inputs, e))
 
 
 def _network(view: ServerView) -> ZeroNet | JoinedNet:
@@ -129,7 +131,7 @@ def _network(view: ServerView) -> ZeroNet | JoinedNet:
     return model
 
 
-def _signals(view: ServerView, gradient: Tensors, names: list[str]) -> Tensor | NotApplicable:
+def _backpropagated_signals(view: ServerView, gradient: Tensors, names: list[str]) -> Tensor | NotApplicable:
     """What flowed back to both networks (2 P,)."""
     found = []
     for name in names:
@@ -152,7 +154,7 @@ def _embedding(net: ZeroNet | JoinedNet, gradient: Tensors, size: int) -> Tensor
     return {"e": e.to(dense(gradient[bias])), "left": left}
 
 
-def _cut(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read: Tensors) -> ServerView:
+def _embedding_view(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read: Tensors) -> ServerView:
     """The view of `model`, one step on <delta, output of its layer>."""
     names = [name for name, _ in model.named_parameters()]
     return replace(
@@ -173,7 +175,7 @@ def _cut(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read
     )
 
 
-def _label(view: ServerView, image: Tensor, e: Tensor) -> Tensor:
+def _likeliest_label(view: ServerView, image: Tensor, e: Tensor) -> Tensor:
     """The label (1,) whose gradient of cross entropy points most nearly as the observed one of h, or the classifier."""
     net = _network(view)
     moved = ObservedUpdate(view).gradient

@@ -12,7 +12,7 @@ from attacks.gradient_matching.engine.batching import ProblemBatch, stack_variab
 from attacks.gradient_matching.engine.problem import INPUTS, private_key
 from attacks.hypernetworks.bilevel import Bilevel
 from attacks.hypernetworks.bilevel_problems import Lower, Upper
-from attacks.hypernetworks.hypernet_view import open_view
+from attacks.hypernetworks.hypernet_view import parse_hypernet_view
 from attacks.hypernetworks.peel import Peel
 from attacks.search_control import SearchMonitor
 from fl.client import Client
@@ -40,7 +40,7 @@ def victim(method: HyperFL | FedAvg, n: int = 1, *, labels: bool = False) -> tup
 
 
 def lower(view: ServerView, inner: str = "squared") -> Lower:
-    opened = open_view(view)
+    opened = parse_hypernet_view(view)
     assert not isinstance(opened, NotApplicable)
     return Lower.of(opened, inner)
 

@@ -14,7 +14,7 @@ from support.matrix import COLUMNS
 import attacks
 from attacks.base import NotApplicable, Reconstruction
 from attacks.hypernetworks.filter_equations import FilterUpdate
-from attacks.hypernetworks.filters import FilterPeel, Known
+from attacks.hypernetworks.filters import HyperFedNetPeel, PartlyKnownWeights
 from fl.client import Client
 from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
@@ -62,22 +62,22 @@ def gradient(task: Task, truth: Truth) -> torch.Tensor:
 @pytest.mark.parametrize("images", [1, 4])
 def test_a_single_filter_gives_its_embedding_and_gradient_away(rounds: int, images: int) -> None:
     view, truth, run = observed(ONE, rounds=rounds, images=images)
-    result = FilterPeel()(view)
+    result = HyperFedNetPeel()(view)
     assert isinstance(result, Reconstruction)
     assert result.inputs is None
     assert result.verified
     assert_near({"v": result.private[name(ONE)]}, {"v": truth.private[name(ONE)]}, 1e-10)
     assert_near({"w": result.private[f"extractor/{NAME}"]}, {"w": truth.extractor[NAME]}, 1e-10)
-    easier = FilterPeel().rewrite(view)
+    easier = HyperFedNetPeel().rewrite(view)
     assert isinstance(easier, ServerView)
-    assert isinstance(easier.method, Known)
+    assert isinstance(easier.method, PartlyKnownWeights)
     assert_near(easier.update, {NAME: gradient(run.client.base, truth)}, 1e-10)
     assert not any(n.startswith("embeddings.") for n in easier.private)
 
 
 def test_the_plain_view_is_predicted_by_the_truth() -> None:
     view, truth, _ = observed(ONE)
-    easier = FilterPeel().rewrite(view)
+    easier = HyperFedNetPeel().rewrite(view)
     assert isinstance(easier, ServerView)
     private = {n: v for n, v in truth.private.items() if n in easier.private}
     assert_near(predict(easier, Candidate(truth.inputs, truth.labels, private)), easier.update, 1e-9)
@@ -106,7 +106,7 @@ def apart(**settings: Any) -> tuple[ServerView, Truth, Federation]:
 )
 def test_each_gradient_is_taken_at_its_own_step_size(rest: Group, known: bool) -> None:
     view, truth, run = apart(rest=rest)
-    easier = FilterPeel().rewrite(view)
+    easier = HyperFedNetPeel().rewrite(view)
     assert isinstance(easier, ServerView)
     assert_near({NAME: easier.update[NAME]}, {NAME: gradient(run.client.base, truth)}, 1e-10)
     own = set(run.client.base.parameters) - {NAME}
@@ -115,65 +115,65 @@ def test_each_gradient_is_taken_at_its_own_step_size(rest: Group, known: bool) -
 
 
 def test_a_hypernetwork_in_parts_is_not_solved() -> None:
-    result = FilterPeel()(apart(split="hypernet.4x4x3x3.in.weight")[0])
+    result = HyperFedNetPeel()(apart(split="hypernet.4x4x3x3.in.weight")[0])
     assert isinstance(result, NotApplicable)
     assert "trained apart" in result.reason
 
 
 def test_several_steps_are_never_confirmed() -> None:
     for steps in (2, 20):
-        result = FilterPeel()(observed(ONE, rounds=1, steps=steps, lr=0.05 if steps == 20 else 0.01)[0])
+        result = HyperFedNetPeel()(observed(ONE, rounds=1, steps=steps, lr=0.05 if steps == 20 else 0.01)[0])
         assert isinstance(result, Reconstruction)
         assert result.verified is False
-    one = FilterPeel()(replace(observed(ONE, weight_decay=0.0)[0], schedule=None))
+    one = HyperFedNetPeel()(replace(observed(ONE, weight_decay=0.0)[0], schedule=None))
     assert isinstance(one, Reconstruction)
     assert one.verified
 
 
 def test_several_filters_stay_mixed_unless_their_start_is_known() -> None:
     view, truth, run = observed(TWO)
-    refused = FilterPeel()(view)
+    refused = HyperFedNetPeel()(view)
     assert isinstance(refused, NotApplicable)
     assert "2 filters share one hypernetwork" in refused.reason
     assert "2 numbers of their embeddings open" in refused.reason
     assert " unknowns)" in refused.reason
     view, truth, run = observed(TWO, knows=True)
-    result = FilterPeel()(view)
+    result = HyperFedNetPeel()(view)
     assert isinstance(result, Reconstruction)
     assert result.verified
     assert "private_init" in result.knowledge
     assert_near({"v": result.private[name(TWO)]}, {"v": truth.private[name(TWO)]}, 1e-8)
-    easier = FilterPeel().rewrite(view)
+    easier = HyperFedNetPeel().rewrite(view)
     assert isinstance(easier, ServerView)
     assert_near(easier.update, {NAME: gradient(run.client.base, truth)}, 1e-8)
 
 
 def test_before_the_first_round_known_starts_leave_nothing_private() -> None:
     view, truth, _ = observed(TWO, knows=True)
-    easier = FilterPeel().rewrite(view)
+    easier = HyperFedNetPeel().rewrite(view)
     assert isinstance(easier, ServerView)
     assert easier.private == {}
     assert_near(predict(easier, Candidate(truth.inputs, truth.labels)), easier.update, 1e-8)
-    result = FilterPeel()(view)
+    result = HyperFedNetPeel()(view)
     assert isinstance(result, Reconstruction)
     assert "160 numbers for 65 unknowns" in result.knowledge
     found = attacks.build({"name": "filters+dlg", "iterations": 2})(observed(ONE, knows=True)[0])
     assert isinstance(found, Reconstruction)
     assert "private_init" in found.knowledge
-    later = FilterPeel().rewrite(observed(ONE, rounds=1, knows=True)[0])
+    later = HyperFedNetPeel().rewrite(observed(ONE, rounds=1, knows=True)[0])
     assert isinstance(later, ServerView)
     assert "head.weight" in later.private
 
 
 def test_later_the_nearest_points_of_the_hull_are_an_estimate() -> None:
     view, truth, run = observed(TWO, rounds=3, knows=True)
-    result = FilterPeel()(view)
+    result = HyperFedNetPeel()(view)
     assert isinstance(result, Reconstruction)
     assert not result.verified
     now, start = dense(truth.private[name(TWO)]), dense(run.private_init[name(TWO)])
     found = dense(result.private[name(TWO)])
     assert float((found - now).norm()) < float((start - now).norm())
-    easier = FilterPeel().rewrite(view)
+    easier = HyperFedNetPeel().rewrite(view)
     assert isinstance(easier, ServerView)
     assert easier.method == view.method  # no plain view of an estimate
     assert easier.private_init is not None
@@ -222,7 +222,7 @@ def test_mixed_embeddings_explain_the_update_as_well() -> None:
     mix = torch.tensor([[0.5, 0.3, 0.2], [0.1, 1.2, -0.3], [-0.4, 0.2, 1.2]], dtype=torch.float64)
     other = torch.cat([(mix @ v).flatten(), (torch.linalg.inv(mix).mT @ g).flatten()])
     assert_near({"": change(other)}, {"": change(numbers)}, 1e-12)
-    assert update.mixing == 6
+    assert update.ambiguity == 6
     assert update.misfit(mix @ v) < 1e-12
     assert update.misfit(v + 0.1) > 1e-3
 
@@ -242,11 +242,11 @@ def test_gradients_follow_while_activations_are_independent() -> None:
 
 def test_what_does_not_fit_is_not_confirmed() -> None:
     view, *_ = observed(ONE, epochs=4, steps=None, batch_size=2, images=4)
-    result = FilterPeel()(view)
+    result = HyperFedNetPeel()(view)
     assert isinstance(result, Reconstruction)
     assert not result.verified
     noisy = {n: dense(v) + 0.3 * dense(v).std() for n, v in observed(ONE)[0].update.items()}
-    result = FilterPeel()(replace(observed(ONE)[0], update=noisy))  # type: ignore[arg-type]
+    result = HyperFedNetPeel()(replace(observed(ONE)[0], update=noisy))  # type: ignore[arg-type]
     assert isinstance(result, Reconstruction)
     assert not result.verified
 
@@ -257,7 +257,7 @@ def test_what_a_defence_has_changed_is_not_confirmed_unless_it_is_right(column: 
     method = HyperFedNet(parametrization=ONE, epochs=None, steps=1, batch_size=None, lr=0.1)
     run = worlds.federation(method, COLUMNS[column], worlds.deeper(), rounds=1)
     view, truth = run.observe(0, data=worlds.images(1, "victim"), threat=ThreatModel(knows_defense=known))
-    result = FilterPeel()(view)
+    result = HyperFedNetPeel()(view)
     if isinstance(result, NotApplicable):
         assert result.reason
     elif result.verified:
@@ -266,7 +266,7 @@ def test_what_a_defence_has_changed_is_not_confirmed_unless_it_is_right(column: 
 
 def test_why_it_does_not_apply() -> None:
     def reason(view: ServerView) -> str:
-        result = FilterPeel()(view)
+        result = HyperFedNetPeel()(view)
         assert isinstance(result, NotApplicable)
         return result.reason
 

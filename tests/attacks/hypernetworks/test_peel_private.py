@@ -10,7 +10,7 @@ from support.compare import assert_near
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
-from attacks.hypernetworks.hypernet_view import open_view
+from attacks.hypernetworks.hypernet_view import parse_hypernet_view
 from attacks.hypernetworks.peel import Peel
 from fl.client import Client
 from fl.federation import ClientData, Federation
@@ -175,7 +175,7 @@ def test_a_method_with_a_gradient_of_its_own_is_refused() -> None:
 
     view, _ = victim(STEP)
     bent = Bent(**{field.name: getattr(STEP, field.name) for field in fields(STEP)})
-    answer = open_view(replace(view, method=bent))
+    answer = parse_hypernet_view(replace(view, method=bent))
     assert isinstance(answer, NotApplicable)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import fl.data
 from attacks.base import NotApplicable
-from attacks.hypernetworks.peel import SILENT, Peel
+from attacks.hypernetworks.peel import INACTIVE, Peel
 from benchmarks import common
 from benchmarks.hyperfl import published_hyperfl
 from benchmarks.hyperfl.peel import uploaded
@@ -35,7 +35,7 @@ def test_certain_of_its_only_image_a_client_sends_no_gradient(head_epochs: int) 
     peeled = Peel().solve(uploaded(federation.observe(0)[0]))
     if head_epochs:
         assert isinstance(peeled, NotApplicable)
-        assert peeled.reason == SILENT
+        assert peeled.reason == INACTIVE
     else:
         assert not isinstance(peeled, NotApplicable)
         assert peeled.verified
