@@ -46,17 +46,20 @@ class Column:
         low: the least there can be.
         high: the most.
         solved: from which on an image counts as solved and not as guessed; None where the figure does not tell.
+        kinds: whether the figures may be of two kinds of images, those that an attack solves and those that it misses.
     """
 
     low: float
     high: float
     solved: float | None = None
+    kinds: bool = True
 
 
 COLUMNS = {
     "psnr": Column(0.0, PSNR_CAP, 30.0),
     "gain": Column(-40.0, PSNR_CAP, 18.0),  # PSNR above a guess, which hardly ever scores 40 dB itself
     "ssim": Column(-1.0, 1.0, 0.99),
+    "accuracy": Column(0.0, 1.0, kinds=False),
 }
 """By their names up to the first underscore; others are not known."""
 FEWEST_SUCCESSES = 10
@@ -130,7 +133,8 @@ def paired_difference(
         raise ValueError(f"expected the same ({image}, {run}) pairs on both sides, got {_count(a)} and {_count(b)}")
     difference = {key: {r: value - b[key][r] for r, value in runs.items()} for key, runs in a.items()}
     known = COLUMNS.get(column.partition("_")[0])
-    return _interval(difference, level, known and Column(known.low - known.high, known.high - known.low))
+    span = known and Column(known.low - known.high, known.high - known.low, kinds=known.kinds)
+    return _interval(difference, level, span)
 
 
 def exact_interval(successes: float, trials: int, level: float = 0.95) -> tuple[float, float]:
@@ -226,7 +230,7 @@ def _interval(table: Mapping[Any, Mapping[Any, float]], level: float, known: Col
         known = None  # an array of other figures
     low, high = _student(values, level)
     if known is not None:
-        lower, upper = _mixed(values, level, known)
+        lower, upper = _mixed(values, level, known) if known.kinds else (low, high)
         low, high = max(min(low, lower), known.low), min(max(high, upper), known.high)
     return Interval(value, min(low, value), max(high, value), len(values), len(figures), missing)
 

@@ -197,3 +197,11 @@ def test_rates_are_bounded_by_clopper_and_pearson() -> None:
     assert binom.cdf(7, 20, high) == pytest.approx(0.025)
     with pytest.raises(ValueError, match="successes <= trials"):
         statistics.exact_interval(3, 2)
+
+
+def test_an_interval_of_accuracies_ends_where_accuracies_end():
+    rows = [{"image": number, "accuracy": value} for number, value in enumerate([1.0, 1.0, 0.4])]
+    found = mean_interval(rows, "accuracy")
+    assert found.high == 1.0
+    assert found.low == 0.0
+    assert mean_interval([1.0, 1.0, 0.4], "other").high > 1.0
