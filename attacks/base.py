@@ -231,8 +231,8 @@ def run_checked(
         _check_result(name, result)
     if [_tensor_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
-    checked = getattr(attack, "checked", lambda view, result: result)
-    return [_note_unknown_labels(view, checked(view, result)) for view, result in zip(views, results, strict=True)]
+    confirm = getattr(attack, "confirm", lambda view, result: result)
+    return [_note_unknown_labels(view, confirm(view, result)) for view, result in zip(views, results, strict=True)]
 
 
 def _note_unknown_labels(view: ServerView, result: Result) -> Result:
