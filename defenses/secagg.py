@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -21,7 +22,7 @@ class SecAgg(Defense):
     out): the server is given the exact mean over a group, weighted by the clients' numbers of images. Training is as
     without it. An attacker searches for the images, and the private tensors, of the whole group.
 
-    Groups are fixed and never overlap (`fl.aggregated_view.Division`): clients 0 to `clients - 1` are the first, and
+    Groups are fixed and never overlap (`fl.aggregated_view.Division`): clients 0 to `group_size - 1` are the first, and
     those left over at the end join the last. In a chain it comes last: noise is each client's own, not that of the
     mean.
 
@@ -31,29 +32,30 @@ class SecAgg(Defense):
     client that sends nothing any more, as its privacy budget is spent, leaves its whole group unwatched.
 
     Attributes:
-        clients: in a group, at least; the watched one counts.
+        group_size: how many clients are in a group, at least; the watched one counts.
 
     Raises:
         ValueError: if a group has fewer than 2 clients.
     """
 
+    former_names: ClassVar[Mapping[str, str]] = {"clients": "group_size"}
     plain: ClassVar[str] = "the server only learns the mean over a group of clients."
 
-    clients: Annotated[int, Range(2, 10**7)] = 4
+    group_size: Annotated[int, Range(2, 10**7)] = 4
 
     def __post_init__(self) -> None:
-        if self.clients < 2:
-            raise ValueError(f"expected clients >= 2, got {self.clients}")
+        if self.group_size < 2:
+            raise ValueError(f"expected group_size >= 2, got {self.group_size}")
 
     @classmethod
     def example(cls) -> SecAgg:
         """Two clients."""
-        return cls(clients=2)
+        return cls(group_size=2)
 
     @property
     def group(self) -> int:
-        """As many as `clients`."""
-        return self.clients
+        """As many as `group_size`."""
+        return self.group_size
 
     def check(self, method: Method, task: Task) -> None:
         """Refuse a method whose server needs every client's update on its own."""

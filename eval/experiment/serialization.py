@@ -85,8 +85,11 @@ def _entry_with_current_names(key: str, value: Any) -> Any:
     """Settings of an entry; those of a chain of attacks are those of its last part."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return value
-    kind = LISTS[key].find(value["name"].rpartition("+")[2])
-    return current_settings(kind, value, value["name"]) if isinstance(kind, type) else value
+    last = value["name"].rpartition("+")[2]
+    kind = LISTS[key].find(last)
+    if not isinstance(kind, type):
+        return value
+    return {**current_settings(kind, {**value, "name": last}, value["name"]), "name": value["name"]}
 
 
 def current_keys(experiment: Experiment, keys: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ class Processes(Engine):
     def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
         """As `Engine.train`, but workers' traces come empty: `FederationState.start` replays them, whoever needs one.
 
-        (But those of `profile: release`, whose draws nobody can make again.)
+        (But those of `noise_source: secure`, whose draws nobody can make again.)
         """
         rest = deque(self._chunks(numbers))
         while rest and self.patience > 0:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class Private(Method):
         accountant: "prv", or "rdp", which asks for 6 % more noise (and is what the HyperFL authors use).
         sampler: "poisson" draws every image by itself, with probability batch_size / images, and divides by batch_size;
             the others see every image once in an epoch, without amplification by sampling.
-        profile: "experiment" draws noise from the experiment's seed; "release" draws Poisson batches and keys from the
+        noise_source: "seeded" draws noise from the experiment's seed; "secure" draws Poisson batches and keys from the
             operating system, and noise from the keys by a generator made for secrets (`fl.runtime.secure_rng`).
 
     Raises:
@@ -74,6 +74,11 @@ class Private(Method):
     """Whether a client trains tensors that it keeps."""
     released: ClassVar[str] = "the gradient of all weights"
 
+    former_names: ClassVar[Mapping[str, str]] = {"profile": "noise_source"}
+    former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = {
+        "noise_source": {"experiment": "seeded", "release": "secure"}
+    }
+
     mode: Literal["dp-joint", "as-published", "client-level"] = "dp-joint"
     epsilon: Annotated[float, Range(0, 1000, above=True)] | None = 4.0
     noise_multiplier: Weight | None = None
@@ -85,7 +90,7 @@ class Private(Method):
     local_steps: Count | None = None
     accountant: Accountant = "prv"
     sampler: Literal["poisson", "shuffle", "sequential"] = "poisson"
-    profile: Literal["experiment", "release"] = "experiment"
+    noise_source: Literal["seeded", "secure"] = "seeded"
     batch_size: Count | None = 50
     epochs: CountFrom0 | None = 5
     steps: Count | None = None
@@ -181,7 +186,7 @@ class Private(Method):
             return replace(phase, sampler=self.sampler)
         settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
         settings["sampler"] = "poisson"
-        return PoissonPhase(**settings, rate=self._sampling, images=self.images, secret=self.profile == "release")
+        return PoissonPhase(**settings, rate=self._sampling, images=self.images, secret=self.noise_source == "secure")
 
     def weight(self, images: int) -> float:
         """The public number, where a record more or less must not show; else the client's own."""
@@ -215,7 +220,7 @@ class Private(Method):
         drawn = super().draw(batch, task, generator)
         if generator is None or self.mode == "client-level":
             return drawn
-        return {**drawn, KEY: fresh_key() if self.profile == "release" else drawn_key(generator)}
+        return {**drawn, KEY: fresh_key() if self.noise_source == "secure" else drawn_key(generator)}
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """Clipped sample by sample and with noise, but for what the mode leaves plain."""
@@ -260,7 +265,7 @@ class Private(Method):
 
     def noise(self, draws: dict[str, Tensor]) -> Noise | None:
         """That of a step, or None for who does not know its key."""
-        return Noise(draws[KEY], self.profile == "release") if KEY in draws else None
+        return Noise(draws[KEY], self.noise_source == "secure") if KEY in draws else None
 
     def denominator(self) -> float | None:
         """What a sum of gradients is divided by; None is the size of the batch."""
@@ -306,7 +311,7 @@ class Private(Method):
         after = super().aggregate(server, [self._clipped(upload) for upload in uploads], task)
         shared = {name: dense(value) for name, value in after.shared.items()}
         key = dense(server.own[SERVER]["key"]) + torch.tensor([0, server.round])
-        noise = Noise(fresh_key(), True) if self.profile == "release" else Noise(key)
+        noise = Noise(fresh_key(), True) if self.noise_source == "secure" else Noise(key)
         std = self.sigma * self.clip / len(uploads)
         return replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
 
@@ -351,7 +356,7 @@ class Private(Method):
             epsilon=epsilon,
             epsilon_rdp=by_rdp,
             reason=reason,
-            profile=self.profile,
+            profile="release" if self.noise_source == "secure" else "experiment",
         )
 
     def _objection(self, sigma: float, record_reader: str) -> str:

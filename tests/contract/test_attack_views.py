@@ -43,7 +43,7 @@ KINDS = {
     "steps": Kind(STEPS, 4),
     "steps, hyperfl": Kind(replace(HYPER, steps=4, epochs=None, batch_size=1), 4),
     "rounds": Kind(STEP, rounds=1),
-    "group": Kind(STEP, defense=SecAgg(clients=2)),
+    "group": Kind(STEP, defense=SecAgg(group_size=2)),
 }
 
 

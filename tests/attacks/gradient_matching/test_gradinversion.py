@@ -290,7 +290,7 @@ def test_a_batch_of_one_may_be_attacked() -> None:
 @pytest.mark.parametrize("method", [FedAvg(lr=0.1, steps=1), FedPer(lr=0.1, steps=1)], ids=lambda m: m.name)
 def test_a_groups_statistics_are_the_mean_of_its_clients(method: Method) -> None:
     data = [worlds.images(n, "group", n) for n in (2, 5)]
-    client = Client(worlds.task(batch_norm=True), method, SecAgg(clients=2))
+    client = Client(worlds.task(batch_norm=True), method, SecAgg(group_size=2))
     view, truth = Federation(client, [ClientData(d, d) for d in data]).observe(0)
     term = BatchNormStatistics(weight=1.0, first=1.0)
     target = term.constants(view)
@@ -307,7 +307,7 @@ def test_clients_of_a_group_move_running_statistics_by_their_own_numbers_of_batc
     data = [ClientData(part, part) for part in (worlds.images(n, "group", n) for n in (2, 6))]
     task, method = worlds.task(batch_norm=True), FedAvg(lr=0.1, epochs=1, batch_size=2)
     task.model.get_submodule(NORM).momentum = momentum  # type: ignore[assignment]
-    group, alone = (Federation(Client(task, method, defense), data) for defense in (SecAgg(clients=2), Defense()))
+    group, alone = (Federation(Client(task, method, defense), data) for defense in (SecAgg(group_size=2), Defense()))
     for run in (group, alone):
         old = {f"{NORM}.running_mean": torch.full((4,), 2.0).double(), f"{NORM}.num_batches_tracked": torch.tensor(3)}
         run.server = replace(run.server, buffers={**run.server.buffers, **old})
@@ -321,7 +321,7 @@ def test_clients_of_a_group_move_running_statistics_by_their_own_numbers_of_batc
 
 
 def test_a_group_of_unknown_schedule_has_running_statistics_alone() -> None:
-    view, _ = worlds.federation(FedAvg(lr=0.1, steps=2), SecAgg(clients=2), worlds.task(batch_norm=True)).observe(0)
+    view, _ = worlds.federation(FedAvg(lr=0.1, steps=2), SecAgg(group_size=2), worlds.task(batch_norm=True)).observe(0)
     assert not torch.equal(known_moments(view)[NORM][0], view.buffers[f"{NORM}.running_mean"])
     unknown = replace(view, schedule=None, parts=tuple(replace(part, schedule=None) for part in view.parts))
     assert torch.equal(known_moments(unknown)[NORM][0], view.buffers[f"{NORM}.running_mean"])

@@ -217,7 +217,7 @@ def test_a_group_is_counted_only_where_every_image_weighs_the_same(fed: dict) ->
     """Six images and two: two of each fed, or as many steps as images, weigh apart in the mean."""
     given = worlds.task()
     data = [worlds.images(n, "group", n) for n in (6, 2)]
-    run = Federation(Client(given, FedAvg(lr=0.01, **fed), SecAgg(clients=2)), [ClientData(d, d) for d in data])
+    run = Federation(Client(given, FedAvg(lr=0.01, **fed), SecAgg(group_size=2)), [ClientData(d, d) for d in data])
     view, truth = run.observe(0)
     alike = fed == {"steps": 1}
     assert named(view) == (truth.labels.sort().values.tolist() if alike else None)
@@ -228,7 +228,7 @@ def test_a_group_is_counted_only_where_every_image_weighs_the_same(fed: dict) ->
 @pytest.mark.parametrize("by", ["method", "defence"])
 def test_a_group_of_clipped_clients_is_not_counted(by: str) -> None:
     """Each is shortened by a factor of its own, so their images weigh apart in the mean."""
-    method, defense = FedAvg(lr=0.1, steps=1, max_norm=0.05 if by == "method" else None), SecAgg(clients=2)
+    method, defense = FedAvg(lr=0.1, steps=1, max_norm=0.05 if by == "method" else None), SecAgg(group_size=2)
     chain = defense if by == "method" else Chain(parts=(Clip(max_norm=0.005), defense))
     view, _ = worlds.federation(method, chain, rounds=0).observe(0)
     assert named(view) is None

@@ -23,7 +23,7 @@ federation: {partition: {name: iid, clients: 4}, rounds: 5, client_fraction: 0.5
 method:
   - {name: fedavg, with: {federation.fine_tune_epochs: 2}}
   - hyperfl
-attack: {name: peel+ig, iterations: 20}
+attack: {name: peel+ig, iterations: 20, tv_weight: 0.5}
 threat: {history_rounds: 2}
 """
 FORMER = {
@@ -31,6 +31,7 @@ FORMER = {
     "measures": "diagnostics",
     "federation.fine_tune": "federation.fine_tune_epochs",
     "rounds: 2": "history_rounds: 2",
+    "tv:": "tv_weight:",
 }
 OLD = NEW
 for _former, _now in FORMER.items():
@@ -61,9 +62,11 @@ def test_former_names_are_read_each_with_a_warning() -> None:
         "'rate' is now 'client_fraction'",
         "'measures' is now 'diagnostics'",
         "'rounds' is now 'history_rounds'",
+        "'tv' is now 'tv_weight'",
     }
     assert plain_data["federation"]["client_fraction"] == 0.5
     assert quietly(OLD).method[1] == read(NEW).method[1]
+    assert quietly(OLD).attack == read(NEW).attack
 
 
 def test_what_is_written_has_todays_names() -> None:
@@ -141,4 +144,5 @@ def test_the_command_notes_each_once(path: Path) -> None:
         "note: 'measures' is now 'diagnostics'",
         "note: 'rate' is now 'client_fraction'",
         "note: 'rounds' is now 'history_rounds'",
+        "note: 'tv' is now 'tv_weight'",
     ]

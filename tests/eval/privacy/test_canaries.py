@@ -95,7 +95,7 @@ SETTINGS: dict[str, Any] = {"noise_multiplier": 1.0, "images": 500, "batch_size"
 EVERY: dict[str, Private] = {
     "dp-fedavg": DPFedAvg(**SETTINGS),
     "dp-fedavg, shuffled": DPFedAvg(**SETTINGS, sampler="shuffle"),
-    "dp-fedavg, from the system": DPFedAvg(**SETTINGS, profile="release"),
+    "dp-fedavg, from the system": DPFedAvg(**SETTINGS, noise_source="secure"),
     "centaur": Centaur(**SETTINGS),
     "ppsgd": PPSGD(**SETTINGS),
     "dp-hyperfl": DPHyperFL(**SETTINGS, parametrization=Hypernetwork(embedding=4, hidden=8)),
@@ -120,7 +120,7 @@ def test_every_method_s_own_steps_show_what_they_are_charged_for(name: str) -> N
 SERVER = DPFedAvg(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4)
 CLIENT_LEVEL: dict[str, Private] = {
     "dp-fedavg": SERVER,
-    "dp-fedavg, from the system": replace(SERVER, profile="release"),
+    "dp-fedavg, from the system": replace(SERVER, noise_source="secure"),
     "centaur": Centaur(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4),
     "ppsgd": PPSGD(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4, steps=1),
     "dp-hyperfl": DPHyperFL(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4),
@@ -136,7 +136,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", list(CLIENT_LEVEL))
 def test_every_server_s_noise_shows_what_it_is_charged_for(name: str) -> None:
     # noise of the system is other every time: with so many, the bounds below are six standard errors and more
-    count = 2400 if CLIENT_LEVEL[name].profile == "release" else 600
+    count = 2400 if CLIENT_LEVEL[name].noise_source == "secure" else 600
     coins = torch.rand(count, generator=torch.Generator().manual_seed(1)) < 0.5
     signs = np.array([[1.0], [-1.0], [1.0], [1.0]]).repeat(count, 1)
     found = dict(client_canaries.noisy_client_releases(CLIENT_LEVEL[name], signs, coins, seed=1))

@@ -18,7 +18,7 @@ FAST = ("attack=ig", "attack.iterations=2", "federation.rounds=1", "observe.roun
 
 
 def test_the_images_of_a_whole_group_are_attacked_and_scored(tmp_path):
-    words = ("defense=secagg", "defense.clients=2", "observe.clients=[2, 0]")
+    words = ("defense=secagg", "defense.group_size=2", "observe.clients=[2, 0]")
     rows = run(tiny(*FAST, *words), tmp_path / "a")
     assert {row["method"] for row in rows} == {"fedavg", "hyperfl"}
     for method in ("fedavg", "hyperfl"):
@@ -37,7 +37,7 @@ def test_the_images_of_a_whole_group_are_attacked_and_scored(tmp_path):
 
 
 def test_the_accuracy_is_that_without_it(tmp_path):
-    both = {**yaml_config.to_plain(tiny(*FAST)), "defense": ["none", {"name": "secagg", "clients": 2}]}
+    both = {**yaml_config.to_plain(tiny(*FAST)), "defense": ["none", {"name": "secagg", "group_size": 2}]}
     rows = run(yaml_config.read(both), tmp_path / "a")
     found = {(row["method"], row["defense"]): row["accuracy_last"] for row in rows}
     assert {defense for _, defense in found} == {"none", "secagg"}
@@ -46,14 +46,14 @@ def test_the_accuracy_is_that_without_it(tmp_path):
 
 
 def test_a_run_goes_on_where_the_numbers_of_images_are_withheld(tmp_path):
-    words = ("defense=secagg", "defense.clients=2", "threat.knows_batch_size=false")
+    words = ("defense=secagg", "defense.group_size=2", "threat.knows_batch_size=false")
     rows = run(tiny(*FAST, *words), tmp_path / "a")
     assert rows
     assert all(row["not_applicable"] for row in rows)
 
 
 def test_a_chain_is_reported_as_aggregated(tmp_path):
-    parts = [{"name": "clip", "max_norm": 0.02}, {"name": "secagg", "clients": 3}]
+    parts = [{"name": "clip", "max_norm": 0.02}, {"name": "secagg", "group_size": 3}]
     chain = {"name": "chain", "parts": parts, "as": "both"}
     run(yaml_config.read({**yaml_config.to_plain(tiny(*FAST)), "defense": chain}), tmp_path / "a")
     write_report(tmp_path / "a")
@@ -63,9 +63,9 @@ def test_a_chain_is_reported_as_aggregated(tmp_path):
 
 
 def test_a_group_larger_than_the_federation_is_refused(tmp_path):
-    experiment = tiny(*FAST, "defense=secagg", "defense.clients=3", "federation.held_out_clients=1")
+    experiment = tiny(*FAST, "defense=secagg", "defense.group_size=3", "federation.held_out_clients=1")
     with pytest.raises(ValueError, match="defense: expected groups of at most the 2 clients of a round, got 3"):
         run(experiment, tmp_path / "a")
-    rare = tiny(*FAST, "defense=secagg", "defense.clients=3", "federation.client_fraction=0.34")
+    rare = tiny(*FAST, "defense=secagg", "defense.group_size=3", "federation.client_fraction=0.34")
     with pytest.raises(ValueError, match="defense: expected groups of at most the 1 clients of a round, got 3"):
         run(rare, tmp_path / "b")

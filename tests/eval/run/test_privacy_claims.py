@@ -243,7 +243,7 @@ def test_an_infinite_epsilon_is_none_with_a_reason() -> None:
 
 
 def test_under_secure_aggregation_the_member_who_is_charged_most_counts() -> None:
-    (training,) = runner.prepare(private("defense={name: secagg, clients: 2}"), device="cpu").trainings
+    (training,) = runner.prepare(private("defense={name: secagg, group_size: 2}"), device="cpu").trainings
     (watch,) = training.watches
     rounds = [{"round": 1, "clients": [1]}, {"round": 2, "clients": [0, 1]}]  # client 0 is watched with client 1
     row = {"update": watch.scene.victims[0].key, "identified_among": 5}

@@ -120,7 +120,7 @@ def test_every_client_is_scored_by_its_own_model_on_the_images_of_all() -> None:
 def test_its_server_looks_at_the_mean_alone() -> None:
     assert PLAIN.takes_means
     assert_near(
-        worlds.federation(replace(PLAIN, beta=1.0), SecAgg(clients=3)).server.shared,
+        worlds.federation(replace(PLAIN, beta=1.0), SecAgg(group_size=3)).server.shared,
         worlds.federation(replace(PLAIN, beta=1.0)).server.shared,
         1e-12,
     )

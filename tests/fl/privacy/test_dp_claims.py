@@ -17,6 +17,7 @@ from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.ppsgd import PPSGD
 from fl.privacy.accounting import Charge, spent
+from fl.settings import FormerNameWarning
 
 
 def test_the_statement_is_the_accountant_s() -> None:
@@ -28,7 +29,7 @@ def test_the_statement_is_the_accountant_s() -> None:
     assert method.privacy([60], rounds=9).steps == 90  # what has left a client is charged, whatever was planned
     assert "record-level" in said.sentence()
     assert "no guarantee for a real release" in said.sentence()
-    assert "no guarantee" not in replace(method, profile="release").privacy([60], 1).sentence()
+    assert "no guarantee" not in replace(method, noise_source="secure").privacy([60], 1).sentence()
 
 
 def test_the_smallest_client_counts_where_sizes_differ() -> None:
@@ -115,3 +116,11 @@ def test_as_published_it_is_said_where_the_update_gives_the_embedding_away(noise
     method = DPHyperFL(mode="as-published", noise_multiplier=10.0, noise_on=noise_on)
     assert ("gives the embedding away" in method.privacy([600], rounds=200).reason) == given
     assert "embedding" not in replace(method, mode="dp-joint").privacy([600], rounds=1).reason
+
+
+def test_the_former_name_of_where_noise_comes_from_is_read() -> None:
+    with pytest.warns(FormerNameWarning) as caught:
+        method = methods.build({"name": "dp-fedavg", "profile": "release"})
+    assert {str(w.message) for w in caught} == {"'profile' is now 'noise_source'", "'release' is now 'secure'"}
+    assert method == DPFedAvg(noise_source="secure")
+    assert methods.spec(method, first_names=True)["profile"] == "release"

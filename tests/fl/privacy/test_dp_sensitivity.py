@@ -206,12 +206,12 @@ def test_release_noise_is_never_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("noise of an experiment in a release")
 
     monkeypatch.setattr("fl.privacy.gaussian_noise._generator", refuse)
-    method = replace(DPFedAvg.example(), profile="release")
+    method = replace(DPFedAvg.example(), noise_source="secure")
     one, other = (federation_of(method).train(0) for _ in range(2))
     assert not torch.equal(dense(one.upload.update["head.bias"]), dense(other.upload.update["head.bias"]))
     orders = {str([len(i) for (i,) in federation_of(method).train(0).trace.order[0]]) for _ in range(20)}
     assert len(orders) > 1
-    server = replace(DPFedAvg.example(), profile="release", mode="client-level")
+    server = replace(DPFedAvg.example(), noise_source="secure", mode="client-level")
     after = [federation_of(server, rounds=1).server.shared["head.bias"] for _ in range(2)]
     assert not torch.equal(dense(after[0]), dense(after[1]))
 

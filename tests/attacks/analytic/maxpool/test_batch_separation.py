@@ -161,7 +161,7 @@ def test_a_batch_behind_two_convolutions() -> None:
 def test_a_group_of_clients_is_a_batch() -> None:
     task = network(*WIDE)
     alone = [Batch(image[None], torch.tensor([i])) for i, image in enumerate(TWO.double())]
-    run = Federation(Client(task, STEP, SecAgg(clients=2)), [ClientData(batch, batch) for batch in alone])
+    run = Federation(Client(task, STEP, SecAgg(group_size=2)), [ClientData(batch, batch) for batch in alone])
     result = Cascade()(run.observe(0)[0])
     assert isinstance(result, Reconstruction)
     assert result.verified

@@ -336,7 +336,7 @@ def test_labels_read_off_a_group_are_dealt_out_where_it_matters_whose_they_are(s
     """Each client's later steps follow its own images, and its batch norm normalises by them."""
     data = [Batch(worlds.images(2, i).inputs, torch.tensor([0, 2])) for i in range(2)]
     method = FedAvg(lr=0.1, steps=steps, batch_size=None)
-    client = Client(worlds.task(batch_norm=batch_norm), method, SecAgg(clients=2))
+    client = Client(worlds.task(batch_norm=batch_norm), method, SecAgg(group_size=2))
     view, _ = Federation(client, [ClientData(part, part) for part in data]).observe(0)
     attack = attacks.build("ig")
     assert isinstance(attack, GradientMatching)
@@ -346,7 +346,7 @@ def test_labels_read_off_a_group_are_dealt_out_where_it_matters_whose_they_are(s
 
 
 def test_a_group_is_not_advised_to_be_taken_for_one_step() -> None:
-    run = worlds.federation(FedAvg(lr=0.1, steps=4), SecAgg(clients=2), rounds=0)
+    run = worlds.federation(FedAvg(lr=0.1, steps=4), SecAgg(group_size=2), rounds=0)
     for settings, threat in (({}, ThreatModel(knows_schedule=False)), ({"memory_limit_gib": 1e-9}, ThreatModel())):
         found = attacks.build({"name": "ig", **settings})(run.observe(0, threat=threat)[0])
         assert isinstance(found, NotApplicable)
@@ -355,7 +355,7 @@ def test_a_group_is_not_advised_to_be_taken_for_one_step() -> None:
 
 def test_a_group_that_fed_no_image_is_not_searched_though_decay_was_clipped() -> None:
     method = FedAvg(lr=0.1, steps=1, batch_size=1, sampler="poisson", weight_decay=1.0)
-    client = Client(worlds.task(), method, Chain(parts=(Clip(max_norm=1e-3), SecAgg(clients=2))))
+    client = Client(worlds.task(), method, Chain(parts=(Clip(max_norm=1e-3), SecAgg(group_size=2))))
     data = [ClientData(part, part) for part in (worlds.images(9, i) for i in range(2))]
     seeds = (Federation(client, data, seed=seed).observe(0)[0] for seed in range(99))
     view = next(view for view in seeds if not view.batch_size)
@@ -367,7 +367,7 @@ def test_a_group_that_fed_no_image_is_not_searched_though_decay_was_clipped() ->
 @pytest.mark.parametrize("clients", [1, 2])
 def test_private_running_statistics_are_refused(clients: int) -> None:
     task, method = worlds.task(batch_norm=True), FedBN(lr=0.1, steps=1, train_mode=False)
-    view, _ = worlds.federation(method, SecAgg(clients=2) if clients == 2 else None, task, rounds=0).observe(0)
+    view, _ = worlds.federation(method, SecAgg(group_size=2) if clients == 2 else None, task, rounds=0).observe(0)
     for name in ("ig", "gradinversion", "rog"):
         found = attacks.build({"name": name, "iterations": 2})(view)
         assert isinstance(found, NotApplicable)

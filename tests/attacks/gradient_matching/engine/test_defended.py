@@ -67,7 +67,7 @@ def test_nothing_is_left_at_the_truth(defense: Defense, weight_decay: float) -> 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 1.0])
 @pytest.mark.parametrize("images", [1, 4])
-@pytest.mark.parametrize("group", [(), (SecAgg(clients=3),)], ids=["alone", "group"])
+@pytest.mark.parametrize("group", [(), (SecAgg(group_size=3),)], ids=["alone", "group"])
 def test_of_precode_nothing_is_left_at_the_truth_with_its_draws(
     group: tuple[Defense, ...], images: int, weight_decay: float
 ) -> None:
@@ -101,7 +101,7 @@ def test_signs_agree_at_the_truth(step: float | None) -> None:
 def test_every_client_of_a_group_defends_its_own_update(defense: Defense, weight_decay: float) -> None:
     """One step on one image each: nothing is left at the truth. Not to know of it is to take them for one client."""
     run = worlds.federation(
-        FedAvg(lr=0.1, steps=1, weight_decay=weight_decay), Chain(parts=(defense, SecAgg(clients=3)))
+        FedAvg(lr=0.1, steps=1, weight_decay=weight_decay), Chain(parts=(defense, SecAgg(group_size=3)))
     )
     view, truth = run.observe(0, data=[worlds.images(1, "victim", i) for i in range(3)])
     for objective in ("l2", "cosine"):
