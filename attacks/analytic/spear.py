@@ -168,7 +168,7 @@ class Factors:
         moved = layer.update
         m, n = moved.shape
         left, singular, right = torch.linalg.svd(moved, full_matrices=False)
-        if count is None:  # the widest gap between neighbours
+        if count is None:  # the widest gap between neighbors
             count = int((singular[:-1] / singular[1:].clamp_min(1e-15 * singular[0])).argmax()) + 1
         if count >= min(m, n):
             return NotApplicable(f"{count} images are as many as the layer's {m} neurons or {n} inputs")

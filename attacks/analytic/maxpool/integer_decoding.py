@@ -154,9 +154,9 @@ def _nearest_indices(system: _StepSystem, matrix: Tensor, mean: Tensor, levels: 
         return indices, determined
     off = (mean - indices).index_fill(0, loose, 0.0)
     inner = matrix[loose][:, loose]
-    centre = mean[loose] + torch.linalg.solve(inner, (matrix @ off)[loose])  # of the loose, given the rounded
+    center = mean[loose] + torch.linalg.solve(inner, (matrix @ off)[loose])  # of the loose, given the rounded
     lattice = system.lattice()
-    nearest = lattice.nearest(centre.cpu().numpy(), inner.cpu().numpy())
+    nearest = lattice.nearest(center.cpu().numpy(), inner.cpu().numpy())
     indices[loose] = torch.from_numpy(nearest).to(mean)
     determined[loose] = torch.from_numpy(lattice.determined).to(mean.device)
     return indices, determined

@@ -86,24 +86,24 @@ class Lattice:
         open_ones = int(short.nonzero()[0].max()) + 1 if short.any() else 0
         return np.logical_not(basis[:, :open_ones].any(axis=1))
 
-    def nearest(self, centre: Array, matrix: Array) -> Array:
-        """Return whole numbers (n,) near `centre` (n,), as `matrix` (n, n) measures it, by Babai's nearest plane."""
-        return self.nearest_candidates(centre, matrix, 1)[0]
+    def nearest(self, center: Array, matrix: Array) -> Array:
+        """Return whole numbers (n,) near `center` (n,), as `matrix` (n, n) measures it, by Babai's nearest plane."""
+        return self.nearest_candidates(center, matrix, 1)[0]
 
-    def nearest_candidates(self, centre: Array, matrix: Array, count: int) -> Array:
-        """Return some whole numbers (at most `count`, n) near `centre`, nearest first.
+    def nearest_candidates(self, center: Array, matrix: Array, count: int) -> Array:
+        """Return some whole numbers (at most `count`, n) near `center`, nearest first.
 
         Babai's nearest plane, with the best `count` kept from one plane to the next.
 
         Args:
-            centre: the real solution (n,).
+            center: the real solution (n,).
             matrix: the metric (n, n); it may hold more than this lattice's own, or a little else, for which its basis
                 is short too.
             count: how many.
         """
         basis, _ = self.reduced
         factor = np.linalg.cholesky(basis.T @ matrix @ basis).T
-        real = self._inverse @ centre
+        real = self._inverse @ center
         whole, far = np.zeros((1, len(real))), np.zeros(1)
         for i in range(len(real) - 1, -1, -1):
             wanted = real[i] + (real - whole)[:, i + 1 :] @ factor[i, i + 1 :] / factor[i, i]

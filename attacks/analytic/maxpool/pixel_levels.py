@@ -26,7 +26,7 @@ class PixelLevels:
 
     Attributes:
         first: the lowest, by channel (I, 1, 1).
-        step: between neighbours (I, 1, 1).
+        step: between neighbors (I, 1, 1).
         count: how many.
     """
 
@@ -102,10 +102,10 @@ class PixelLevels:
         cavity = 1 / variance - precision
         sure = cavity * variance > MIN_CAVITY_SHARE
         cavity = torch.where(sure, cavity, 1 / variance)
-        centre = (mean / variance - shift) / cavity
-        indices = self.indices(centre)[..., None] + torch.arange(-4, 5).to(mean)
+        center = (mean / variance - shift) / cavity
+        indices = self.indices(center)[..., None] + torch.arange(-4, 5).to(mean)
         values = (self.first + indices.movedim(-1, 0) * self.step).movedim(0, -1)
-        log = -0.5 * cavity[..., None] * (values - centre[..., None]) ** 2
+        log = -0.5 * cavity[..., None] * (values - center[..., None]) ** 2
         log = log.masked_fill((indices < 0) | (indices > self.count - 1), -math.inf)
         weights = torch.softmax(log, -1)
         tilted_mean = (weights * values).sum(-1)
@@ -113,5 +113,5 @@ class PixelLevels:
         narrow = (cavity * (NARROW * self.step) ** 2 > 1) & (tilted * cavity < 1)
         none = torch.zeros_like(mean)
         new_precision = torch.where(narrow, 1 / tilted - cavity, none)
-        new_shift = torch.where(narrow, tilted_mean / tilted - centre * cavity, none)
+        new_shift = torch.where(narrow, tilted_mean / tilted - center * cavity, none)
         return torch.where(sure, new_precision, precision), torch.where(sure, new_shift, shift)

@@ -142,18 +142,18 @@ class PixelSearch:
         """Steps (n, I) within what is expected, and none at all."""
         precision, shift = self._expected
         covariance = torch.linalg.inv(precision)
-        centre, std = covariance @ shift, covariance.diagonal().sqrt()
+        center, std = covariance @ shift, covariance.diagonal().sqrt()
         indices = self.levels.indices(self.now.fit.x).flatten(1)[:, self.pixel]
-        most = int((MAX_COMBINATIONS / max(len(self._cells), 1)) ** (1 / len(centre)))
+        most = int((MAX_COMBINATIONS / max(len(self._cells), 1)) ** (1 / len(center)))
         ranges = []
-        for middle, width, own in zip(centre.tolist(), std.tolist(), indices.tolist(), strict=True):
+        for middle, width, own in zip(center.tolist(), std.tolist(), indices.tolist(), strict=True):
             reach = min(REACH * width, most / 2)
             least, top = -int(own), self.levels.count - 1 - int(own)
             low = min(max(math.floor(middle - reach), least), top)
             high = max(min(math.ceil(middle + reach), top), least)
-            inside = torch.arange(low, high + 1).to(centre)
+            inside = torch.arange(low, high + 1).to(center)
             ranges.append(inside if 0 in inside else torch.cat([inside, inside.new_zeros(1)]))
-        return torch.cartesian_prod(*ranges).view(-1, len(centre))
+        return torch.cartesian_prod(*ranges).view(-1, len(center))
 
     def _in_chunks(self, measure: Callable[[Tensor], Tensor], steps: Tensor, size: int) -> Tensor:
         """A measure of steps (n, I), of which each takes as many numbers as `size` for each output of these cells."""

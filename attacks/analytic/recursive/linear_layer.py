@@ -49,7 +49,7 @@ class LinearLayer:
         transmitted: 1 where a known defence let an entry through, 0 elsewhere (m, n); None is everywhere.
         trust: how far a known defence lets the bias be trusted, relative to the weight.
         images: whether its input is the image itself, normalised.
-        steps: optimiser steps in which it moves; None if unknown.
+        steps: optimizer steps in which it moves; None if unknown.
         scale: size of the updates for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
             a defence that changes sizes).
     """
