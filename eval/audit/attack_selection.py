@@ -6,20 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from eval.io import jsonl
-from eval.io.text import join
 from eval.metrics.score import Row
-from eval.metrics.self_verification import are_settled
+from eval.metrics.self_verification import are_settled, not_needed
 from eval.run.attack_cell import IMAGES
-from eval.run.plan import AttackTask, Plan, TrainingTask
+from eval.run.cache_keys import behind
+from eval.run.plan import AttackTask, Plan, Source
 from eval.run.run_directory import RunDir
 from fl.method import Method
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 
-FOUND = (
-    "recovered every image and confirmed it, or nearly all of its pixels; labels and private tensors that are not "
-    "named were not searched for"
-)
-"""What an attack that settles every update leaves."""
 PEELED, SEARCH = "peel+ig", "ig"
 """The search behind a peeled hypernetwork, and the one where nothing can be peeled."""
 
@@ -35,7 +30,7 @@ def defaults(method: Method, size: int) -> tuple[str, ...]:
     return ("analytic", *(("rconv", "cascade", "april") if size == 1 else ("spear", "cascade")), SEARCH)
 
 
-def needless(label: str, before: Mapping[str, Sequence[Row]]) -> str:
+def redundant_reason(label: str, before: Mapping[str, Sequence[Row]]) -> str:
     """Why an attack of the default ones could add nothing to those before it, or nothing.
 
     It never asks the truth: only what attacks have shown of their results themselves.
@@ -45,17 +40,12 @@ def needless(label: str, before: Mapping[str, Sequence[Row]]) -> str:
         before: the rows of the others that are done, by label.
     """
     if all_settled := _settling(before):
-        return spared(all_settled)
+        return not_needed(all_settled)
     peeled = before.get(PEELED, ())
     # of a peel that did not confirm itself the plain search may know better
     if label == SEARCH and peeled and all(row.get("verified") for row in peeled):
         return f"not needed: {PEELED} searched for the same with more known"
     return ""
-
-
-def spared(names: Sequence[str]) -> str:
-    """In words, that these attacks leave nothing to find."""
-    return f"not needed: {join(list(dict.fromkeys(names)))} {FOUND}"
 
 
 def _settling(before: Mapping[str, Sequence[Row]]) -> list[str]:
@@ -69,39 +59,58 @@ def _settling(before: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 @dataclass
-class Thrift:
-    """Says in a run which attacks are still needed (`eval.run.runner.Needed`), and keeps which were not.
+class EarlyStopping:
+    """Says in a run which attacks are still needed (`eval.run.runner.AttackFilter`), and keeps which were not.
 
     Attributes:
         folder: of the run.
-        spared: why an attack was left out, by the cell that it would have filled.
+        reasons: why an attack was left out, by the cell that it would have filled.
     """
 
     folder: RunDir
-    spared: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, one: TrainingTask, watch: AttackTask) -> bool:
+    def __call__(self, one: Source, watch: AttackTask) -> bool:
         """Whether the attack may add something to those that stand before it."""
         done = [other for other in one.watches[: one.watches.index(watch)] if self.folder.finished(other.cell)]
         before = {other.attack.label: jsonl.read_rows(self.folder.file(other.cell, IMAGES)) for other in done}
-        reason = needless(watch.attack.label, before)
+        reason = redundant_reason(watch.attack.label, before)
         if reason:
-            self.spared[watch.cell.id] = reason
+            self.reasons[watch.cell.id] = reason
         return not reason
 
-    def without(self, plan: Plan) -> dict[str, str]:
+    def left_out(self, plan: Plan) -> dict[str, str]:
         """Why attacks were left out of the whole plan, by label."""
-        watches = [watch for one in plan.trainings for watch in one.watches]
-        kept = {watch.attack.label for watch in watches if watch.cell.id not in self.spared}
-        gone = [watch for watch in watches if watch.attack.label not in kept]
-        return {watch.attack.label: self.spared[watch.cell.id] for watch in gone}
+        kept = {task.attack.label for task in plan.attacks if task.cell.id not in self.reasons}
+        gone = [task for task in plan.attacks if task.attack.label not in kept]
+        return {task.attack.label: self.reasons[task.cell.id] for task in gone}
 
-    def rest(self, plan: Plan) -> Plan:
+    def remaining(self, plan: Plan) -> Plan:
         """The plan without what was left out."""
-        trainings = [
-            replace(one, watches=tuple(watch for watch in one.watches if watch.cell.id not in self.spared))
-            for one in plan.trainings
-        ]
-        without = self.without(plan)
-        attacks = tuple(entry for entry in plan.experiment.attack if entry.label not in without)
-        return replace(plan, trainings=tuple(trainings), experiment=replace(plan.experiment, attack=attacks))
+
+        def kept(source: Source) -> tuple[AttackTask, ...]:
+            return tuple(task for task in source.watches if task.cell.id not in self.reasons)
+
+        trainings = tuple(replace(one, watches=kept(one)) for one in plan.trainings)
+        captures = tuple(replace(one, watches=kept(one)) for one in plan.captures)
+        gone = self.left_out(plan)
+        attacks = tuple(entry for entry in plan.experiment.attack if entry.label not in gone)
+        return replace(
+            plan, trainings=trainings, captures=captures, experiment=replace(plan.experiment, attack=attacks)
+        )
+
+
+def leave_out_settled(plan: Plan) -> Plan:
+    """The plan in which no attack is tried on an update that one before it has settled."""
+    trainings = tuple(replace(one, watches=_in_turn(one.watches)) for one in plan.trainings)
+    captures = tuple(replace(one, watches=_in_turn(one.watches)) for one in plan.captures)
+    return replace(plan, trainings=trainings, captures=captures)
+
+
+def _in_turn(tasks: Sequence[AttackTask]) -> tuple[AttackTask, ...]:
+    """Every attack behind those that stand before it and see the same round."""
+    found: list[AttackTask] = []
+    for task in tasks:
+        before = tuple(other for other in found if other.round == task.round)
+        found.append(replace(task, after=before, cell=behind(task.cell, [other.cell for other in before])))
+    return tuple(found)

@@ -259,11 +259,11 @@ def of_update(
     doubts = (_moved(view, captured.buffers), update_sanity.weights(view), update_sanity.doubt(view))
     doubt = "; ".join(filter(None, doubts))
     if given is None:
-        return Subject(view, None, doubt=doubt)
+        return Subject(view, None, doubt=doubt, captured=True)
     truth = image_identity.first(given, batch_size)
     # without a method the step size is a guess
     error = prediction_error(view, truth, scaled=method is None)
-    subject = Subject(view, truth, error, _tolerance(view, batch_size), len(given))
+    subject = Subject(view, truth, error, _tolerance(view, batch_size), len(given), captured=True)
     if not subject.mismatched:
         return subject
     fits = image_identity.fits(view, given, view_of, tolerance=MISMATCH, scaled=method is None)

@@ -1,32 +1,19 @@
-"""An audit: attacks on updates, in words and figures that answer one question, what leaked."""
+"""What an audit found, in words and figures that answer one question: what leaked. It is read from rows alone."""
 
 from __future__ import annotations
 
-import math
-import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
-from attacks.parallel import AttackPool
-from attacks.verification import CONTRADICTED
-from eval.audit import attack_selection
-from eval.audit import output_folder as kept
-from eval.audit.user_model import Subject
 from eval.audit.verdict import agreed, few, floor, leaked, unscored, verdict
-from eval.io import jsonl
 from eval.metrics import self_verification, validity_flags
-from eval.metrics.score import Row, score
+from eval.metrics.score import Row
 from eval.report.result_groups import private_tensor_recoveries
 from eval.report.sections import inconclusive as undecided
 from eval.report.sections.inconclusive import Open, Outcome
-from eval.run import auxiliary_overlap
-from eval.run.runner import FAULTS, Progress, ProgressCounter, silent
-from fl.seeds import derive
 from fl.view import ThreatModel
 
 PICTURED = {"settled", "ran", "searched", "gave up", "contradicted"}
@@ -34,7 +21,7 @@ PICTURED = {"settled", "ran", "searched", "gave up", "contradicted"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class AttackFinding:
     """What one attack found.
 
     Attributes:
@@ -72,13 +59,13 @@ class Finding:
     traceback: Path | None = None
 
     @classmethod
-    def of_failure(cls, attack: str, reason: str, kept: Path | None) -> Finding:
+    def of_failure(cls, attack: str, reason: str, kept: Path | None) -> AttackFinding:
         """What is left of an attack that ended with an error."""
         words = " ".join(reason.split())
         return cls(attack, [], "", f"failed: {words}", failed=words, traceback=kept)
 
     @classmethod
-    def of_spared(cls, attack: str, reason: str) -> Finding:
+    def of_left_out(cls, attack: str, reason: str) -> AttackFinding:
         """What is left of an attack that was not needed."""
         return cls(attack, [], "", reason, spared=reason)
 
@@ -88,7 +75,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Audit:
+class AuditReport:
     """All findings on one subject.
 
     Attributes:
@@ -100,7 +87,7 @@ class Audit:
     """
 
     subject: str
-    findings: list[Finding]
+    findings: list[AttackFinding]
     notes: tuple[str, ...] = ()
     mismatch: str = ""
     stopped: str = ""
@@ -183,139 +170,14 @@ class Audit:
         }
 
 
-def examine(
+def of_rows(
     name: str,
-    subjects: Sequence[Subject],
-    attacks: Mapping[str, Attack],
+    rows: Sequence[Row],
     *,
-    seed: int = 0,
-    out: Path | None = None,
-    told: Progress = silent,
-    thrifty: bool = False,
-    workers: int = 1,
-) -> Audit:
-    """Run attacks on the updates of one subject; one that fails stops no other, and Ctrl-C loses none that is done.
-
-    Args:
-        name: of the subject.
-        subjects: its updates.
-        attacks: by label.
-        seed: of their randomness.
-        out: folder for pictures and tracebacks; none are kept without.
-        told: of how many images every attack is done with.
-        thrifty: whether an update that one attack settles (`eval.metrics.self_verification`) is left out of those
-            behind it.
-        workers: processes that updates are spread over; their number changes no result.
-    """
-    with closing(AttackPool(workers)) as spread:
-        found, stopped = _examined(subjects, attacks, seed, out, told, spread, thrifty=thrifty)
-    against = (
-        f"{one.attack}: {one.words}" for own in found for one in own.outcomes if one.words.startswith(CONTRADICTED)
-    )
-    mismatch = next(filter(None, (*map(_mismatch, subjects), *against)), "")
-    return Audit(name, found, mismatch=mismatch, stopped=stopped)
-
-
-def _examined(
-    subjects: Sequence[Subject],
-    attacks: Mapping[str, Attack],
-    seed: int,
-    out: Path | None,
-    told: Progress,
-    spread: AttackPool,
-    *,
-    thrifty: bool,
-) -> tuple[list[Finding], str]:
-    """What attacks found, and the one at which Ctrl-C came, or nothing."""
-    found: list[Finding] = []
-    settled: dict[int, str] = {}
-    stopped = ""
-    for label, attack in attacks.items():
-        open_to = {i: subject for i, subject in enumerate(subjects) if i not in settled}
-        if not open_to:
-            found.append(Finding.of_spared(label, attack_selection.spared([*settled.values()])))
-            continue
-        try:
-            truths = (subject.truth.inputs for subject in open_to.values() if subject.truth is not None)
-            auxiliary_overlap.check_no_overlap(attack, label, truths)
-            results = _results(label, attack, open_to, seed, told, spread)
-            finding = _finding(label, open_to, results, seed)
-            if out is not None:
-                kept.pictures(out / label, open_to, results)
-        except KeyboardInterrupt:
-            stopped = label
-            break
-        except FAULTS as error:
-            written = None if out is None else out / f"{label}-traceback.txt"
-            if written is not None:
-                jsonl.write_text(written, traceback.format_exc())
-            found.append(Finding.of_failure(label, f"{type(error).__name__}: {error}", written))
-            continue
-        if settled:
-            spared = f"of the {len(open_to)} update(s) that no attack before it settled"
-            finding = replace(finding, spared=spared, verdict=f"{spared}: {finding.verdict}")
-        found.append(finding)
-        if thrifty:
-            sizes = {i: subject.view.batch_size for i, subject in open_to.items()}
-            settled |= {i: label for i, result in results.items() if self_verification.is_settled(result, sizes[i])}
-    return found, stopped
-
-
-def _results(
-    label: str, attack: Attack, subjects: Mapping[int, Subject], seed: int, told: Progress, spread: AttackPool
-) -> dict[int, Result]:
-    """What one attack makes of updates, by their numbers."""
-    views = [subject.view for subject in subjects.values()]
-    size = views[0].batch_size or 1
-    count = ProgressCounter(told, f"{label}: images", size * len(views))
-    count.set(0)
-    seeds = [derive(seed, "attack", number) for number in subjects]
-    results = spread.run(attack, views, seeds, lambda done: count.advance(size * done))
-    return dict(zip(subjects, results, strict=True))
-
-
-def _finding(label: str, subjects: Mapping[int, Subject], results: Mapping[int, Result], seed: int) -> Finding:
-    """What one attack's results come to."""
-    answers = {number: result for number, result in results.items() if isinstance(result, Reconstruction)}
-    rows: list[Row] = []
-    for number, result in answers.items():
-        subject = subjects[number]
-        if subject.truth is not None:
-            scored = self_verification.columns(result, score(result, subject.truth, seed=derive(seed, "floor", number)))
-            own = _error(subject)
-            rows += [{**own, "update": number, "picture": f"{number}:{row['image']}", **row} for row in scored]
-    refused = [_refused(r.reason, limit=r.limit) for r in results.values() if isinstance(r, NotApplicable)]
-    labels = [result.labels.tolist() for result in answers.values() if result.labels is not None]
-    verified = agreed(result.verified for result in answers.values())
-    said = _said(rows, refused, "" if rows or not answers else unscored([*answers.values()]))
-    first = next(iter(subjects.values()))
-    view = first.view
-    flags = validity_flags.audit_flags(
-        rows, view.threat, defended=view.defense.name != "none", tolerance=first.tolerance
-    )
-    notes = self_verification.notes(rows) or list(
-        dict.fromkeys(result.note for result in answers.values() if result.note)
-    )
-    return Finding(
-        label,
-        rows,
-        refused[0] if refused else "",
-        said,
-        labels,
-        verified,
-        flags,
-        notes,
-        outcomes=[
-            undecided.outcome(label, number, result, subjects[number].view.batch_size)
-            for number, result in results.items()
-        ],
-        leaked=leaked(rows),
-        few=few(rows),
-        doubtful=any(LABELS_UNCONFIRMED in result.note for result in answers.values()),
-    )
-
-
-def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bool) -> Audit:
+    threat: ThreatModel,
+    defended: bool,
+    labels: Mapping[str, list[list[int]]] = MappingProxyType({}),
+) -> AuditReport:
     """The audit that the rows of a run's `images.jsonl` amount to.
 
     Args:
@@ -323,38 +185,56 @@ def of_rows(name: str, rows: Sequence[Row], *, threat: ThreatModel, defended: bo
         rows: of one method under one defence.
         threat: what the attacker knows.
         defended: whether there is a defence.
+        labels: that every attack recovered, update by update.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["attack"], []).append(row)
     tests = sum(any(row.get("identified") is not None for row in group) for group in groups.values())
-    found = []
-    for attack, group in groups.items():
-        refused = [
-            _refused(row["not_applicable"], limit=bool(row.get("limit"))) for row in group if "not_applicable" in row
-        ]
-        scored = [row for row in group if "not_applicable" not in row]
-        verified = agreed(row["verified"] for row in scored)
-        reason = refused[0] if refused else ""
-        flags = validity_flags.audit_flags(scored, threat, defended=defended)
-        said = _said(scored, refused, tests=tests)
-        notes = self_verification.notes(scored)
-        found.append(
-            Finding(
-                attack,
-                scored,
-                reason,
-                said,
-                verified=verified,
-                flags=flags,
-                notes=notes,
-                outcomes=undecided.of_rows(attack, group),
-                leaked=leaked(scored, tests),
-                few=few(scored, tests),
-                doubtful=any(row.get("labels_doubtful") for row in scored),
-            )
-        )
-    return Audit(name, found)
+    context = _Context(threat, defended, tests)
+    found = [_finding(attack, group, context, labels.get(attack, [])) for attack, group in groups.items()]
+    return AuditReport(name, found)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What the attacks of one audit share: what the attacker knows, and how many are judged by names of images."""
+
+    threat: ThreatModel
+    defended: bool
+    tests: int
+
+
+def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[list[int]]) -> AttackFinding:
+    """What one attack's rows come to."""
+    open_to = [row for row in rows if not row.get("spared")]
+    if not open_to:
+        return AttackFinding.of_left_out(attack, str(rows[0]["not_applicable"]))
+    refused = [
+        _refused(row["not_applicable"], limit=bool(row.get("limit"))) for row in open_to if "not_applicable" in row
+    ]
+    scored = [row for row in open_to if "not_applicable" not in row]
+    judged, unjudged = ([row for row in scored if bool(row.get("unjudged")) == blind] for blind in (False, True))
+    said = _said(judged, refused, unscored(unjudged) if unjudged and not judged else "", tests=context.tests)
+    spared = ""
+    if len(open_to) < len(rows):
+        spared = f"of the {len({row['update'] for row in open_to})} update(s) that no attack before it settled"
+        said = f"{spared}: {said}"
+    return AttackFinding(
+        attack,
+        judged,
+        refused[0] if refused else "",
+        said,
+        labels,
+        agreed(row.get("verified") for row in scored),
+        validity_flags.audit_flags(judged, context.threat, defended=context.defended),
+        self_verification.notes(judged) or list(dict.fromkeys(row["note"] for row in unjudged if row.get("note"))),
+        spared=spared,
+        outcomes=undecided.of_rows(attack, open_to),
+        leaked=leaked(judged, context.tests),
+        few=few(judged, context.tests),
+        doubtful=any(row.get("labels_doubtful") for row in scored),
+    )
 
 
 def _image(row: Row) -> tuple[Any, ...]:
@@ -366,25 +246,6 @@ def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     """For each private value, for how many updates it was recovered, in plain data."""
     found = private_tensor_recoveries(rows)
     return {what: {"recovered": secret.n_recovered, "updates": len(secret.errors)} for what, secret in found.items()}
-
-
-def _mismatch(subject: Subject) -> str:
-    if not subject.mismatched or subject.truth is None:
-        return subject.doubt
-    doubt = f"{subject.doubt}. Otherwise " if subject.doubt else ""
-    used = len(subject.truth.inputs)
-    which = f", and the images: the first {used} of {subject.given} given, in their order" if subject.given else ""
-    return (
-        f"the update is not what this model makes of these images (relative error {subject.error:.2g}): {doubt}check "
-        f"the sign, mean and std, --method, --batch-size{which}"
-    )
-
-
-def _error(subject: Subject) -> Row:
-    """What the rows of an update repeat of the subject, as in `images.jsonl`."""
-    if subject.error is None:
-        return {}
-    return {"forward_error": subject.error if math.isfinite(subject.error) else None}
 
 
 def _said(rows: Sequence[Row], refused: Sequence[str], instead: str = "", tests: int = 1) -> str:

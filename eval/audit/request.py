@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -12,20 +12,21 @@ from typing import Any
 import attacks
 from attacks.base import Attack
 from defenses import defenses
-from eval.audit import attack_selection, captured_update, findings
+from eval.audit import attack_selection, captured_update
 from eval.audit import user_model as subjects
-from eval.audit.findings import Audit, Finding
+from eval.audit.capture_plan import CaptureRequest, plan_updates
 from eval.audit.user_model import Subject
 from eval.experiment import serialization
 from eval.io import yaml12
-from eval.run import results, runner
+from eval.run import runner
 from eval.run.federation_data import device_of
 from eval.run.plan import Plan
-from eval.run.run_directory import RunDir
 from fl.method import methods
 from fl.privacy.private_method import Private
 from fl.types import Batch
 
+NOTHING = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
+"""Why nothing can be audited."""
 COUNT = 4
 """Images taken of a data set or a file where no number is given, or as many of these as batches divide."""
 UNTOLD = "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
@@ -84,6 +85,7 @@ class Request:
         std: likewise.
         seed: of all randomness.
         device: `auto`, `cpu` or `cuda`.
+        imports: modules that register what is named here.
     """
 
     target: str | None = None
@@ -102,6 +104,7 @@ class Request:
     std: str = ""
     seed: int = 0
     device: str = "auto"
+    imports: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -114,13 +117,6 @@ class Request:
         if self.target:
             return f"{self.target} under {method}, {size}"
         return f"{method} on {yaml12.named(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What makes it this audit, in plain data: everything asked for but where it is computed."""
-        words = asdict(self)
-        del words["device"]
-        return {**words, "update": None if self.update is None else str(self.update)}
 
     @property
     def attacks(self) -> dict[str, Attack]:
@@ -137,15 +133,65 @@ class Request:
             found[label] = attack
         return found
 
+    @property
+    def source(self) -> str:
+        """Whether a method, a model of the user's own or a captured update is audited."""
+        return "update" if self.update is not None else "model" if self.target is not None else "method"
+
     def plan(self) -> Plan:
-        """The run that audits a method of the registry.
+        """The plan of the audit, whatever it is of.
+
+        Raises:
+            ValueError: settings that don't fit each other; says which.
+            FileNotFoundError: a data set or a file is not there; says how to get it.
+        """
+        return self._method_plan() if self.source == "method" else self._capture_plan()
+
+    def check_plan(self, plan: Plan, *, limited: bool, workers: int) -> None:
+        """Whether what is asked of the plan can be had.
+
+        Args:
+            plan: of this audit.
+            limited: whether there are limits, which take true images.
+            workers: processes that were asked for.
+
+        Raises:
+            ValueError: it can't.
+        """
+        updates = [update for capture in plan.captures for update in capture.observation.updates]
+        if limited and any(update.truth is None for update in updates):
+            raise ValueError("expected the true images (--images) beside a limit: nothing can be scored without them")
+        if len(updates) == 1 and workers > 1:
+            raise ValueError(f"--workers {workers} {ONE}")
+
+    def _capture_plan(self) -> Plan:
+        """The attacks on updates of a model of the user's own."""
+        tried = self.attacks
+        updates, notes = self.subjects()
+        source = {"model": self.target or self.model or "", "images": _bare(self.images) if self.images else ""}
+        if self.update is not None:
+            source["update"] = self.update.name
+        elif not self.images:
+            source["images"] = source["model"]
+        request = CaptureRequest(
+            name=self.name,
+            source={key: value for key, value in source.items() if value},
+            seed=self.seed,
+            device=self.device,
+            imports=self.imports,
+            notes=notes,
+        )
+        return plan_updates(updates, tried, request)
+
+    def _method_plan(self) -> Plan:
+        """The run that trains a method of the registry and audits it.
 
         Raises:
             ValueError: settings that don't fit each other; says which.
             FileNotFoundError: the data set is not there; says how to get it.
         """
         if self.method is None or self.dataset is None:
-            raise ValueError("expected MODULE:FUNCTION, --update with --model, or --method with --dataset")
+            raise ValueError(NOTHING)
         self._refuse_idle("method")
         given = yaml12.named(self.method)
         method = methods.build(given)
@@ -168,6 +214,7 @@ class Request:
                 "method": {key: value for key, value in observed.items() if key in settings},
             },
             "seeds": [self.seed],
+            **({"imports": list(self.imports)} if self.imports else {}),
         }
         try:
             return runner.prepare(serialization.build(data), device=self.device)
@@ -247,6 +294,11 @@ class Request:
         return yaml12.named(self.model or NETWORKS[shape])
 
 
+def _bare(source: str) -> str:
+    """The name of a file or a data set, without what a path tells of the machine."""
+    return Path(source).name if source.endswith(".npz") else str(yaml12.named(source).get("name"))
+
+
 def _about(subject: Subject, source: str) -> list[str]:
     """What to know of a captured update's true images."""
     if subject.truth is None:
@@ -261,64 +313,6 @@ def _in_options(words: str) -> str:
     for key, option in OPTIONS.items():
         words = re.sub(key, option, words)
     return words
-
-
-def check_folder(folder: RunDir, plan: Plan) -> None:
-    """Whether an audit may be written to a folder: a new one, or one of the same audit, which then goes on.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    folder.check()
-    before = folder.about_run()
-    if (before or (folder.path / results.CONFIG).exists()) and before.get("title") != plan.experiment.title:
-        name = before.get("title") or before.get("name") or "no title"
-        raise ValueError(f"{folder.path} holds another run ({name}), not this audit; choose another --out")
-
-
-def carry_out(
-    plan: Plan,
-    folder: RunDir,
-    options: runner.Options,
-    told: runner.Progress,
-    *,
-    kept: bool,
-    thrifty: bool = False,
-) -> Audit:
-    """The audit of a method: run its plan and read what came out; a part that fails is among the findings.
-
-    Args:
-        plan: of the audit.
-        folder: to run it in.
-        options: how; with the name of the audit.
-        told: how far it is.
-        kept: whether the folder stays, so that table, report and tracebacks are of use.
-        thrifty: whether attacks are left out that could add nothing to those before them; the run is then without them.
-    """
-    thrift = attack_selection.Thrift(folder)
-    if thrifty:
-        options = replace(options, needed=thrift)
-    watches = [watch for one in plan.trainings for watch in one.watches]
-    with folder.locked(), folder.logged():
-        failures = runner.run(plan, folder, options, told)
-        without, plan = thrift.without(plan), thrift.rest(plan)
-        rows = results.assemble(plan, folder)
-        if kept and rows:
-            results.publish(rows, failures, plan, folder)
-        defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
-        audit = findings.of_rows(options.name, rows, threat=plan.experiment.threat, defended=defended)
-    names = {watch.cell.id: watch.attack.label for watch in watches}
-    failed = [
-        Finding.of_failure(
-            names.get(failure.id, failure.name), failure.reason, folder.path / failure.traceback if kept else None
-        )
-        for failure in failures
-    ]
-    left_out = [Finding.of_spared(label, reason) for label, reason in without.items()]
-    order = [watch.attack.label for watch in watches]
-    found = [*audit.findings, *failed, *left_out]
-    found.sort(key=lambda one: order.index(one.attack) if one.attack in order else -1)  # a training that failed: first
-    return replace(audit, findings=found)
 
 
 def limits(**given: float | None) -> dict[str, float]:

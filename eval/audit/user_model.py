@@ -54,6 +54,7 @@ class Subject:
         tolerance: from which on such an error says that view, truth and update do not belong together.
         given: how many images the truth is the first of.
         doubt: what else says that the update is not of this model and these settings, in words.
+        captured: whether the update was captured, and not computed from the truth.
     """
 
     view: ServerView
@@ -62,6 +63,7 @@ class Subject:
     tolerance: float = 1e-4
     given: int = 0
     doubt: str = ""
+    captured: bool = False
 
     @property
     def mismatched(self) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from statistics import fmean
 
-from attacks.base import Reconstruction
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
 from eval.io.text import join
 from eval.metrics.score import Row
@@ -167,17 +166,24 @@ def agreed(checked: Iterable[bool | None]) -> bool | None:
     return None if not found or None in found else all(found)
 
 
-def unscored(answers: Sequence[Reconstruction]) -> str:
-    """What an attack says of its own results where the truth is not known."""
-    pictures = any(result.inputs is not None for result in answers)
+def unscored(rows: Sequence[Row]) -> str:
+    """What an attack says of its own results where the truth is not known.
+
+    Args:
+        rows: from `eval.metrics.score.score_without_truth`, with what the attack says of itself.
+    """
     words = {
         True: "the attack confirms that what it recovered is right",
         False: "the attack found nothing that explains the update",
         None: "the attack can't tell how close it came",
-    }[agreed(result.verified for result in answers)]
-    known = [float(result.fixed.double().mean()) for result in answers if result.fixed is not None]
+    }[agreed(row.get("verified") for row in rows)]
+    updates: dict[Hashable, list[float]] = {}
+    for row in rows:
+        if row.get("fixed") is not None:
+            updates.setdefault(row["update"], []).append(row["fixed"])
+    known = [fmean(own) for own in updates.values()]
     if known and "confirms" not in words:
         words = verification_words(False, min(known))
-    if not pictures:
-        return f"{bare([{'unscored': sorted(result.private)} for result in answers])}; {words}"
+    if not any(row.get("candidates") for row in rows):
+        return f"{bare(rows)}; {words}"
     return f"{words}; give the true images (--images) to have the pictures scored"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from eval.audit.findings import Audit
+    from eval.audit.findings import AuditReport
     from eval.audit.request import Request
 
 Target = Annotated[
@@ -89,6 +89,26 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Out = Annotated[
     Path | None, typer.Option(help="Folder to keep pictures in (with --method, the whole run, with table and report).")
 ]
+
+
+_UNKEPT = "nothing is kept without --out FOLDER"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is to become of an audit's findings, and how many processes work on them.
+
+    Attributes:
+        out: folder for the run, with table and report; nothing is kept without.
+        limits: by figure, what no image may exceed.
+        workers: processes; as many as there are cores where none is given.
+        json: whether findings are printed as JSON.
+    """
+
+    out: Path | None = None
+    limits: dict[str, float] = field(default_factory=dict)
+    workers: int | None = None
+    json: bool = False
 
 
 def audit(
@@ -144,104 +164,81 @@ def audit(
         std=std,
         seed=seed,
         device=device,
+        imports=imports,
     )
-    _report(request, out, allowed, workers, imports, json=json)
+    _audit(request, Outcome(out=out, limits=allowed, workers=workers, json=json))
 
 
-def _report(
-    request: Request,
-    out: Path | None,
-    limits: dict[str, float],
-    workers: int | None,
-    imports: tuple[str, ...],
-    *,
-    json: bool,
-) -> None:
-    """Carry the audit out, print it and leave with the code it comes to."""
-    screen = console(as_json=json)
-    own = request.target is not None or request.update is not None
-    nothing = "nothing was found yet" if own else "nothing is kept without --out FOLDER"
-    left = f"the same command goes on from here ({out})" if out and not own else nothing
-    with _interrupted(left):
-        found = (
-            _of_own(request, out, workers, limited=bool(limits))
-            if own
-            else _of_method(request, out, workers, imports, screen)
-        )
-    best = {figure: found.best(figure) for figure in limits}
-    above = [figure for figure, value in best.items() if value is not None and value > limits[figure]]
-    unknown = [figure for figure, value in best.items() if value is None]
-    undecided = found.undecided(limits)
-    if json:
+def _audit(request: Request, outcome: Outcome) -> None:
+    """Carry the audit out, print what it found and leave with the code that it comes to."""
+    screen = console(as_json=outcome.json)
+    with _interrupted():
+        report = _carried_out(request, outcome)
+    undecided = report.undecided(outcome.limits)
+    best = {figure: report.best(figure) for figure in outcome.limits}
+    above = [figure for figure, value in best.items() if value is not None and value > outcome.limits[figure]]
+    if outcome.json:
+        unknown = [figure for figure, value in best.items() if value is None]
         open_ = [one.plain() for one in undecided]
-        emit({**found.plain(), "limits": limits, "above": above, "unknown": unknown, "undecided": open_})
+        limits = {"limits": outcome.limits, "above": above, "unknown": unknown, "undecided": open_}
+        emit({**report.plain(), **limits})
     else:
-        _print(screen, found)
+        _print(screen, report)
     for figure in above:
-        say(f"above the limit: {found.above(figure, limits[figure])}")
-    if found.stopped:
-        left = "what was found before it stands above" if found.findings else "nothing was found before it"
-        say(f"stopped at {found.stopped}; {left}")
+        say(f"above the limit: {report.above(figure, outcome.limits[figure])}")
+    if report.stopped:
+        stands = "what was found before it stands above" if report.findings else "nothing was found before it"
+        again = f"the same command goes on from here ({outcome.out})" if outcome.out else _UNKEPT
+        say(f"stopped at {report.stopped}; {stands}; {again}")
         raise typer.Exit(STOPPED)
-    failed = [finding for finding in found.findings if finding.failed]
+    failed = [finding for finding in report.findings if finding.failed]
     for finding in failed:
         kept = f"the traceback is in {finding.traceback}" if finding.traceback else "--out FOLDER keeps the traceback"
         say(f"error: {finding.attack} failed: {finding.failed} ({kept})")
     for one in undecided:
-        again = one.why == found.mismatch and not json
-        say(f"not decided: {f'{one.what} (see the first line). To decide it: {one.remedy}' if again else one}")
+        repeated = one.why == report.mismatch and not outcome.json
+        say(f"not decided: {f'{one.what} (see the first line). To decide it: {one.remedy}' if repeated else one}")
+    if outcome.out is not None and (outcome.out / "report.html").is_file():
+        say(f"Written to {outcome.out}; open {outcome.out / 'report.html'}")
     if above or failed or undecided:
         raise typer.Exit(LEAKED if above else FAILURE if failed else UNDECIDED)
 
 
 @contextmanager
-def _interrupted(left: str) -> Iterator[None]:
-    """Say of Ctrl-C, in a line, what it leaves of an audit."""
+def _interrupted() -> Iterator[None]:
+    """Say of Ctrl-C before any attack, in a line, what it leaves of an audit."""
     try:
         yield
     except KeyboardInterrupt as error:
-        say(f"stopped; {left}")
+        say("stopped; nothing was found yet")
         raise typer.Exit(STOPPED) from error
 
 
-def _of_own(request: Request, out: Path | None, workers: int | None, *, limited: bool) -> Audit:
-    from eval.audit import findings
-    from eval.audit import output_folder as kept
-    from eval.audit.request import ONE, make_folder
+def _carried_out(request: Request, outcome: Outcome) -> AuditReport:
+    from eval.audit.execution import Execution, check_folder, run_audit
+    from eval.audit.request import make_folder
     from eval.run.resources import choose_workers
-    from eval.run.run_directory import hold_lock
+    from eval.run.run_directory import RunDir
+    from eval.run.runner import Options
 
+    screen = console(as_json=True)  # on stderr: stdout is for what was found
     with ExitStack() as stack:
+        folder = RunDir(outcome.out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
         with errors(USAGE):
-            tried = request.attacks
-            subjects, notes = request.subjects()
-            if limited and subjects[0].truth is None:
-                missing = "expected the true images (--images) beside a limit: nothing can be scored without them"
-                raise ValueError(missing)
-            several = len(subjects) > 1
-            if not several and (workers or 1) > 1:
-                raise ValueError(f"--workers {workers} {ONE}")
-            if out is not None:
-                kept.check(out, request.name, request.settings)
-                make_folder(out)
-                stack.enter_context(hold_lock(out))
-                kept.check(out, request.name, request.settings)  # again: another audit may have come and gone
-                kept.mark(out, request.name, request.settings)
-        screen = console(as_json=True)  # on stderr: stdout is for what was found
-        # one update has all threads to itself
-        processes = choose_workers(workers, subjects[0].view.device) if several else 1
+            plan = request.plan()
+            updates = sum(len(capture.observation.updates) for capture in plan.captures)
+            request.check_plan(plan, limited=bool(outcome.limits), workers=outcome.workers or 1)
+            check_folder(folder, plan)
+            make_folder(folder.path)
+            # one update has all threads to itself
+            processes = 1 if updates == 1 else choose_workers(outcome.workers, plan.device)
         with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
-            found = findings.examine(
-                request.name,
-                subjects,
-                tried,
-                seed=request.seed,
-                out=out,
-                told=seen,
-                thrifty=not request.attack,
-                workers=processes,
+            options = Options(workers=processes, name=request.name, command=told(sys.argv[1:]))
+            keep, early_stop = outcome.out is not None, not request.attack
+            report = run_audit(
+                plan, folder, Execution(options=options, progress=seen, keep_outputs=keep, early_stop=early_stop)
             )
-    return replace(found, notes=(*notes, *_chosen(request), *found.notes))
+    return replace(report, notes=(*report.notes, *_chosen(request)))
 
 
 def _chosen(request: Request) -> list[str]:
@@ -252,30 +249,7 @@ def _chosen(request: Request) -> list[str]:
     return [f"only {', '.join(request.attacks)} tried, as asked for by --attack; without it {usual} are"]
 
 
-def _of_method(
-    request: Request, out: Path | None, workers: int | None, imports: tuple[str, ...], screen: Console
-) -> Audit:
-    from eval.audit.request import carry_out, check_folder, make_folder
-    from eval.run.resources import choose_workers
-    from eval.run.run_directory import RunDir
-    from eval.run.runner import Options
-
-    with ExitStack() as stack:
-        folder = RunDir(out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
-        with errors(USAGE):
-            plan = request.plan()
-            plan = replace(plan, experiment=replace(plan.experiment, imports=imports))
-            check_folder(folder, plan)
-            make_folder(folder.path)
-        with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
-            options = Options(
-                workers=choose_workers(workers, plan.device), name=request.name, command=told(sys.argv[1:])
-            )
-            found = carry_out(plan, folder, options, seen, kept=out is not None, thrifty=not request.attack)
-    return replace(found, notes=(*_chosen(request), *found.notes))
-
-
-def _print(screen: Console, found: Audit) -> None:
+def _print(screen: Console, found: AuditReport) -> None:
     from eval.audit import verdict
     from eval.metrics.self_verification import verification_words
     from eval.metrics.validity_flags import FLAGS

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import attacks
 from attacks.base import Attack, Chain
 from defenses import defenses
+from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe, Published, Score, TaskSpec
 from eval.io.sanitize import shorten
 from fl.method import methods
@@ -153,13 +154,15 @@ def _grid_hint(error: ListError) -> str:
     return f"; for a grid write `sweep: {{{key}: {values}}}` in the file, or `--set {key}={values.replace(', ', ',')}`"
 
 
-def to_plain(experiment: Experiment, *, first_names: bool = False) -> dict[str, Any]:
+def to_plain(experiment: Experiment | CaptureSpec, *, first_names: bool = False) -> dict[str, Any]:
     """The experiment in plain data with every default written out; `build(plain(x)) == x`.
 
     Args:
         experiment: any.
         first_names: whether settings have the first names that they ever had (`fl.settings`).
     """
+    if isinstance(experiment, CaptureSpec):
+        return _capture_to_plain(experiment, first_names=first_names)
     result: dict[str, Any] = {"title": experiment.title}
     if experiment.imports:
         result["imports"] = list(experiment.imports)
@@ -174,6 +177,24 @@ def to_plain(experiment: Experiment, *, first_names: bool = False) -> dict[str, 
         result["observe"]["method"] = dict(_first_of_methods(experiment, key, value) for key, value in own)
     published = [section_spec(figures, first_names=first_names) for figures in experiment.published]
     return {**result, "seeds": list(experiment.seeds), **({"published": published} if published else {})}
+
+
+def _capture_to_plain(spec: CaptureSpec, *, first_names: bool) -> dict[str, Any]:
+    """What an audit without a federation is of, in plain data: for readers, no config that could be run."""
+    return {
+        "title": spec.title,
+        "audit": dict(spec.source),
+        **({"imports": list(spec.imports)} if spec.imports else {}),
+        "task": spec.task,
+        "threat": section_spec(spec.threat, first_names=first_names),
+        "observe": {"images": spec.images, "batch_size": spec.batch_size},
+        "score": section_spec(spec.score, first_names=first_names),
+        **{
+            key: [_entry_spec(spec, entry, registry, first_names) for entry in getattr(spec, key)]
+            for key, registry in LISTS.items()
+        },
+        "seeds": list(spec.seeds),
+    }
 
 
 def with_changes(experiment: Experiment, changes: Mapping[str, Any], where: str) -> Experiment:
@@ -372,7 +393,7 @@ def _name(item: Any) -> str:
 
 
 def _entry_spec(
-    experiment: Experiment, entry: Entry[Any], registry: Registry[Any], first_names: bool
+    experiment: Experiment | CaptureSpec, entry: Entry[Any], registry: Registry[Any], first_names: bool
 ) -> dict[str, Any]:
     if isinstance(entry.item, Attack):
         spec = attack_spec(entry.item, first_names=first_names)
@@ -388,7 +409,7 @@ def _entry_spec(
     return {**spec, "with": changes} if changes else spec
 
 
-def _first_of_change(experiment: Experiment, dotted: str, value: Any) -> tuple[str, Any]:
+def _first_of_change(experiment: Experiment | CaptureSpec, dotted: str, value: Any) -> tuple[str, Any]:
     """A setting of another section by its first names, and its value by that which this had."""
     holder: Any = experiment
     found = []

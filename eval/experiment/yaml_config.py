@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.experiment import sweep as grid
+from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.overrides import ConfigDraft, apply_overrides
 from eval.experiment.plugins import import_plugins, not_on_command_line
 from eval.experiment.selection import select_entries, with_published_figures
@@ -97,7 +98,7 @@ def read(data: Any) -> Experiment:
     return grid.expand_sweep(*_split(data))
 
 
-def dump(experiment: Experiment) -> str:
+def dump(experiment: Experiment | CaptureSpec) -> str:
     """The experiment as YAML with every default written out, always the same for equal experiments."""
     return yaml12.dump(to_plain(experiment))
 

@@ -44,6 +44,9 @@ NO_RECONSTRUCTION = "no reconstruction stands for this image"
 NO_IMAGES = "the attack recovers no images"
 """Why a figure is missing where images were never the aim."""
 
+NO_TRUTH = "the true images are not known"
+"""Why a figure is missing of an update that was captured without its images."""
+
 _EXTRACTOR = "extractor/"
 _CLIENT = re.compile(f"({_EXTRACTOR})?part/([0-9]+)/")
 _FAR = 1e9
@@ -148,6 +151,33 @@ def score(
         reasons = missing if match is not None else dict.fromkeys(absent, why) | missing
         rows.append(_json_ready(row, reasons))
     return rows
+
+
+def score_without_truth(reconstruction: Reconstructed, size: int | None) -> list[Row]:
+    """Rows of an update whose true images nobody has: one for every reconstruction, or one if there is none.
+
+    The columns are those of `score`, as far as they can be told; `unjudged` says that there is nothing to compare with.
+
+    Args:
+        reconstruction: of an attack.
+        size: how many images the update is computed from; None if the server does not know.
+    """
+    found = reconstruction.inputs
+    labels = None if reconstruction.labels is None else _hard(reconstruction.labels)
+    row: Row = {
+        **{"images": size, "candidates": 0 if found is None else len(found), "unjudged": True, "failure": None},
+        **dict.fromkeys((*MEASURES, "exact8"), math.nan),
+        **{"label": None, "label_correct": None, "label_overlap": None},
+        **{"objective": float(reconstruction.objective), "private_errors": {}, "extractor_error": None},
+    }
+    if found is None and reconstruction.private:
+        row["unscored"] = sorted(reconstruction.private)
+    heads: list[Row] = [{"image": i, "matched": i} for i in range(row["candidates"])] or [{"matched": None}]
+    told = [None] * len(heads) if labels is None or len(labels) != len(heads) else labels
+    reasons = dict.fromkeys((*MEASURES, "exact8"), NO_TRUTH)
+    return [
+        _json_ready({**head, **row, "recovered_label": label}, reasons) for head, label in zip(heads, told, strict=True)
+    ]
 
 
 def private_errors(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> dict[str, float]:

@@ -13,6 +13,12 @@ from eval.metrics.score import Row
 FIXED = 0.9
 """Share of an image's pixels that the update must fix for it to count as settled: corners are often left open."""
 
+FOUND = (
+    "recovered every image and confirmed it, or nearly all of its pixels; labels and private tensors that are not "
+    "named were not searched for"
+)
+"""What an attack that settles every update leaves."""
+
 
 def columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
     """The rows of one update with what the attack says of itself: its objective's course, its check and its note.
@@ -60,6 +66,19 @@ def are_settled(rows: Sequence[Row]) -> bool:
     if not rows or any(not row.get("candidates") or row["candidates"] != row["images"] for row in rows):
         return False
     return all(row.get("verified") or row.get("fixed", 0.0) >= FIXED for row in rows)
+
+
+def settled_updates(rows: Sequence[Row]) -> list[str | int]:
+    """The updates among an attack's rows of which no other attack can find more (see `is_settled`)."""
+    updates: dict[str | int, list[Row]] = {}
+    for row in rows:
+        updates.setdefault(row["update"], []).append(row)
+    return [key for key, own in updates.items() if are_settled(own)]
+
+
+def not_needed(names: Sequence[str]) -> str:
+    """In words, that these attacks leave nothing to find."""
+    return f"not needed: {join(list(dict.fromkeys(names)))} {FOUND}"
 
 
 def verification_words(verified: bool | None, fixed: float | None = None) -> str:

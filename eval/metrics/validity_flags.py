@@ -24,6 +24,9 @@ FLAGS = {
 }
 """Every flag and its explanation, in the order in which they are listed."""
 
+TOLERANCE = 1e-4
+"""Forward error from which on an update is not what the attacker's own model of training makes of the true data."""
+
 
 def flags(
     rows: Sequence[Row],
@@ -32,7 +35,7 @@ def flags(
     labels_given: bool = False,
     defence_known: bool = False,
     forward_error: float | None = None,
-    tolerance: float = 1e-4,
+    tolerance: float = TOLERANCE,
     image: str = "image",
 ) -> list[str]:
     """The flags that apply to rows of one setting, in the order of `FLAGS`.
@@ -72,7 +75,12 @@ def flags(
     return [name for name in FLAGS if applies[name]]
 
 
-def audit_flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tolerance: float = 1e-4) -> list[str]:
+def tolerance_of(rows: Sequence[Row]) -> float:
+    """From which forward error on view, truth and update of these rows do not belong together."""
+    return max((row.get("forward_tolerance", TOLERANCE) for row in rows), default=TOLERANCE)
+
+
+def audit_flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool) -> list[str]:
     """The validity flags of one attack in an audit, by its rows and what the attacker knows."""
     if not rows:
         return []
@@ -83,7 +91,7 @@ def audit_flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool, tol
         labels_given=threat.knows_labels,
         defence_known=defended and threat.knows_defense,
         forward_error=max((math.inf if error is None else error for error in errors), default=None),
-        tolerance=tolerance,
+        tolerance=tolerance_of(rows),
         image="picture",
     )
     return [name for name in found if name != "lpips-missing"]  # an audit does not ask for it

@@ -125,14 +125,15 @@ class ImagePair:
     Attributes:
         rule: why this one: "best".
         words: its score.
-        original, reconstruction: PNG files.
+        original: a PNG file; None where nobody knows the true image.
+        reconstruction: likewise.
         about: which image it is.
         size: (width, height) in pixels.
     """
 
     rule: str
     score: str
-    original: bytes
+    original: bytes | None
     reconstruction: bytes
     description: str
     size: tuple[int, int]

@@ -86,8 +86,15 @@ class Run:
         """Return what the run calls itself."""
         return self.settings.title or str(self.metadata.get("title") or self.metadata.get("name") or "What leaked")
 
-    def load_pictures(self, group: ResultGroup, seed: int) -> tuple[Pixels, Pixels]:
-        """Return originals and reconstructions (N, C, H, W) in [0, 1], in the order of a seed's `image_rows`.
+    @property
+    def captured(self) -> bool:
+        """Whether the updates came without a training: of a model of the user's own, or captured."""
+        return "audit" in self.settings.values
+
+    def load_pictures(self, group: ResultGroup, seed: int) -> tuple[Pixels | None, Pixels]:
+        """Originals and reconstructions (N, C, H, W) in [0, 1], in the order of the group's pictured rows of a seed.
+
+        There are no originals where nobody knows the true images.
 
         Raises:
             ValueError: there is no such file, or it is none of ours; says which.
@@ -137,8 +144,8 @@ def picture_file_names(attacks: Iterable[PictureKey]) -> dict[PictureKey, str]:
     return names
 
 
-def read_pictures(path: Path) -> tuple[Pixels, Pixels]:
-    """Return originals and reconstructions (N, C, H, W) in [0, 1] of an attack.
+def read_pictures(path: Path) -> tuple[Pixels | None, Pixels]:
+    """Originals, None where nobody knows them, and reconstructions (N, C, H, W) in [0, 1] of an attack.
 
     Raises:
         ValueError: the file is damaged; says which.
@@ -146,13 +153,12 @@ def read_pictures(path: Path) -> tuple[Pixels, Pixels]:
     name = f"{path.parent.name}/{path.name}"
     try:
         arrays = tensor_archives.arrays(path)
-        original, found = (arrays[key] for key in ("original", "reconstruction"))
+        original, found = arrays.get("original"), arrays["reconstruction"]
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{name} can't be read") from error
-    if original.ndim != 4 or original.shape != found.shape or {original.dtype.kind, found.dtype.kind} != {"f"}:
-        raise ValueError(
-            f"{name} holds no pictures, but {original.dtype} {original.shape}, {found.dtype} {found.shape}"
-        )
+    parts = [found] if original is None else [original, found]
+    if any(part.ndim != 4 or part.dtype.kind != "f" or part.shape != found.shape for part in parts):
+        raise ValueError(f"{name} holds no pictures, but {', '.join(f'{part.dtype} {part.shape}' for part in parts)}")
     return original, found
 
 

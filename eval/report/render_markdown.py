@@ -103,6 +103,9 @@ def _gallery(gallery: GalleryBlock, files: dict[str, bytes]) -> str:
     for case in gallery.pairs:
         shown = []
         for kind, picture in (("original", case.original), ("reconstruction", case.reconstruction)):
+            if picture is None:
+                shown.append("not known")
+                continue
             name = f"{gallery.name}-{case.rule}-{kind}.png"
             files[name] = picture
             shown.append(f"![{kind}, {escape(case.rule)} case, {escape(case.description)}]({FOLDER}/{name})")

@@ -97,6 +97,11 @@ class ResultGroup:
         return [row for row in self.attacked_rows if row.get("psnr") is not None]
 
     @cached_property
+    def unjudged_rows(self) -> list[Row]:
+        """Rows of reconstructions that nothing can be compared with, as the true images are not known."""
+        return [row for row in self.attacked_rows if row.get("unjudged")]
+
+    @cached_property
     def refusals(self) -> dict[str, int]:
         """Return why the attack said nothing, and of how many updates."""
         return dict(Counter(str(row["not_applicable"]) for row in self.rows if "not_applicable" in row))
@@ -225,18 +230,20 @@ class ResultGroup:
         return share_reaching(self.image_rows, level, f"{prefix}psnr")
 
     def flags(self, setting: RunSettings) -> list[str]:
-        """Return the validity flags that apply (see `eval.metrics.validity_flags`)."""
-        if not self.attacked_rows:
+        """The validity flags that apply (see `eval.metrics.validity_flags`)."""
+        judged = [row for row in self.attacked_rows if not row.get("unjudged")]
+        if not judged:
             return []
-        errors = [row.get("forward_error", 0.0) for row in self.attacked_rows]
-        histories = [row.get("history") or [] for row in self.attacked_rows]
+        errors = [row.get("forward_error", 0.0) for row in judged]
+        histories = [row.get("history") or [] for row in judged]
         knows = setting.threat.get("knows_defense", False)
         found = validity_flags.flags(
-            self.attacked_rows,
+            judged,
             histories=[[math.nan if value is None else value for value in history] for history in histories],
             labels_given=bool(setting.threat.get("knows_labels", False)),
             defence_known=setting.defense_name(self.defense) != "none" and bool(knows),
             forward_error=max(math.inf if error is None else error for error in errors),
+            tolerance=validity_flags.tolerance_of(judged),
             image=IMAGE,
         )
         return [name for name in found if name != "lpips-missing" or setting.lpips_asked]

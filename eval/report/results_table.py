@@ -9,6 +9,7 @@ from statistics import fmean
 
 from attacks.base import Chain
 from eval.experiment import sweep, yaml_config
+from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.spec import Experiment
 from eval.io.sanitize import in_markdown
 from eval.metrics import validity_flags
@@ -78,8 +79,8 @@ class Table:
     legend: list[str]
 
 
-def build_table(rows: Sequence[Row], experiment: Experiment) -> Table:
-    """Return the table of an experiment's rows.
+def build_table(rows: Sequence[Row], experiment: Experiment | CaptureSpec) -> Table:
+    """The table of an experiment's rows.
 
     Raises:
         ValueError: there are no rows.
@@ -241,7 +242,7 @@ def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def _legend(
-    rows: Sequence[Row], experiment: Experiment, raised: Mapping[str, None], further: Sequence[str]
+    rows: Sequence[Row], experiment: Experiment | CaptureSpec, raised: Mapping[str, None], further: Sequence[str]
 ) -> list[str]:
     """Return what leaked, and what to know of the columns, `further` ones among them."""
     found = group_rows(rows)
@@ -251,7 +252,7 @@ def _legend(
     lines = [
         *_verdicts(found, several),
         *(leakage if _attacked(found) else [NO_ATTACK_ASKED]),
-        _accuracy(found, experiment),
+        *([_accuracy(found, experiment)] if isinstance(experiment, Experiment) else []),
     ]
     lines += [f"Method {entry.label}: {summarize(type(entry.item))}." for entry in experiment.method]
     defenses = [entry for entry in experiment.defense if entry.item.name != "none"]

@@ -16,7 +16,7 @@ from fl.runtime.atomic_files import make, refuse_link, remove, replacing, sweep
 HTML, MARKDOWN = "report.html", "report.md"
 FIGURES_FOLDER = "figures"
 """Where charts lie that were asked for as files."""
-_OUR_FILES = re.compile(r"(picture-\d+-(best|median|worst|only)-(original|reconstruction)\.png|[a-z0-9-]+\.svg)")
+_OUR_FILES = re.compile(r"(picture-\d+-(best|median|worst|only|\d+)-(original|reconstruction)\.png|[a-z0-9-]+\.svg)")
 
 
 def write_report(folder: str | Path, *, show: bool = True) -> tuple[Path, Path]:

@@ -1,12 +1,13 @@
-"""Attack cells: what the server sees of the watched clients, attacked and scored."""
+"""Attack cells: what the server sees of the watched clients, attacked and scored, whatever source it came from."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from eval.metrics.forward_error import forward_error, prediction_error
 from eval.metrics.image import psnr
 from eval.metrics.lineup import IdentificationLineup
 from eval.metrics.perceptual import Perceptual
-from eval.metrics.score import Row, score
+from eval.metrics.score import Row, score, score_without_truth
+from eval.metrics.validity_flags import TOLERANCE
 from eval.run.attack_checkpoint import AttackCheckpoint
 from eval.run.federation_data import Target
+from eval.run.observation import Observation, WatchedUpdate
 from eval.run.plan import AttackTask, ObservationSpec, TrainingTask
 from eval.run.run_directory import CHECKPOINT
 from fl.aggregated_view import combine
@@ -32,32 +35,10 @@ from fl.federation import Federation
 from fl.runtime.atomic_files import replacing
 from fl.seeds import derive
 from fl.simulation.client_round import observe
-from fl.types import Batch, Truth
+from fl.types import Truth
 from fl.view import ServerView
 
-IMAGES, PICTURES = "images.jsonl", "pictures.npz"
-
-
-@dataclass(frozen=True, eq=False)
-class Observation:
-    """What the server sees of every victim after a round, and what is true.
-
-    Attributes:
-        views: one for each victim, or why nothing is sent.
-        truths: likewise; None where nothing is sent, and so nothing made.
-        errors: how far the attacker's own model of training is from what was observed.
-        pictures: for each victim, which image of the data set every true image is: its client and number, and which
-            copy if a client feeds several of it.
-        lineups: by number of a victim its images among others, made when an attack first asks.
-        closest: likewise, those of the reference images that are closest to its own.
-    """
-
-    views: tuple[ServerView | NotApplicable, ...]
-    truths: tuple[Truth | None, ...]
-    errors: tuple[float, ...]
-    pictures: tuple[tuple[str, ...], ...]
-    lineups: dict[int, IdentificationLineup] = field(default_factory=dict)
-    closest: dict[int, Tensor] = field(default_factory=dict)
+IMAGES, PICTURES, LABELS = "images.jsonl", "pictures.npz", "labels.jsonl"
 
 
 def observe_targets(
@@ -75,14 +56,10 @@ def observe_targets(
         earlier: what the server saw of every victim in rounds before, oldest first.
     """
     client = Client(training.world.task(training.seed), scene.method, training.defense.item)
-    views, truths = list[ServerView | NotApplicable](), list[Truth | None]()
-    errors, pictures = list[float](), list[tuple[str, ...]]()
+    updates = []
     for i, victim in enumerate(scene.victims):
         if reason := _silent(federation, victim):
-            views.append(NotApplicable(reason))
-            truths.append(None)
-            errors.append(math.nan)
-            pictures.append(())
+            updates.append(WatchedUpdate(victim.key, victim.client, NotApplicable(reason), None, math.nan))
             continue
         past = tuple(view for views in earlier if isinstance(view := views[i], ServerView))
         each = [_observed(federation, client, training, scene, member, past) for member in victim.group]
@@ -91,66 +68,90 @@ def observe_targets(
         if victim.others:
             view, truth = combine(each, [len(member.data) for member in victim.group])
             off.append(prediction_error(view, truth) or 0.0)
-        views.append(view)
-        truths.append(truth)
-        errors.append(max(off))
         named = zip(each, victim.group, strict=True)
-        pictures.append(tuple(name for (_, own), member in named for name in _pictures(member, own)))
-    return Observation(tuple(views), tuple(truths), tuple(errors), tuple(pictures))
+        pictures = tuple(name for (_, own), member in named for name in _pictures(member, own))
+        updates.append(WatchedUpdate(victim.key, victim.client, view, truth, max(off), pictures))
+    return Observation(tuple(updates), training.seed, training.world.reference(scene.victims))
 
 
 def run_attack_cell(
-    watch: AttackTask,
-    training: TrainingTask,
-    seen: Observation,
+    task: AttackTask,
+    observation: Observation,
     perceptual: Perceptual | None,
     folder: Path,
     spread: AttackPool,
     tick: Callable[[int], None] = lambda _count: None,
+    settled: Mapping[str | int, str] = MappingProxyType({}),
 ) -> None:
-    """Attack every victim; writes `images.jsonl` and, where there are images, `pictures.npz` into `folder`.
+    """Attack every watched update, score what comes back, and write it down.
+
+    `folder` gets `images.jsonl`, a row for every true image (where the truth is not known, for every reconstruction),
+    `labels.jsonl`, the labels that the attack recovered, and, where there are images, `pictures.npz`.
 
     Args:
-        watch: which attack, on whom.
-        training: on what.
-        seen: of the watch's scene and round.
+        task: which attack.
+        observation: of its source and round.
         perceptual: LPIPS, or why there is none.
         folder: empty, or with what an attempt before left: portions that it finished are not attacked again.
         spread: the processes to do it in.
         tick: told how many more updates are done.
+        settled: updates that are not attacked, by key, and why.
     """
-    victims = watch.scene.victims
-    seeds = [derive(training.seed, "attack", victim.key) for victim in victims]
-    results = _attacked(watch.attack.item, seen.views, seeds, spread, folder / CHECKPOINT, tick)
-    reference, rows, pairs = training.world.reference(victims), list[Row](), list[tuple[Tensor, Tensor]]()
-    told = zip(victims, seen.views, seen.truths, results, seen.errors, seen.pictures, strict=True)
-    for i, (victim, view, truth, result, error, pictures) in enumerate(told):
-        head = {"round": watch.round, "client": victim.client, "update": victim.key}
-        head["forward_error"] = error if math.isfinite(error) else None
+    results = _attacked(task.attack.item, observation, settled, spread, folder / CHECKPOINT, tick)
+    rows, labels, pictures = list[Row](), list[Row](), list[tuple[Tensor | None, Tensor]]()
+    for i, (update, result) in enumerate(zip(observation.updates, results, strict=True)):
+        head = _head(task.round, update)
         if isinstance(result, NotApplicable):
             limit = {"limit": True} if result.limit else {}
-            rows.append({**head, "picture": None, "not_applicable": result.reason, **limit})
+            spared = {"spared": True} if update.key in settled else {}
+            rows.append({**head, "picture": None, "not_applicable": result.reason, **limit, **spared})
             continue
-        assert truth is not None  # what was attacked was sent
-        assert isinstance(view, ServerView)
-        near = _closest(seen, reference).get(i)
-        scored = _scored(result, truth, perceptual, near, derive(training.seed, "floor", victim.key))
+        scored = _scored(task, observation, i, result, perceptual)
+        rows.extend({**head, "picture": _picture(update, row), **row} for row in scored)
+        if result.labels is not None:
+            labels.append({"update": update.key, "labels": result.labels.tolist()})
         if result.inputs is not None:
-            scored = _bounded(scored, watch.attack.item, truth)
-        if i not in seen.lineups:
-            seen.lineups[i] = IdentificationLineup.of(
-                view, truth, reference, derive(training.seed, "identify", victim.key)
-            )
-        scored = seen.lineups[i].rows(scored, result)
-        names = [pictures[row["image"]] if "image" in row else None for row in scored]
-        rows.extend({**head, "picture": name, **row} for name, row in zip(names, scored, strict=True))
-        if result.inputs is not None:
-            pairs.append((truth.inputs.cpu(), _in_order(result.inputs.cpu(), scored)))
+            pictures.append(_shown(update, result.inputs.cpu(), scored))
     jsonl.replace_rows(folder / IMAGES, rows)
-    if pairs:
-        original, found = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
-        with replacing(folder / PICTURES) as file:
-            np.savez_compressed(file, original=original, reconstruction=found)
+    jsonl.replace_rows(folder / LABELS, labels)
+    if pictures:
+        _write_pictures(folder / PICTURES, pictures)
+
+
+def _head(number: int, update: WatchedUpdate) -> Row:
+    """What every row of an update says of it."""
+    head: Row = {"round": number, "client": update.client, "update": update.key}
+    if (error := update.forward_error) is not None:
+        head["forward_error"] = error if math.isfinite(error) else None
+    if update.tolerance != TOLERANCE:
+        head["forward_tolerance"] = update.tolerance
+    return head
+
+
+def _picture(update: WatchedUpdate, row: Row) -> str | None:
+    """The name of the row's image; where nobody knows the true one, of its reconstruction."""
+    if "image" not in row:
+        return None
+    return f"{update.key}:{row['image']}" if update.truth is None else update.pictures[row["image"]]
+
+
+def _shown(update: WatchedUpdate, found: Tensor, rows: Sequence[Row]) -> tuple[Tensor | None, Tensor]:
+    """The true images, where they are known, and the reconstructions beside them."""
+    if update.truth is None:
+        return None, found.clamp(0, 1)
+    return update.truth.inputs.cpu(), _in_order(found, rows)
+
+
+def _write_pictures(path: Path, pictures: Sequence[tuple[Tensor | None, Tensor]]) -> None:
+    """Keep reconstructions, and the originals if there are any; in a type that NumPy has, too."""
+    parts = {
+        "original": [original for original, _ in pictures if original is not None],
+        "reconstruction": [found for _, found in pictures],
+    }
+    joined = {name: torch.cat(images) for name, images in parts.items() if images}
+    arrays = {name: (x.float() if x.dtype is torch.bfloat16 else x).numpy() for name, x in joined.items()}
+    with replacing(path) as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def _observed(
@@ -187,13 +188,17 @@ def _silent(federation: Federation, victim: Target) -> str:
 
 def _attacked(
     attack: Attack,
-    views: Sequence[ServerView | NotApplicable],
-    seeds: Sequence[int],
+    observation: Observation,
+    settled: Mapping[str | int, str],
     spread: AttackPool,
     folder: Path,
     tick: Callable[[int], None],
 ) -> list[Result]:
-    """What the attack makes of the views; where there is none, why."""
+    """What the attack makes of every update; where there is nothing to attack, or no need to, why."""
+    views = [
+        NotApplicable(settled[update.key]) if update.key in settled else update.view for update in observation.updates
+    ]
+    seeds = [derive(observation.seed, "attack", update.key) for update in observation.updates]
     pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
     tick(len(views) - len(pairs))
     open_to, own = [view for view, _ in pairs], [seed for _, seed in pairs]
@@ -202,27 +207,44 @@ def _attacked(
     return [next(found) if isinstance(view, ServerView) else view for view in views]
 
 
-def _closest(seen: Observation, reference: Batch | None) -> dict[int, Tensor]:
-    """By number of a victim the reference images that are closest to its own: the floor `nearest` needs no others.
+def _scored(
+    task: AttackTask, observation: Observation, number: int, result: Reconstruction, perceptual: Perceptual | None
+) -> list[Row]:
+    """The rows of one attacked update."""
+    update = observation.updates[number]
+    truth, knowledge = update.truth, list(result.knowledge)
+    if truth is None:
+        rows = score_without_truth(result, update.size)
+        return self_verification.columns(result, [{**row, "knowledge": knowledge} for row in rows])
+    assert isinstance(update.view, ServerView)  # what was attacked was sent
+    floor = derive(observation.seed, "floor", update.key)
+    near = _closest(observation).get(number)
+    rows = score(result, truth, perceptual=perceptual, reference=near, seed=floor)
+    rows = self_verification.columns(result, [{**row, "knowledge": knowledge} for row in rows])
+    if result.inputs is not None:
+        rows = _bounded(rows, task.attack.item, truth)
+    if number not in observation.lineups:
+        observation.lineups[number] = IdentificationLineup.of(
+            update.view, truth, observation.reference, derive(observation.seed, "identify", update.key)
+        )
+    return observation.lineups[number].rows(rows, result)
 
-    A pass through the reference set costs the same for one image as for fifty, so it is made for all victims at once.
+
+def _closest(observation: Observation) -> dict[int, Tensor]:
+    """By number of an update the reference images that are closest to its own: the floor `nearest` needs no others.
+
+    A pass through the reference set costs the same for one image as for fifty, so it is made for all updates at once.
     """
-    if reference is not None and not seen.closest:
-        true = {i: truth.inputs for i, truth in enumerate(seen.truths) if truth is not None}
+    reference = observation.reference
+    if reference is not None and not observation.closest:
+        truths = {i: update.truth for i, update in enumerate(observation.updates)}
+        true = {i: truth.inputs for i, truth in truths.items() if truth is not None}
         found = nearest_reference(torch.cat([*true.values()]), reference.inputs).split(
             [len(own) for own in true.values()]
         )
         # in the reference's order, as the first of several that are equally close is taken
-        seen.closest.update((i, reference.inputs[own.unique()]) for i, own in zip(true, found, strict=True))
-    return seen.closest
-
-
-def _scored(
-    result: Reconstruction, truth: Truth, perceptual: Perceptual | None, reference: Tensor | None, seed: int
-) -> list[Row]:
-    """The rows of one attacked update."""
-    rows = score(result, truth, perceptual=perceptual, reference=reference, seed=seed)
-    return self_verification.columns(result, [{**row, "knowledge": list(result.knowledge)} for row in rows])
+        observation.closest.update((i, reference.inputs[own.unique()]) for i, own in zip(true, found, strict=True))
+    return observation.closest
 
 
 def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:

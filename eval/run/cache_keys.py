@@ -21,6 +21,7 @@ from typing import Any
 from attacks.base import Attack
 from defenses import Defense, defenses
 from eval.experiment import plugins, yaml_config
+from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.serialization import attack_spec, section_spec
 from eval.experiment.spec import Experiment, FederationSpec, Observe, Score
 from eval.metrics.perceptual import Lpips, Perceptual
@@ -107,6 +108,66 @@ def attack_cell(
     )
 
 
+@dataclass(frozen=True)
+class CapturedUpdates:
+    """What is known of updates that are attacked without a training.
+
+    Attributes:
+        method: what the client is taken to have trained by.
+        defense: of the client.
+        threat: what the server knows.
+        seed: of everything random.
+        device: kind of device.
+    """
+
+    method: Method
+    defense: Defense
+    threat: ThreatModel
+    seed: int
+    device: str
+
+
+def capture_cell(
+    digest: str,
+    updates: CapturedUpdates,
+    attack: Attack,
+    score: Score,
+    perceptual: Perceptual | None,
+    public: Sequence[str] = (),
+) -> Cell:
+    """The cell of one attack on updates of the user's own.
+
+    Args:
+        digest: of all that makes the updates: model, images, or the captured tensors.
+        updates: what else is known of them.
+        attack: which.
+        score: figures that were asked for.
+        perceptual: LPIPS, or why there is none.
+        public: digests of the data sets that the attack names.
+    """
+    defense = _spec(updates.defense)
+    return Cell(
+        {
+            "kind": "attack",
+            "updates": digest,
+            "method": methods.spec(updates.method, first_names=True),
+            "defense": defense,
+            "seed": updates.seed,
+            "attack": _as_before(attack_spec(attack, first_names=True), defense),
+            "threat": _known(section_spec(updates.threat, first_names=True)),
+            "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
+            "device": updates.device,
+            "version": version(),
+            **_public(public),
+        }
+    )
+
+
+def behind(cell: Cell, before: Sequence[Cell]) -> Cell:
+    """The cell of an attack that leaves out what those `before` it settle."""
+    return Cell({**cell.settings, "after": [other.id for other in before]}) if before else cell
+
+
 def _public(digests: Sequence[str]) -> dict[str, list[str]]:
     """Nothing where there are none, so that the cells of what names no data are called as they were."""
     return {"public": [*digests]} if digests else {}
@@ -172,7 +233,7 @@ def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "measures": sorted(measures)} if (measures := federation.get("measures")) else rest
 
 
-def run_id(experiment: Experiment) -> str:
+def run_id(experiment: Experiment | CaptureSpec) -> str:
     """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
     spec = yaml_config.to_plain(experiment, first_names=True)
     plain = {key: value for key, value in spec.items() if key != "imports"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -11,13 +11,15 @@ import torch
 from attacks.base import Attack
 from defenses import Defense
 from eval.experiment import sweep
+from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.serialization import section_spec
-from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe
+from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe, Score
 from eval.metrics.perceptual import Perceptual, load_lpips
 from eval.run import auxiliary_overlap
 from eval.run.assembly_check import ASSEMBLY_ERRORS, check_assembly
-from eval.run.cache_keys import Cell, attack_cell, dataset_sources, training_cell
+from eval.run.cache_keys import CapturedUpdates, Cell, attack_cell, capture_cell, dataset_sources, training_cell
 from eval.run.federation_data import FederationData, Target, dataset_digest, device_of, load
+from eval.run.observation import Observation
 from fl.aggregated_view import Division
 from fl.client import Client
 from fl.data import Dataset, datasets
@@ -53,12 +55,14 @@ class AttackTask:
         round: how many rounds were trained before.
         scene: on whom.
         cell: where the results go.
+        after: attacks before it; what one of them settles is not attacked again.
     """
 
     attack: Entry[Attack]
     round: int
     scene: ObservationSpec
     cell: Cell
+    after: tuple[AttackTask, ...] = ()
 
     @property
     def history_rounds(self) -> range:
@@ -97,6 +101,38 @@ class TrainingTask:
 
 
 @dataclass(frozen=True, eq=False)
+class CaptureTask:
+    """Updates that are there before anything is trained, and the attacks on them.
+
+    They are those of a user's own model, or one that was captured.
+
+    Attributes:
+        method: what the client is taken to have trained by, under its label.
+        defense: likewise.
+        observation: the updates.
+        digest: of all that makes them; says in a folder whether its cells are of the same ones.
+        watches: as the attacks were asked for.
+        name: what the progress and the timings call it.
+    """
+
+    method: Entry[Method]
+    defense: Entry[Defense]
+    observation: Observation
+    digest: str
+    watches: tuple[AttackTask, ...]
+    name: str
+
+    @property
+    def seed(self) -> int:
+        """Of everything random."""
+        return self.observation.seed
+
+
+Source = TrainingTask | CaptureTask
+"""What attacked updates come from."""
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """An experiment with its data: ready to run.
 
@@ -105,12 +141,28 @@ class Plan:
         trainings: in the order in which their results are listed.
         perceptual: LPIPS, or why there is none; None if it is off.
         device: where everything is computed.
+        captures: updates that need no training, behind those that do.
+        notes: what a reader has to know of what is attacked.
+        contradiction: in words, if settings and updates can't belong together.
     """
 
-    experiment: Experiment
+    experiment: Experiment | CaptureSpec
     trainings: tuple[TrainingTask, ...]
     perceptual: Perceptual | None
     device: torch.device
+    captures: tuple[CaptureTask, ...] = ()
+    notes: tuple[str, ...] = ()
+    contradiction: str = ""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Whatever is attacked."""
+        return (*self.trainings, *self.captures)
+
+    @property
+    def attacks(self) -> list[AttackTask]:
+        """All of them, in the order of their results."""
+        return [task for source in self.sources for task in source.watches]
 
     def cells(self) -> Iterator[tuple[str, Cell]]:
         """Every cell under a name for people, in order."""
@@ -118,6 +170,9 @@ class Plan:
             yield training.name, training.cell
             for watch in training.watches:
                 yield f"{training.name}: {watch.attack.label} after round {watch.round}", watch.cell
+        for capture in self.captures:
+            for watch in capture.watches:
+                yield f"{capture.name}: {watch.attack.label}", watch.cell
 
 
 def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
@@ -127,18 +182,65 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
         ValueError: settings that don't fit each other or the data; says which.
         FileNotFoundError: the data set is not there; says how to get it.
     """
-    settings, perceptual = experiment.score, None
-    if settings.lpips != "off":
-        net = None if settings.lpips == "auto" else settings.lpips
-        perceptual = load_lpips(net, allow_download=settings.download)
-    maker = _PlanBuilder(experiment, device_of(device), perceptual)
+    maker = _PlanBuilder(experiment, device_of(device), perceptual_of(experiment.score))
     trainings = [
         maker.training(seed, method, defense)
         for seed in experiment.seeds
         for method in experiment.method
         for defense in experiment.defense
     ]
-    return Plan(experiment, tuple(trainings), perceptual, maker.device)
+    return Plan(experiment, tuple(trainings), maker.perceptual, maker.device)
+
+
+def perceptual_of(score: Score) -> Perceptual | None:
+    """LPIPS as it is asked for, or why it can't be taken; None where it is off."""
+    if score.lpips == "off":
+        return None
+    return load_lpips(None if score.lpips == "auto" else score.lpips, allow_download=score.download)
+
+
+def plan_capture(
+    spec: CaptureSpec,
+    observation: Observation,
+    digest: str,
+    *,
+    device: str,
+    notes: Sequence[str] = (),
+    contradiction: str = "",
+) -> Plan:
+    """The plan of attacks on updates that are there already.
+
+    Args:
+        spec: the settings.
+        observation: the updates.
+        digest: of all that makes them.
+        device: where everything is computed.
+        notes: what a reader has to know of them.
+        contradiction: in words, if settings and updates can't belong together.
+    """
+    perceptual, where = perceptual_of(spec.score), device_of(device)
+    (method,), (defense,), (seed,) = spec.method, spec.defense, spec.seeds
+    observe = Observe(images=spec.images, batch_size=spec.batch_size)
+    scene = ObservationSpec(observe, (), method.item, spec.threat)
+    tasks = tuple(
+        AttackTask(
+            attack,
+            0,
+            scene,
+            capture_cell(
+                digest,
+                CapturedUpdates(method.item, defense.item, spec.threat, seed, where.type),
+                attack.item,
+                spec.score,
+                perceptual,
+                public=[dataset_digest(source.load()) for source in dataset_sources([attack.item])],
+            ),
+        )
+        for attack in spec.attack
+    )
+    name = spec.source.get("update") or spec.source.get("model", "")
+    capture = CaptureTask(method, defense, observation, digest, tasks, name)
+    return Plan(spec, (), perceptual, where, (capture,), tuple(notes), contradiction)
 
 
 def count(experiment: Experiment) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from eval.report.sections.overview import mixed_code_warning
 from eval.report.writer import write_report
 from eval.run import partition_files, privacy_claims
 from eval.run.attack_cell import IMAGES, PICTURES
-from eval.run.plan import Plan, TrainingTask
+from eval.run.plan import CaptureTask, Plan, Source, TrainingTask
 from eval.run.run_directory import RunDir
 from eval.run.runner import Failure
 from eval.run.training_cell import ROUNDS
@@ -64,10 +64,11 @@ def _assemble(plan: Plan, folder: RunDir, path: Path) -> list[Row]:
     rounds = {training: _rounds(training, folder) for training in done}
     jsonl.replace_rows(path / ROUNDS, [row for rows in rounds.values() for row in rows])
     images = [row for training in done for row in _images(training, folder, rounds[training])]
+    images += [row for capture in plan.captures for row in _captured_images(capture, folder)]
     jsonl.replace_rows(path / IMAGES, images)
     _write_claims([(training, rounds[training]) for training in done], folder, path)
     (path / PICTURED).mkdir()
-    _write_pictures(done, folder, path / PICTURED)
+    _write_pictures([*done, *plan.captures], folder, path / PICTURED)
     partition_files.write(plan, path)
     return images
 
@@ -143,7 +144,7 @@ def _write_claims(trainings: Sequence[tuple[TrainingTask, list[Row]]], folder: R
         jsonl.replace_rows(path / PRIVACY, found)
 
 
-def _head(training: TrainingTask) -> Row:
+def _head(training: Source) -> Row:
     return {"method": training.method.label, "defense": training.defense.label, "seed": training.seed}
 
 
@@ -174,6 +175,16 @@ def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> li
     return [{**head, "attack": NOT_ATTACKED, "round": last, "not_applicable": NO_ATTACK, **accuracies(last)}]
 
 
+def _captured_images(capture: CaptureTask, folder: RunDir) -> list[Row]:
+    """The rows of all attacks on updates that came without a training."""
+    return [
+        {**_head(capture), "attack": watch.attack.label, **row}
+        for watch in capture.watches
+        if folder.finished(watch.cell)
+        for row in jsonl.read_rows(folder.file(watch.cell, IMAGES))
+    ]
+
+
 def _accuracies(rounds: Sequence[Row]) -> Row:
     """Every accuracy that was taken, after the last round and in its own best round, and which that is."""
     found: Row = {"accuracy_local_last": None}
@@ -186,11 +197,11 @@ def _accuracies(rounds: Sequence[Row]) -> Row:
     return found
 
 
-def _write_pictures(trainings: Sequence[TrainingTask], folder: RunDir, new: Path) -> None:
+def _write_pictures(sources: Sequence[Source], folder: RunDir, new: Path) -> None:
     finished = {
-        (training.method.label, training.defense.label, watch.attack.label, watch.round, training.seed): watch.cell
-        for training in trainings
-        for watch in training.watches
+        (source.method.label, source.defense.label, watch.attack.label, watch.round, source.seed): watch.cell
+        for source in sources
+        for watch in source.watches
         if folder.finished(watch.cell)
     }
     for key, name in picture_file_names(finished).items():
@@ -203,13 +214,13 @@ def _write_pictures(trainings: Sequence[TrainingTask], folder: RunDir, new: Path
                 )
             continue
         try:
-            both = [torch.from_numpy(images) for images in read_pictures(source)]
+            shown = [torch.from_numpy(images) for images in read_pictures(source) if images is not None]
         except ValueError as error:
             log.warning("%s; they are left out; remove cells/%s to make them again", error, finished[key].id)
             continue
         with replacing(new / f"{name}.npz") as file:
             file.write(source.read_bytes())
-        write_image_grid(torch.cat(both), new / f"{name}.png", columns=len(both[0]))
+        write_image_grid(torch.cat(shown), new / f"{name}.png", columns=len(shown[0]))
 
 
 def write_image_grid(images: Tensor, path: Path, columns: int) -> None:

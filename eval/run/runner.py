@@ -6,18 +6,21 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from attacks.parallel import AttackPool
 from eval.io import file_digests, jsonl
 from eval.io.errors import FAULTS
+from eval.metrics import self_verification
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
 from eval.run.cache_keys import Cell, run_id, source_digest, version
-from eval.run.plan import AttackTask, ObservationSpec, Plan, TrainingTask, prepare
+from eval.run.observation import Observation
+from eval.run.plan import AttackTask, CaptureTask, ObservationSpec, Plan, Source, TrainingTask, prepare
 from eval.run.run_directory import FILES, RUN, LostLockError, RunDir
 from fl.federation import Federation
 from fl.runtime.main_guard import UnguardedError
@@ -40,12 +43,12 @@ def silent(stage: str, done: int, total: int) -> None:
 class AttackFilter(Protocol):
     """Asked before an attack is run."""
 
-    def __call__(self, one: TrainingTask, watch: AttackTask) -> bool:
+    def __call__(self, one: Source, watch: AttackTask) -> bool:
         """Whether it is still of use, after those before it."""
 
 
-def keep_all(one: TrainingTask, watch: AttackTask) -> bool:
-    """A `Needed` that leaves nothing out."""
+def keep_all(one: Source, watch: AttackTask) -> bool:
+    """An `AttackFilter` that leaves nothing out."""
     return True
 
 
@@ -87,15 +90,34 @@ class Failure:
     traceback: str
 
 
+class RunStopped(KeyboardInterrupt):
+    """Ctrl-C has ended a run.
+
+    Attributes:
+        failures: cells that could not be finished before.
+    """
+
+    def __init__(self, failures: list[Failure]) -> None:
+        super().__init__()
+        self.failures = failures
+
+
 def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Progress = silent) -> list[Failure]:
     """Compute the cells that are not finished; returns those that failed.
 
     Every number is a function of the experiment and the data alone (on one kind of device, and up to rounding of the
     libraries), whatever was finished before. The caller holds the folder's lock.
+
+    Raises:
+        RunStopped: Ctrl-C; what is finished stays.
     """
     options = options or Options()
     with closing(AttackPool(options.workers)) as spread:
-        return _Run(plan, folder, options, progress, spread).run()
+        running = _Run(plan, folder, options, progress, spread)
+        try:
+            return running.run()
+        except KeyboardInterrupt as stop:
+            raise RunStopped([*running.failures.values()]) from stop
 
 
 @dataclass
@@ -127,6 +149,8 @@ class _Run:
             )
         for one in self.plan.trainings:
             self.run_training(one)
+        for capture in self.plan.captures:
+            self.run_capture(capture)
         self.write_status("failed" if self.failures else "finished")
         return list(self.failures.values())
 
@@ -156,7 +180,7 @@ class _Run:
         if not self.options.keep_checkpoints:
             checkpoints.keep(one.observed_rounds(watch for watch in one.watches if self.is_pending(one, watch)))
 
-    def is_pending(self, one: TrainingTask, watch: AttackTask) -> bool:
+    def is_pending(self, one: Source, watch: AttackTask) -> bool:
         """Whether the attack is still to be run: not finished, nor of no more use."""
         if self.folder.finished(watch.cell):
             return False
@@ -164,31 +188,57 @@ class _Run:
             self.left_out.add(watch.cell.id)
         return watch.cell.id not in self.left_out
 
+    def run_capture(self, one: CaptureTask) -> None:
+        """The attacks on updates that are there already."""
+        for watch in one.watches:
+            if self.is_pending(one, watch):
+                self._attack(watch, f"{one.name}: {watch.attack.label}", lambda: one.observation)
+
     def _attacks(self, one: TrainingTask, open_to: list[AttackTask]) -> None:
         several = len({watch.round for watch in one.watches}) > 1
         with training_cell.federation_of(one) as federation:
             for number in sorted({watch.round for watch in open_to}):
-                sights: dict[ObservationSpec, attack_cell.Observation] = {}
+                sights: dict[ObservationSpec, Observation] = {}
                 for watch in (watch for watch in open_to if watch.round == number):
                     if not self.is_pending(one, watch):  # by now: another label may stand for the same cell
                         continue
                     stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
-                    with self._cell(watch.cell, stage):
-                        seen = self._seen(federation, one, watch, sights)
-                        count = ProgressCounter(self.progress, stage, len(watch.scene.victims))
-                        count.set(0)
-                        where = self.folder.part(watch.cell)
-                        attack_cell.run_attack_cell(
-                            watch, one, seen, self.plan.perceptual, where, self.spread, count.advance
-                        )
+                    self._attack(watch, stage, partial(self._seen, federation, one, watch, sights))
+
+    def _attack(self, watch: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
+        """One attack on whatever is observed; it ends in a cell, or among the failures."""
+        with self._cell(watch.cell, stage):
+            observation = observe()
+            count = ProgressCounter(self.progress, stage, len(observation.updates))
+            count.set(0)
+            attack_cell.run_attack_cell(
+                watch,
+                observation,
+                self.plan.perceptual,
+                self.folder.part(watch.cell),
+                self.spread,
+                count.advance,
+                self._settled(watch),
+            )
+
+    def _settled(self, watch: AttackTask) -> dict[str | int, str]:
+        """The updates of which attacks before it leave nothing to find, and why."""
+        found: dict[str | int, str] = {}
+        for before in watch.after:
+            if not self.folder.finished(before.cell):
+                continue
+            rows = jsonl.read_rows(self.folder.file(before.cell, attack_cell.IMAGES))
+            for key in self_verification.settled_updates(rows):
+                found.setdefault(key, self_verification.not_needed([before.attack.label]))
+        return found
 
     def _seen(
         self,
         federation: Federation,
         one: TrainingTask,
         watch: AttackTask,
-        sights: dict[ObservationSpec, attack_cell.Observation],
-    ) -> attack_cell.Observation:
+        sights: dict[ObservationSpec, Observation],
+    ) -> Observation:
         """What the server sees in the watch's round; what several attacks look at is made once."""
         if watch.scene not in sights:
             earlier = []
@@ -234,9 +284,16 @@ class _Run:
             "version": version(),
             "code": source_digest(),
             "status": status,
+            **self._about_captures(),
             "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
         }
         jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
+
+    def _about_captures(self) -> dict[str, object]:
+        """What is to be known of updates of the user's own; nothing where there are none."""
+        about: dict[str, object] = {"updates": [capture.digest for capture in self.plan.captures]}
+        about |= {"notes": list(self.plan.notes), "contradiction": self.plan.contradiction}
+        return {key: value for key, value in about.items() if value}
 
     def _about(self, name: str, cell: Cell) -> dict[str, object]:
         about: dict[str, object] = {"id": cell.id, "kind": cell.settings["kind"], "name": name}

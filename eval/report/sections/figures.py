@@ -30,6 +30,9 @@ def section(numbered: NumberedGroups) -> Section:
     """Return accuracy against leakage, and what changes over rounds; the latter alone where no attack was asked for."""
     if not numbered.run.attacked:
         return Section("tradeoff", "Accuracy", _training(numbered))
+    if numbered.run.captured:
+        blocks = _strips(numbered) or [Omission("figures", "no picture came back that has a true one beside it")]
+        return Section("tradeoff", "How close every image came", blocks)
     blocks = [*_scatter(numbered), *_strips(numbered), *_training(numbered), *_leakage(numbered)]
     return Section("tradeoff", "Accuracy against leakage", blocks)
 

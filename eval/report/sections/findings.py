@@ -28,6 +28,7 @@ BASELINE_SENTENCES = {
 }
 PICTURES, IDENTITIES = "pictures", "identity of pictures"
 """What leaks of pictures: what they show, or no more than which of several they were."""
+UNJUDGED = "not judged, as the true images are not known"
 LEAKS, OPEN = "shown to leak", "not shown to leak beyond what was known before"
 
 
@@ -84,6 +85,8 @@ def _finding(name: str, groups: Sequence[ResultGroup], several: bool, labels_giv
     leaks = [*([pictures_leak] if pictures_leak else [])]
     leaks += [what for what, leaked in (("labels", labels_leak), ("private values", secrets_leak)) if leaked]
     lines = [*pictures, *labels, *secrets]
+    if not leaks and (own := _unjudged(groups)):
+        return FindingBlock(name, UNJUDGED, None, [*own, *secrets, *_open(groups)])
     if leaks:
         return FindingBlock(name, f"{LEAKS}: {join(leaks)}", True, lines, leaks)
     lines += _unseen(groups)
@@ -126,6 +129,22 @@ def _pictures(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str], 
     words, named = _identities(groups, several)
     seen = bool(alone.leaked_rows) or exceeds_baseline(best.gain)
     return [*lines, *words], PICTURES if seen else IDENTITIES if named else ""
+
+
+def _unjudged(groups: Sequence[ResultGroup]) -> list[str]:
+    """What attacks say of their own reconstructions, where there is nothing to compare these with."""
+    lines = []
+    for group in groups:
+        rows = [row for row in group.unjudged_rows if row.get("image") is not None]
+        if not rows:
+            continue
+        told = ["can't tell how close they came"]
+        if any(row.get("verified") is not None for row in rows):
+            told = [f"confirms {sum(row.get('verified') is True for row in rows)} of them itself"]
+        if labels := [str(row["recovered_label"]) for row in rows if row.get("recovered_label") is not None]:
+            told.append(f"names the labels {', '.join(labels)}")
+        lines.append(f"{group.attack} brought {count(len(rows), 'picture')}; it {join(told)}.")
+    return [*lines, "They are shown below; give the true images (--images) to have them scored."] if lines else []
 
 
 def _unseen(groups: Sequence[ResultGroup]) -> list[str]:
@@ -227,6 +246,8 @@ def lead_sentence(found: Sequence[FindingBlock]) -> str:
         parts.append(f"{LEAKS[:1].upper()}{LEAKS[1:]}: {join(leaking)}.")
     if open_:
         parts.append(f"{OPEN[:1].upper()}{OPEN[1:]}: {join(open_)}.")
+    if not parts and any(finding.verdict == UNJUDGED for finding in found):
+        parts.append("What came back is shown below and not judged: the true images are not known.")
     if not parts:
         parts.append("Nothing can be said: no attack applied to any method.")
     return " ".join(parts)

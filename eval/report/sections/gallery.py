@@ -10,6 +10,7 @@ from PIL import Image
 
 from eval.metrics.image import PSNR_CAP
 from eval.metrics.score import Row
+from eval.metrics.self_verification import verification_words
 from eval.report.blocks import GalleryBlock, ImagePair
 from eval.report.formatting import format_number
 from eval.report.load import Pixels, Run
@@ -17,6 +18,8 @@ from eval.report.result_groups import IMAGE, ResultGroup, has_failed
 
 MIN_SIDE = 112
 """Pixels that small images are enlarged to, at least; whole pixels only, so that nothing is smoothed away."""
+MAX_UNJUDGED = 6
+"""Reconstructions that are shown of an attack where no true image says which are the best."""
 _TOLERANCE = 0.05
 
 
@@ -32,6 +35,8 @@ def build_gallery(run: Run, group: ResultGroup, name: str, title: str) -> Galler
     Raises:
         ValueError: there are no pictures, or they are not those that the rows are about; says which.
     """
+    if any(row.get("image") is not None for row in group.unjudged_rows):
+        return _unjudged_gallery(run, group, name, title)
     if not group.image_rows:
         raise ValueError("the attack recovered no pictures")
     cases = []
@@ -39,11 +44,28 @@ def build_gallery(run: Run, group: ResultGroup, name: str, title: str) -> Galler
         seed = row["seed"]
         order = [other for other in group.image_rows if other["seed"] == seed]
         originals, found = run.load_pictures(group, seed)
-        if len(originals) != len(order):
-            raise ValueError(f"there are {len(originals)} pictures for {len(order)} rows of seed {seed}")
+        if originals is None or len(originals) != len(order):
+            raise ValueError(f"there are {len(found)} pictures for {len(order)} rows of seed {seed}")
         index = next(i for i, other in enumerate(order) if other is row)
         cases.append(_case(rule, row, originals[index], found[index]))
     return GalleryBlock(name, title, cases)
+
+
+def _unjudged_gallery(run: Run, group: ResultGroup, name: str, title: str) -> GalleryBlock:
+    """The first reconstructions of an attack, where nobody knows the true images."""
+    rows = [row for row in group.unjudged_rows if row.get("image") is not None]
+    _, found = run.load_pictures(group, rows[0]["seed"])
+    if len(found) != len(rows):
+        raise ValueError(f"there are {len(found)} pictures for {len(rows)} rows")
+    shown = zip(rows[:MAX_UNJUDGED], found, strict=False)
+    return GalleryBlock(name, title, [_unjudged_case(number, *pair) for number, pair in enumerate(shown, 1)])
+
+
+def _unjudged_case(number: int, row: Row, found: Pixels) -> ImagePair:
+    _check_channels(found)
+    said = verification_words(row.get("verified"), row.get("fixed")) or "the attack can't tell how close it came"
+    scale, size = _enlarged(found)
+    return ImagePair(str(number), said, None, encode_png(found, scale), f"image {row.get(IMAGE)}", size)
 
 
 def choose_cases(group: ResultGroup) -> list[tuple[str, Row]]:
@@ -56,17 +78,25 @@ def choose_cases(group: ResultGroup) -> list[tuple[str, Row]]:
 
 
 def _case(rule: str, row: Row, original: Pixels, found: Pixels) -> ImagePair:
-    if original.shape[0] not in (1, 3):
-        raise ValueError(f"images of {original.shape[0]} channels can't be shown")
+    _check_channels(original)
     if not has_failed(row) and abs(_psnr(original, found) - row["psnr"]) > _TOLERANCE:
         raise ValueError(f"picture {row.get(IMAGE)} is not the one its row is about: its PSNR differs")
-    height, width = original.shape[1:]
-    scale = max(1, -(-MIN_SIDE // max(height, width)))
+    scale, size = _enlarged(original)
     words = f"{format_number(row['psnr'])} dB" + (" (failed: no picture)" if has_failed(row) else "")
     about = f"client {row.get('client', '?')}, image {row.get(IMAGE)}, seed {row['seed']}"
-    return ImagePair(
-        rule, words, encode_png(original, scale), encode_png(found, scale), about, (width * scale, height * scale)
-    )
+    return ImagePair(rule, words, encode_png(original, scale), encode_png(found, scale), about, size)
+
+
+def _check_channels(image: Pixels) -> None:
+    if image.shape[0] not in (1, 3):
+        raise ValueError(f"images of {image.shape[0]} channels can't be shown")
+
+
+def _enlarged(image: Pixels) -> tuple[int, tuple[int, int]]:
+    """By how much an image is enlarged, and its width and height then."""
+    height, width = image.shape[1:]
+    scale = max(1, -(-MIN_SIDE // max(height, width)))
+    return scale, (width * scale, height * scale)
 
 
 def encode_png(image: Pixels, scale: int = 1) -> bytes:

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attacks.base import NotApplicable, Result
 from attacks.verification import CONTRADICTED, RULE_UNKNOWN, SIZE_CONTRADICTED
 from eval.io.text import join
 from eval.metrics import self_verification
@@ -65,32 +64,24 @@ class Open:
         return {"what": self.what, "why": self.why, "remedy": self.remedy}
 
 
-def outcome(attack: str, update: Hashable, result: Result, size: int | None) -> Outcome:
-    """What a result comes to.
+def of_rows(attack: str, rows: Sequence[Row]) -> list[Outcome]:
+    """What an attack came to on every update, by its rows.
 
     Args:
         attack: its label.
-        update: that was attacked.
-        result: of the attack.
-        size: how many images the update is of; None if the server does not know.
+        rows: one or more of every update.
     """
-    if isinstance(result, NotApplicable):
-        return Outcome(attack, update, "limit" if result.limit else "fact", result.reason)
-    if result.given_up:
-        return Outcome(attack, update, "gave up", result.given_up)
-    if self_verification.is_settled(result, size):
-        return Outcome(attack, update, "settled")
-    if words := _contradicted(result.note):
-        return Outcome(attack, update, "contradicted", words)
-    return Outcome(attack, update, _kind(result.verified, pictured=result.inputs is not None))
-
-
-def of_rows(attack: str, rows: Sequence[Row]) -> list[Outcome]:
-    """The same of the rows of a run, update by update."""
     updates: dict[Hashable, list[Row]] = {}
     for row in rows:
-        updates.setdefault((row.get("seed"), row.get("round"), row.get("update")), []).append(row)
+        if not row.get("spared"):
+            updates.setdefault(_update(row), []).append(row)
     return [_of_update(attack, update, own) for update, own in updates.items()]
+
+
+def _update(row: Row) -> Hashable:
+    """What tells an update from others: that of a user's own by its number, that of a run by seed and round, too."""
+    update = row.get("update")
+    return update if isinstance(update, int) else (row.get("seed"), row.get("round"), update)
 
 
 def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:

@@ -91,12 +91,13 @@ def section(run: Run) -> Section:
 def reproduction_section(run: Run) -> Section:
     """Return commands, machine and configuration."""
     blocks: list[Block] = []
-    commands = "hyperleak run config.yaml --out ../again\nhyperleak report ."
+    rerun = "" if run.captured else "hyperleak run config.yaml --out ../again\n"
     if command := _command(run.metadata):
         blocks.append(CodeBlock("The command of this run", command))
     else:
         blocks.append(Omission("the command this run was started with", "there is no run.json that holds it"))
-    blocks.append(CodeBlock("In this folder: run it again from its settings; write this report again", commands))
+    what = "write this report again" if run.captured else "run it again from its settings; write this report again"
+    blocks.append(CodeBlock(f"In this folder: {what}", f"{rerun}hyperleak report ."))
     blocks += _machine(run.environment)
     blocks.append(CodeBlock("All settings (config.yaml)", run.config_text.rstrip("\n"), folded=True))
     return Section("again", "To do it again", blocks)

@@ -83,6 +83,7 @@ def verdict_section(numbered: NumberedGroups) -> tuple[Section, list[FindingBloc
         *unfinished_notes(run),
         *_mixed_code_notes(run),
         *_overlap_notes(run),
+        *_update_notes(run),
         *flag_notes(numbered),
         *found,
     ]
@@ -117,6 +118,16 @@ def unfinished_notes(run: Run) -> list[Block]:
 def _mixed_code_notes(run: Run) -> list[Block]:
     words = mixed_code_warning(run.metadata)
     return [Note("Computed by different source code", [("code", sentence(words))])] if words else []
+
+
+def _update_notes(run: Run) -> list[Block]:
+    """What is to be known of updates of the user's own, and whether they contradict their settings."""
+    against, notes, said = str(run.metadata.get("contradiction") or ""), run.metadata.get("notes"), list[Block]()
+    if against:
+        said.append(Note("Settings and update contradict each other", [("contradiction", sentence(against))]))
+    if isinstance(notes, list) and notes:
+        said.append(Note("To know of what was audited", [("note", sentence(str(words))) for words in notes]))
+    return said
 
 
 def _overlap_notes(run: Run) -> list[Block]:

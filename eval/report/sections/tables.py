@@ -240,7 +240,9 @@ def _refusals(numbered: NumberedGroups) -> list[Block]:
 
 
 def _costs(numbered: NumberedGroups) -> list[Block]:
-    """Return what a method sends."""
+    """What a method sends; nothing where none was trained."""
+    if numbered.run.captured:
+        return []
     if not numbered.run.rounds:
         return [Omission("communication cost", "there is no rounds.jsonl")]
     found = communication_costs(numbered.run.rounds)

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 import attacks
 from attacks.base import NotApplicable, Reconstruction
 from eval import cli
-from eval.audit import attack_selection
-from eval.audit import findings as auditing
+from eval.audit import attack_selection, execution
 from eval.audit import user_model as audited
 from eval.audit.request import Request
 from eval.audit.user_model import Subject
@@ -70,7 +69,7 @@ def test_a_network_with_max_pooling_is_solved_and_not_only_searched(mine):
     for number in range(2):
         assert f"  image {number}: PSNR 100.0 dB (best guess" in result.stdout
     assert result.stdout.count(", exact to 8 bits, confirmed by the attack\n") == 2
-    assert result.stdout.endswith(f"ig: not needed: cascade {attack_selection.FOUND}\n")
+    assert result.stdout.endswith(f"ig: not needed: cascade {self_verification.FOUND}\n")
     assert "above the limit: PSNR 100 > 20" in result.stderr
 
 
@@ -85,8 +84,8 @@ def test_the_first_attack_that_confirms_its_pictures_is_the_last(mine, tmp_path)
     own = audit(f"{mine}:flat", *FACES)
     assert "image 1: PSNR 100.0 dB" in own.stdout
     for label in ("rconv", "cascade", "april", "ig"):
-        assert f"\n{label}: not needed: analytic {attack_selection.FOUND}\n" in own.stdout
-    assert "rconv: images" not in own.stderr
+        assert f"\n{label}: not needed: analytic {self_verification.FOUND}\n" in own.stdout
+    assert ": rconv (" not in own.stderr
     folder = tmp_path / "kept"
     for _ in range(2):  # the second time everything is there
         method = audit(*LINEAR, "--json", "--out", folder)
@@ -126,13 +125,13 @@ def test_what_one_training_spares_is_still_part_of_another(tmp_path):
     with Registered():
         plan = runner.prepare(tiny("attack=guess"), device="cpu")
     one, two = (trained.watches[0].cell.id for trained in plan.trainings)
-    thrift = attack_selection.Thrift(RunDir(tmp_path), {one: "settled"})
-    assert thrift.without(plan) == {}
-    assert [len(trained.watches) for trained in thrift.rest(plan).trainings] == [0, 1]
-    assert [entry.label for entry in thrift.rest(plan).experiment.attack] == ["guess"]
-    thrift.spared[two] = "settled"
-    assert thrift.without(plan) == {"guess": "settled"}
-    assert thrift.rest(plan).experiment.attack == ()
+    stopping = attack_selection.EarlyStopping(RunDir(tmp_path), {one: "settled"})
+    assert stopping.left_out(plan) == {}
+    assert [len(trained.watches) for trained in stopping.remaining(plan).trainings] == [0, 1]
+    assert [entry.label for entry in stopping.remaining(plan).experiment.attack] == ["guess"]
+    stopping.reasons[two] = "settled"
+    assert stopping.left_out(plan) == {"guess": "settled"}
+    assert stopping.remaining(plan).experiment.attack == ()
 
 
 def test_batches_are_told_apart_by_what_can():
@@ -146,22 +145,24 @@ def row(update, **more):
 
 def test_an_attack_is_needed_unless_every_image_is_confirmed_or_it_has_been_peeled():
     exact = [row("a", verified=True), row("b", fixed=0.95)]
-    assert attack_selection.needless("ig", {"cascade": exact}) == f"not needed: cascade {attack_selection.FOUND}"
-    assert attack_selection.needless("ig", {"rconv": [*exact[:1], row("b")], "cascade": exact[1:]}) == (
-        f"not needed: rconv and cascade {attack_selection.FOUND}"
+    assert (
+        attack_selection.redundant_reason("ig", {"cascade": exact}) == f"not needed: cascade {self_verification.FOUND}"
+    )
+    assert attack_selection.redundant_reason("ig", {"rconv": [*exact[:1], row("b")], "cascade": exact[1:]}) == (
+        f"not needed: rconv and cascade {self_verification.FOUND}"
     )
     for other in (row("b"), row("b", fixed=0.5), row("b", verified=None), row("b", verified=True, candidates=0)):
-        assert attack_selection.needless("ig", {"cascade": [exact[0], other]}) == ""
+        assert attack_selection.redundant_reason("ig", {"cascade": [exact[0], other]}) == ""
     refused = {"update": "b", "not_applicable": "no"}
-    assert attack_selection.needless("ig", {"cascade": [exact[0], refused]}) == ""
-    assert attack_selection.needless("ig", {"peel+ig": [row("a", verified=True, candidates=0)]}).startswith(
+    assert attack_selection.redundant_reason("ig", {"cascade": [exact[0], refused]}) == ""
+    assert attack_selection.redundant_reason("ig", {"peel+ig": [row("a", verified=True, candidates=0)]}).startswith(
         "not needed: peel+ig"
     )
     for doubtful in (None, False):  # a peel that is off knows less than the update does
-        assert attack_selection.needless("ig", {"peel+ig": [row("a", verified=doubtful)]}) == ""
-    assert attack_selection.needless("peel+ig", {"peel+cascade": [row("a")]}) == ""
-    assert attack_selection.needless("ig", {"peel+ig": [refused]}) == ""
-    assert attack_selection.needless("ig", {}) == ""
+        assert attack_selection.redundant_reason("ig", {"peel+ig": [row("a", verified=doubtful)]}) == ""
+    assert attack_selection.redundant_reason("peel+ig", {"peel+cascade": [row("a")]}) == ""
+    assert attack_selection.redundant_reason("ig", {"peel+ig": [refused]}) == ""
+    assert attack_selection.redundant_reason("ig", {}) == ""
 
 
 def test_a_part_of_a_batch_settles_nothing():
@@ -189,11 +190,11 @@ def test_only_updates_that_are_open_are_attacked_again(mine):
     noisy = replace(view, update={**view.update, "1.weight": weight + 0.1 * weight.norm() * noise / noise.norm()})
     subjects = [Subject(*pairs[0]), Subject(noisy, truth)]
     named = {name: attacks.build(name) for name in ("analytic", "guess")}
-    first, second = auditing.examine("x", subjects, named, thrifty=True).findings
+    first, second = execution.audit_updates("x", subjects, named, early_stop=True).findings
     assert [one["verified"] for one in first.rows] == [True, False]
     assert [one["update"] for one in second.rows] == [1]
     assert second.verdict.startswith("of the 1 update(s) that no attack before it settled: ")
-    whole = auditing.examine("x", subjects, named).findings[1]
+    whole = execution.audit_updates("x", subjects, named).findings[1]
     assert second.rows[0] == whole.rows[1]  # the same numbers, whatever is left out
 
 
@@ -215,7 +216,7 @@ def test_an_update_of_adam_settles_nothing_and_is_named(mine):
     view, truth = from_batch(model, face.inputs, face.labels, method=method)
     captured = from_update(model, dict(view.update), input_shape=(1, 12, 12), num_classes=view.task.num_classes)
     named = {name: attacks.build(name) for name in ("analytic", "cascade", "guess")}
-    findings = auditing.examine("x", [Subject(captured, truth)], named, thrifty=True).findings
+    findings = execution.audit_updates("x", [Subject(captured, truth)], named, early_stop=True).findings
     assert not any(found.spared for found in findings)
     assert not any(found.verified for found in findings)
     np.savez("update.npz", **{name: value.numpy() for name, value in view.update.items()})

@@ -117,8 +117,8 @@ def test_a_model_with_its_own_images(mine, tmp_path):
     assert "above the limit: PSNR" in result.stderr
     calm = audit(f"{mine}:whole", "--attack", "guess", "--max-psnr", 20, "--out", tmp_path / "kept")
     assert calm.exit_code == 0, calm.output
-    assert (tmp_path / "kept" / "guess.png").is_file()
-    with np.load(tmp_path / "kept" / "guess.npz") as arrays:
+    assert (tmp_path / "kept" / "images" / "fedavg-none-guess-round0-seed0.png").is_file()
+    with np.load(tmp_path / "kept" / "images" / "fedavg-none-guess-round0-seed0.npz") as arrays:
         assert arrays["original"].shape == arrays["reconstruction"].shape == (4, 1, 8, 8)
 
 
@@ -174,7 +174,7 @@ def test_a_captured_update(mine, tmp_path, suffix):
     assert blind.exit_code == terminal.UNDECIDED, blind.output
     assert "give the true images (--images)" in blind.output
     assert "recovered labels: 2" in blind.output
-    assert (tmp_path / "o" / "ig.png").is_file()
+    assert (tmp_path / "o" / "images" / "fedavg-none-ig-round0-seed0.png").is_file()
     known = audit(
         "--update", path, "--model", f"{mine}:build", "--images", tmp_path / "true.npz", *attack, "--max-psnr", 20
     )
@@ -219,7 +219,10 @@ def test_a_captured_update(mine, tmp_path, suffix):
         (["MINE:unlabelled"], "to give one label per image, int64 (4,), got torch.int64 (2,)"),
         (["MINE:dropping"], "--method '{name: fedavg, train_mode: false}', or let your function return model.eval()"),
         (["MINE:dropping", "--method", "fedper"], "--method '{name: fedper, ..., train_mode: false}'"),
-        (["MINE:whole", "--attack", "crash", "--out", "text.pt"], "expected --out as a folder to write to"),
+        (
+            ["MINE:whole", "--attack", "crash", "--out", "text.pt"],
+            "expected a folder for results, got the file text.pt",
+        ),
         (["MINE:whole", "--attack", "crash", "--out", "text.pt/below"], "expected --out as a folder to write to"),
         (["--update", "UPDATE", "--model", "MINE:whole", "--batch-size", "5"], "give a smaller --batch-size"),
         (["--update", "UPDATE", "--model", "MINE:whole", "--input-shape", "1,4,16"], "true images of --input-shape"),
@@ -373,7 +376,10 @@ def test_the_images_of_a_function_are_counted(mine):
 def test_attacks_of_one_name_keep_pictures_of_their_own(mine, tmp_path):
     twice = ("--attack", "guess", "--attack", "{name: guess, spread: 0}")
     assert audit(f"{mine}:whole", *twice, "--out", tmp_path / "kept").exit_code == 0
-    spreads = [np.load(tmp_path / "kept" / f"{name}.npz")["reconstruction"].std() for name in ("guess", "guess-2")]
+    spreads = [
+        np.load(tmp_path / "kept" / "images" / f"fedavg-none-{name}-round0-seed0.npz")["reconstruction"].std()
+        for name in ("guess", "guess-2")
+    ]
     assert spreads[0] > 0.05
     assert spreads[1] == 0
     words = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", *twice, "--count", 1)

@@ -10,7 +10,6 @@ from support.tiny import CONFIG, Crash, Refuse, Registered
 from typer.testing import CliRunner
 
 from eval import cli
-from eval.audit import output_folder
 from eval.commands import terminal
 
 MODULE = """
@@ -62,34 +61,33 @@ def test_the_folder_of_another_audit_is_refused(mine, tmp_path):
     assert audit(*words, "--out", folder).exit_code == 0  # an empty one is taken
     again = audit(*words, "--out", folder)
     assert again.exit_code == 0, again.output
-    refused(folder, f"{folder} holds another audit (Audit of {mine}:whole", f"{mine}:other", *words[1:])
-    refused(folder, "an audit of the same with other settings", *words, "--seed", 1)
-    refused(folder, "holds something other than results", "--method", "fedavg", "--dataset", "faces")
-    (folder / output_folder.FILE).write_text("{")
-    refused(folder, "holds a file audit.json that can't be read", *words)
+    refused(folder, f"{folder} holds another run (Audit of {mine}:whole", f"{mine}:other", *words[1:])
+    refused(folder, "an audit of the same with other settings, weights or images", *words, "--seed", 1)
+    refused(folder, "holds another run (Audit of", "--method", "fedavg", "--dataset", "faces", "--attack", "guess")
 
 
 def test_a_folder_of_something_else_is_refused(mine, tmp_path):
     words, folder = (f"{mine}:whole", "--attack", "guess"), tmp_path / "theirs"
     folder.mkdir()
     (folder / "guess.png").write_text("a stranger's")
-    refused(folder, f"{folder} holds files of something else (guess.png)", *words)
+    refused(folder, f"{folder} holds something other than results of hyperleak", *words)
     (folder / "run.json").write_text(json.dumps({"title": CONFIG.splitlines()[1]}))
-    refused(folder, f"{folder} holds a run, not this audit", *words)
+    refused(folder, f"{folder} holds another run (title: A tiny experiment), not this audit", *words)
 
 
-def test_the_mark_tells_nothing_of_the_machine(mine, tmp_path):
+def test_a_folder_tells_nothing_of_the_machine(mine, tmp_path):
     model, *_ = __import__(mine).whole()
     torch.save({name: torch.zeros_like(value) for name, value in model.state_dict().items()}, tmp_path / "update.pt")
     words = ("--update", tmp_path / "update.pt", "--model", f"{mine}:whole", "--attack", "guess")
     audit(*words, "--out", tmp_path / "kept")
-    assert str(tmp_path) not in (tmp_path / "kept" / output_folder.FILE).read_text()
+    for name in ("config.yaml", "audit.json", "env.json", "images.jsonl", "report.md"):
+        assert str(tmp_path) not in (tmp_path / "kept" / name).read_text()
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_leaves_what_was_found_before(mine, monkeypatch, as_json):
     monkeypatch.setattr(Crash, "one", pressed)
-    words = (f"{mine}:whole", "--attack", "guess", "--attack", "crash", "--attack", "guess")
+    words = (f"{mine}:whole", "--attack", "guess", "--attack", "crash", "--attack", "{name: guess, spread: 0.2}")
     result = audit(*words, *(["--json"] if as_json else []), "--max-psnr", 1)
     assert result.exit_code == terminal.STOPPED
     assert result.stderr.splitlines()[-1].startswith("stopped at crash; what was found before it stands above")
@@ -108,10 +106,13 @@ def test_ctrl_c_on_a_method_is_said_and_the_same_command_goes_on(mine, monkeypat
     monkeypatch.setattr(Refuse, "one", pressed)
     result = audit(*words, "--out", tmp_path / "kept")
     assert result.exit_code == terminal.STOPPED
-    assert f"stopped; the same command goes on from here ({tmp_path / 'kept'})" in result.stderr
+    assert result.stderr.splitlines()[-1] == (
+        "stopped at refuse; what was found before it stands above; the same command goes on from here "
+        f"({tmp_path / 'kept'})"
+    )
     unkept = audit(*words)
     assert unkept.exit_code == terminal.STOPPED
-    assert unkept.stderr.endswith("stopped; nothing is kept without --out FOLDER\n")
+    assert unkept.stderr.endswith("it stands above; nothing is kept without --out FOLDER\n")
     monkeypatch.undo()
     again = audit(*words, "--out", tmp_path / "kept")
     assert again.exit_code == 0, again.output

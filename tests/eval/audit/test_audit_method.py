@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from attacks.base import Reconstruction
 from eval import cli
-from eval.audit.findings import Audit, Finding
+from eval.audit.findings import AttackFinding, AuditReport
 from eval.audit.request import Request
 from eval.audit.user_model import first, whole
 from eval.audit.verdict import verdict
@@ -87,11 +87,11 @@ def test_a_limit_that_guesses_exceed_is_said_to_be_one():
         {"picture": "0:2", "psnr": 25.0, "floor_mean_psnr": 12.0, "floor_grey_psnr": None},
         {"picture": "0:3", "psnr": 12.0, "floor_mean_psnr": 30.0, "floor_grey_psnr": 9.0},
     ]
-    found = Audit("x", [Finding("ig", rows, "", ""), Finding("rog", rows[:1], "", "")])
+    found = AuditReport("x", [AttackFinding("ig", rows, "", ""), AttackFinding("rog", rows[:1], "", "")])
     assert found.above("psnr", 20).startswith(
         "PSNR 48.8 > 20; of the 2 image(s) above it, the best guess without the update exceeds it for 1, too (by up to "
     )
-    assert Audit("x", [Finding("ig", rows[1:], "", "")]).above("psnr", 20) == "PSNR 25 > 20"
+    assert AuditReport("x", [AttackFinding("ig", rows[1:], "", "")]).above("psnr", 20) == "PSNR 25 > 20"
 
 
 def test_what_came_back_without_a_picture_is_said():

@@ -122,7 +122,7 @@ def test_an_audit_tells_on_stderr_how_far_it_is(mine):
     for more in ((), ("--json",)):
         result = audit(*words, *more)
         first, last = result.stderr.splitlines()
-        assert first == "guess: images (0/4)"
+        assert first == f"{mine}:whole: guess (0/2)"
         assert re.fullmatch(r"guess: images \(4/4\), [0-9.]+ s", last)
         assert "images (" not in result.stdout
 
@@ -211,7 +211,7 @@ def test_images_are_brought_to_the_model_s_floating_type(mine, tmp_path, model):
     found = json.loads(result.stdout)
     assert (found["mismatch"], found["findings"][0]["failed"]) == (None, None)
     assert found["max_psnr"] > 25
-    assert (tmp_path / "kept" / "analytic.png").is_file()
+    assert (tmp_path / "kept" / "images" / "fedavg-none-analytic-round0-seed0.png").is_file()
 
 
 def test_images_of_a_function_are_brought_to_its_model_s_floating_type(mine):

@@ -8,7 +8,7 @@ from torch import nn
 
 from defenses import Defense
 from eval.audit.captured_update import Captured, fitted, load, of_update
-from eval.audit.findings import examine
+from eval.audit.execution import audit_updates
 from eval.audit.input_shape import classes
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
@@ -50,7 +50,7 @@ def subject(model, update, given=None, size=1, method=None):
 
 
 def said(found):
-    return examine("x", [found], {}).mismatch
+    return audit_updates("x", [found], {}).mismatch
 
 
 def test_a_whole_state_is_taken_and_its_buffers_are_what_the_server_sees_after_training():

@@ -9,7 +9,7 @@ from torch import nn
 
 from defenses import Defense
 from eval.audit.captured_update import fitted, load, of_update
-from eval.audit.findings import examine
+from eval.audit.execution import audit_updates
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -146,7 +146,7 @@ def test_layers_that_were_not_sent_are_to_be_frozen(tmp_path):
 
 
 def said(found):
-    return examine("x", [found], {}).mismatch
+    return audit_updates("x", [found], {}).mismatch
 
 
 def test_statistics_that_moved_contradict_evaluation_mode(tmp_path):
@@ -181,7 +181,7 @@ def test_an_optimizer_that_nobody_stated_leaves_the_audit_undecided(tmp_path, op
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, CLASSES))
     torch.save(change(model, batch(), optimizer=optimizer, lr=1e-3), tmp_path / "u.pt")
     for given in (None, batch()):
-        found = examine("x", [subject(model, tmp_path / "u.pt", given)], {"analytic": build("analytic")})
+        found = audit_updates("x", [subject(model, tmp_path / "u.pt", given)], {"analytic": build("analytic")})
         assert found.undecided({})
         assert found.undecided({"psnr": 60})
         assert found.mismatch

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from defenses.noise import Noise
-from eval.audit.findings import examine
+from eval.audit.execution import audit_updates
 from eval.audit.update_sanity import doubt
 from eval.audit.user_model import Subject
 from fl.capture import from_batch, from_update
@@ -115,7 +115,7 @@ def test_a_model_whose_bias_is_not_that_of_logits_is_left_alone():
 
 def test_an_audit_says_it():
     seen = view(1, turn=-1.0)
-    assert examine("x", [Subject(seen, None, doubt=doubt(seen))], {}).mismatch.startswith(TURNED)
+    assert audit_updates("x", [Subject(seen, None, doubt=doubt(seen))], {}).mismatch.startswith(TURNED)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-10, 1e-30])

@@ -1,0 +1,192 @@
+"""How an audit is carried out: the cells of its plan are run, and what they hold is read; one way for every source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from attacks.base import Attack
+from attacks.verification import CONTRADICTED
+from eval.audit import findings
+from eval.audit.attack_selection import EarlyStopping, leave_out_settled
+from eval.audit.capture_plan import CaptureRequest, plan_updates
+from eval.audit.findings import AttackFinding, AuditReport
+from eval.audit.user_model import Subject
+from eval.io import jsonl, manifest
+from eval.metrics.score import Row
+from eval.run import results, runner
+from eval.run.attack_cell import LABELS
+from eval.run.plan import Plan
+from eval.run.run_directory import RunDir
+from eval.run.runner import Failure, RunStopped
+
+FINDINGS = "audit.json"
+"""In the folder of an audit: what `--json` prints of it, but for limits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How an audit is carried out; none of it changes a number.
+
+    Attributes:
+        options: of the run; with the name of the audit.
+        progress: told how far it is.
+        keep_outputs: whether the folder stays, so that table, report and tracebacks are of use.
+        early_stop: whether attacks are left out that could add nothing to those before them.
+    """
+
+    options: runner.Options
+    progress: runner.Progress = runner.silent
+    keep_outputs: bool = False
+    early_stop: bool = False
+
+
+def run_audit(plan: Plan, folder: RunDir, execution: Execution) -> AuditReport:
+    """Run the plan of an audit, and read what came out; an attack that fails is among the findings.
+
+    Where Ctrl-C ends it, the findings are those of the attacks that were done, and `stopped` names the one it came at.
+
+    Args:
+        plan: of the audit.
+        folder: to run it in.
+        execution: how.
+    """
+    stopping, options = EarlyStopping(folder), execution.options
+    if execution.early_stop:
+        plan, options = leave_out_settled(plan), replace(options, needed=stopping)
+    stopped, failures = "", list[Failure]()
+    with folder.locked(), folder.logged():
+        try:
+            failures = runner.run(plan, folder, options, execution.progress)
+        except RunStopped as stop:
+            failures = stop.failures
+            stopped = _stopped_at(plan, folder, failures, stopping)
+        left_out, remaining = stopping.left_out(plan), stopping.remaining(plan)
+        rows = results.assemble(remaining, folder)
+        if execution.keep_outputs and rows:
+            results.publish(rows, failures, remaining, folder)
+        report = _report(remaining, folder, rows, options.name)
+        report = replace(report, stopped=stopped)
+        report = _with_others(report, plan, left_out, _failed(plan, folder, failures, keep=execution.keep_outputs))
+        if execution.keep_outputs:
+            _write_findings(folder.path, report)
+    return report
+
+
+def audit_updates(
+    name: str,
+    subjects: Sequence[Subject],
+    attacks: Mapping[str, Attack],
+    *,
+    seed: int = 0,
+    workers: int = 1,
+    out: Path | None = None,
+    early_stop: bool = False,
+) -> AuditReport:
+    """Audit updates that are there already, without the command line.
+
+    Args:
+        name: of what is audited.
+        subjects: the updates, at least one.
+        attacks: by label.
+        seed: of all randomness.
+        workers: processes that updates are spread over; their number changes no result.
+        out: folder for report, table and pictures; nothing is kept without.
+        early_stop: whether an update that one attack settles is left out of those behind it.
+    """
+    request = CaptureRequest(name=name, source={"model": name}, seed=seed, device=subjects[0].view.device.type)
+    plan = plan_updates(subjects, attacks, request)
+    options = runner.Options(workers=workers, name=name)
+    with TemporaryDirectory() as temporary:
+        folder = RunDir(Path(temporary) / "audit" if out is None else out)
+        check_folder(folder, plan)
+        execution = Execution(options=options, keep_outputs=out is not None, early_stop=early_stop)
+        return run_audit(plan, folder, execution)
+
+
+def check_folder(folder: RunDir, plan: Plan) -> None:
+    """Whether an audit may be written to a folder: a new one, or one of the same audit, which then goes on.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    folder.check()
+    before = folder.about_run()
+    if not before and not (folder.path / results.CONFIG).exists():
+        return
+    if before.get("title") != plan.experiment.title:
+        name = before.get("title") or before.get("name") or "no title"
+        raise ValueError(f"{folder.path} holds another run ({name}), not this audit; choose another --out, or empty it")
+    if before.get("updates", []) != [capture.digest for capture in plan.captures]:
+        raise ValueError(
+            f"{folder.path} holds an audit of the same with other settings, weights or images (those of a model that "
+            "draws its weights anew each time are never the same: seed it); choose another --out, or empty it"
+        )
+
+
+def _stopped_at(plan: Plan, folder: RunDir, failures: Sequence[Failure], stopping: EarlyStopping) -> str:
+    """The attack at which a run was stopped."""
+    failed = {failure.id for failure in failures}
+    left = [task for task in plan.attacks if task.cell.id not in failed | set(stopping.reasons)]
+    return next((task.attack.label for task in left if not folder.finished(task.cell)), "the end")
+
+
+def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> AuditReport:
+    """What the rows of a plan amount to, with what is known of its updates."""
+    defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
+    labels = _recovered_labels(plan, folder)
+    report = findings.of_rows(name, rows, threat=plan.experiment.threat, defended=defended, labels=labels)
+    contradiction = plan.contradiction
+    if plan.captures and not contradiction:
+        against = [
+            f"{one.attack}: {one.words}"
+            for finding in report.findings
+            for one in finding.outcomes
+            if one.words.startswith(CONTRADICTED)
+        ]
+        contradiction = next(iter(against), "")
+    return replace(report, mismatch=contradiction, notes=plan.notes)
+
+
+def _recovered_labels(plan: Plan, folder: RunDir) -> dict[str, list[list[int]]]:
+    """The labels that every attack recovered, update by update, whether or not the true ones are known."""
+    found: dict[str, list[list[int]]] = {}
+    for task in plan.attacks:
+        path = folder.file(task.cell, LABELS)
+        if folder.finished(task.cell) and path.is_file():
+            found.setdefault(task.attack.label, []).extend(row["labels"] for row in jsonl.read_rows(path))
+    return found
+
+
+def _failed(plan: Plan, folder: RunDir, failures: Sequence[Failure], *, keep: bool) -> list[AttackFinding]:
+    names = {task.cell.id: task.attack.label for task in plan.attacks}
+    return [
+        AttackFinding.of_failure(
+            names.get(failure.id, failure.name), failure.reason, folder.path / failure.traceback if keep else None
+        )
+        for failure in failures
+    ]
+
+
+def _with_others(
+    report: AuditReport, plan: Plan, left_out: Mapping[str, str], failed: Sequence[AttackFinding]
+) -> AuditReport:
+    """The report with attacks that failed or were left out, in the order of the plan; a training that failed: first."""
+    order = [task.attack.label for task in plan.attacks]
+    gone = [AttackFinding.of_left_out(label, reason) for label, reason in left_out.items()]
+    found = [*report.findings, *failed, *gone]
+    found.sort(key=lambda one: order.index(one.attack) if one.attack in order else -1)
+    return replace(report, findings=found)
+
+
+def _write_findings(folder: Path, report: AuditReport) -> None:
+    """Keep what was found in plain data, beside table and report; paths in it are relative to the folder."""
+    said = report.plain()
+    for finding in said["findings"]:
+        if finding["traceback"] is not None:
+            finding["traceback"] = Path(finding["traceback"]).relative_to(folder).as_posix()
+    jsonl.write_text(folder / FINDINGS, json.dumps(said, indent=2, ensure_ascii=False) + "\n")
+    manifest.add_files(folder, FINDINGS)
