@@ -30,7 +30,7 @@ from eval.run.observation import Observation, WatchedUpdate
 from eval.run.plan import Plan, plan_capture
 from fl.method import methods
 from fl.tensors import dense
-from fl.types import ServerView
+from fl.view import ServerView
 
 OTHERS = ("torch", "torchvision")
 """Packages whose layers are known by their names and settings alone."""

@@ -9,7 +9,7 @@ from attacks.base import Attack
 from defenses import Defense
 from eval.experiment.spec import Entry, Score
 from fl.method import Method
-from fl.types import ThreatModel
+from fl.view import ThreatModel
 
 
 @dataclass(frozen=True, kw_only=True)

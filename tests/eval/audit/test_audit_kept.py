@@ -45,10 +45,10 @@ def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(folder, said, *words):
+def refused(folder, said, *words, code=terminal.USAGE):
     before = files(folder)
     result = audit(*words, "--out", folder)
-    assert result.exit_code == terminal.USAGE, result.output
+    assert result.exit_code == code, result.output
     assert said in result.output
     assert result.output.count("\n") == 1
     assert "choose another --out" in result.output
@@ -128,8 +128,8 @@ def test_two_audits_do_not_write_to_one_folder(mine, tmp_path):
     words, folder = (f"{mine}:whole", "--attack", "guess"), tmp_path / "kept"
     folder.mkdir()
     holding = (
-        "import sys; from pathlib import Path; from eval.run.run_directory import held\n"
-        "with held(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from eval.run.run_directory import hold_lock\n"
+        "with hold_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", holding, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -137,7 +137,7 @@ def test_two_audits_do_not_write_to_one_folder(mine, tmp_path):
     assert other.stdout is not None
     try:
         assert other.stdout.readline() == "held\n"
-        refused(folder, f"{folder} is in use by another process", *words)
+        refused(folder, f"{folder} is in use by another process", *words, code=terminal.FAILURE)
     finally:
         other.communicate()
     assert audit(*words, "--out", folder).exit_code == 0  # its lock file is no stranger's

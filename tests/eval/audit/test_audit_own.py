@@ -123,8 +123,8 @@ def test_an_audit_tells_on_stderr_how_far_it_is(mine):
         result = audit(*words, *more)
         first, last = result.stderr.splitlines()
         assert first == f"{mine}:whole: guess (0/2)"
-        assert re.fullmatch(r"guess: images \(4/4\), [0-9.]+ s", last)
-        assert "images (" not in result.stdout
+        assert re.fullmatch(rf"{mine}:whole: guess \(2/2\), [0-9.]+ s", last)
+        assert "guess (" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,11 @@ def test_an_attack_that_has_the_images_beforehand_is_not_believed(mine):
     faces = "{name: faces, size: 8}"
     lti = f"{{name: lti, auxiliary: {faces}, iterations: 2, batch: 2, width: 4, hashed: 16, part: %s}}"
     words = (f"{mine}:grey", "--images", faces, "--count", 2, "--json", "--attack")
-    findings = {}
-    for part in ("train", "test"):
-        result = audit(*words, lti % part)
-        findings[part] = json.loads(result.stdout)["findings"][0]["failed"], result.exit_code
-    assert findings["test"] == (None, 0)
-    reason, code = findings["train"]  # whose images an audit takes
-    assert reason.startswith("ValueError: attack 'lti': expected images that are not attacked, got 2 of the 2")
-    assert code == terminal.FAILURE
+    fair = audit(*words, lti % "test")
+    assert (json.loads(fair.stdout)["findings"][0]["failed"], fair.exit_code) == (None, 0)
+    unfair = audit(*words, lti % "train")  # whose images an audit takes
+    assert "attack 'lti': expected images that are not attacked, got 2 of the 2" in unfair.output
+    assert unfair.exit_code == terminal.USAGE
 
 
 @pytest.mark.parametrize("model", ["double", "half", "bfloat16"])

@@ -8,7 +8,6 @@ import torch
 from support.tiny import Registered
 from typer.testing import CliRunner
 
-from attacks.base import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED, still_falling
 from eval import cli
 from eval.commands import terminal
@@ -149,15 +148,12 @@ def test_what_is_left_open(outcomes, open_):
     assert bool(inconclusive.opened(outcomes)) == open_
 
 
-def test_rows_say_what_results_do():
-    refused = NotApplicable("no", limit=True)
-    result = Reconstruction(torch.rand(1, 1, 8, 8), verified=False, given_up="stopped")
-    assert inconclusive.outcome("a", 0, refused, 1).kind == "limit"
-    assert inconclusive.outcome("a", 0, result, 1).kind == "gave up"
+def test_rows_say_what_attacks_came_to():
     rows = [{"update": 0, "not_applicable": "no", "limit": True}, {"update": 1, "given_up": "stopped"}]
     rows += [{"update": 2, "not_applicable": "no"}, {"update": 3, "verified": False, "candidates": 1, "images": 1}]
     rows += [{"update": 4, "verified": None, "candidates": 1, "images": 1}, {"update": 5, "verified": True}]
     rows += [{"update": 6, "verified": True, "candidates": 1, "images": 1}]
+    rows += [{"update": 7, "not_applicable": "not needed", "spared": True}]  # says nothing
     kinds = [one.kind for one in inconclusive.of_rows("a", rows)]
     assert kinds == ["limit", "gave up", "fact", "ran", "searched", "blind", "settled"]
 
