@@ -117,7 +117,7 @@ def test_an_option_does_something_or_is_refused_by_name(mine, source, option):
 def test_the_number_of_processes_changes_no_result(mine, monkeypatch):
     """With no patience the second process starts at once."""
     monkeypatch.setattr("attacks.parallel.START", 0.0)
-    monkeypatch.setattr("attacks.parallel.Spread.__init__.__defaults__", (1, 0.0))
+    monkeypatch.setattr("attacks.parallel.AttackPool.__init__.__defaults__", (1, 0.0))
     words = (f"{mine}:whole", "--attack", "{name: ig, iterations: 30, stack: 1}", "--json")
     alone, together = (audit(*words, "--workers", number) for number in (1, 2))
     assert alone.exit_code == together.exit_code, together.output
@@ -125,7 +125,7 @@ def test_the_number_of_processes_changes_no_result(mine, monkeypatch):
 
 
 def test_a_model_that_no_other_process_can_import_is_attacked_in_this_one(mine, monkeypatch):
-    monkeypatch.setattr("attacks.parallel.Spread.__init__.__defaults__", (1, 0.0))
+    monkeypatch.setattr("attacks.parallel.AttackPool.__init__.__defaults__", (1, 0.0))
     result = audit(f"{mine}:local", "--attack", "{name: ig, iterations: 200, stack: 1}", "--workers", 2)
     assert result.exit_code in {0, terminal.UNDECIDED}, result.output
     assert "attacks run in one process: the model can't be sent to another" in result.output
