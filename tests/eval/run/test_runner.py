@@ -370,7 +370,7 @@ def test_an_attacker_may_have_seen_the_same_client_before(tmp_path, monkeypatch,
 
 
 def test_attacks_spread_over_processes_leave_the_same_rows(done, tmp_path, monkeypatch):
-    here, run_here = [], spread._here
+    here, run_here = [], spread._run_here
 
     def slowly(attack, views, seeds, control):
         here.extend(seeds)
@@ -378,13 +378,13 @@ def test_attacks_spread_over_processes_leave_the_same_rows(done, tmp_path, monke
         return run_here(attack, views, seeds, control)
 
     def at_once(workers):
-        made = spread.Spread(workers, patience=0.0)
+        made = spread.AttackPool(workers, patience=0.0)
         if workers > 1:
             made._ready_pool().result()
         return made
 
     monkeypatch.setattr(spread, "_run_here", slowly)
-    monkeypatch.setattr(runner, "Spread", at_once)
+    monkeypatch.setattr(runner, "AttackPool", at_once)
     folder, counts = tmp_path / "out", []
     told = partial(run, tiny(), folder, progress=lambda stage, done, _: counts.append((stage, done)), workers=2)
     assert told() == done[1]
