@@ -1,4 +1,4 @@
-"""Defences: one file each, found by name in `defenses.defenses`."""
+"""Defenses: one file each, found by name in `defenses.defenses`."""
 
 from fl.defense import Defense, defenses
 

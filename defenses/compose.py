@@ -1,4 +1,4 @@
-"""Several defences, one after the other."""
+"""Several defenses, one after the other."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fl.types import Batch, Task
 @defenses.register("chain")
 @dataclass(frozen=True, kw_only=True)
 class Chain(Defense):
-    """Each defence works on what the one before it leaves.
+    """Each defense works on what the one before it leaves.
 
     An attacker who knows it passes its predictions through their stand-ins in the same order. Each stand-in looks at
     the update as it was sent, so one that reads something off it (which entries were pruned) can do so only where
-    the defences behind it leave that in place: `[noise, prune]`, `[prune, signsgd]`, but not `[prune, noise]`.
+    the defenses behind it leave that in place: `[noise, prune]`, `[prune, signsgd]`, but not `[prune, noise]`.
 
     Attributes:
-        parts: defences, the first one first.
+        parts: defenses, the first one first.
 
     Raises:
         ValueError: if there are none, or more than one changes the gradient, which none can do to another's, or

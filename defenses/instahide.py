@@ -22,9 +22,9 @@ class InstaHide(Defense):
 
     This is the paper's scheme within the client's own data: an image is blended with k - 1 others of its batch, each
     chosen by a random order of it as in the authors' code, and the shares are |N(0, 1)| brought to sum 1, drawn again
-    until none is above `upper`. Blending with a public data set is not here, since a defence holds no images. Signs are
+    until none is above `upper`. Blending with a public data set is not here, since a defense holds no images. Signs are
     those of pixels in [-1, 1], so that a pixel p of the box [0, 1] becomes 1 - p with probability 1/2, anew for every
-    image and step. (The authors flip pixels normalised by the data's mean, which then leave the box.) A batch of fewer
+    image and step. (The authors flip pixels normalized by the data's mean, which then leave the box.) A batch of fewer
     than k images blends some of them twice.
 
     The images fed are the truth that attacks are scored against, as under `mixup`. An attacker who knows it takes no

@@ -33,7 +33,7 @@ class Mixup(Defense):
     as many blends as images.
 
     Attributes:
-        alpha: of the Beta distribution (1 on CIFAR-10, 0.1 to 0.4 on ImageNet); 0 is no defence.
+        alpha: of the Beta distribution (1 on CIFAR-10, 0.1 to 0.4 on ImageNet); 0 is no defense.
 
     Raises:
         ValueError: if `alpha` is negative.

@@ -23,13 +23,13 @@ class Noise(Defense):
 
     A heuristic, no differential privacy: nothing bounds what one image contributes. In an experiment the noise follows
     from the run's seed, and who knows that takes it off; a real update takes `release`. Noise has full rank, so a
-    structured update leaves this defence dense. An attacker who knows it and solves equations weighs every tensor by
+    structured update leaves this defense dense. An attacker who knows it and solves equations weighs every tensor by
     the inverse of its noise. A search doesn't by itself: whether that helps depends on the network, with and without
     noise (`balance` of `attacks.gradient_matching.engine.base.GradientMatching`, whose 1 makes a squared distance the
     likelihood of relative noise).
 
     Attributes:
-        std: standard deviation; 0 is no defence.
+        std: standard deviation; 0 is no defense.
         unit: "relative" takes `std` in units of each tensor's own root mean square, so that every tensor has the
             signal-to-noise ratio 1 / std; "absolute" in units of the update (weights, so it depends on learning
             rate and number of steps).

@@ -92,7 +92,7 @@ class Precode(Defense):
     together with the images, as for any private tensor of the client (as their "Dropout is not all you need", 2022,
     does for masks). On three Fashion-MNIST images and the LeNet of Zhu et al. that gave 16 dB (25 with `private_lr`
     0.1), leaving out alone 8, searching alone 5; an attacker who does not know it compares everything at eps = 0 and
-    got 4, and 27 where there is no defence.
+    got 4, and 27 where there is no defense.
 
     Attributes:
         latent: K, size of z.

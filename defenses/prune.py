@@ -20,11 +20,11 @@ class Prune(Defense):
     """Sets the smallest entries of the update to zero (Zhu et al., NeurIPS 2019, section 5.2; Lin et al., ICLR 2018).
 
     Or random ones, the "random mask" of Konecny et al. (2016, section 2), drawn anew every round and not scaled up.
-    Either way the mask shows in what is sent, and an attacker who knows the defence compares only these entries. A
-    mask has no structure: an update of outer products leaves this defence dense.
+    Either way the mask shows in what is sent, and an attacker who knows the defense compares only these entries. A
+    mask has no structure: an update of outer products leaves this defense dense.
 
     Attributes:
-        ratio: share of entries set to zero, in [0, 1); 0 is no defence. The number of entries is rounded down.
+        ratio: share of entries set to zero, in [0, 1); 0 is no defense. The number of entries is rounded down.
         keep: the "largest" entries by absolute value, or "random" ones, each set of them equally likely.
         scope: "tensor" takes the share of each tensor, "global" of the whole update.
 

@@ -22,7 +22,7 @@ class QSGD(Defense):
 
     An entry x of a bucket of norm n becomes n sign(x) l / s, where l is |x| s / n rounded up with the probability of
     its fraction, else down. `bits` per number before any further coding, and one norm per bucket. A structured update
-    leaves this defence dense. What the rounding adds is noise without a bias, so an attacker who knows it compares its
+    leaves this defense dense. What the rounding adds is noise without a bias, so an attacker who knows it compares its
     predictions as they are: weighting tensors by their noise changed nothing that could be measured, and counting no
     error below one level lost.
 

@@ -1,4 +1,4 @@
-"""Quantisation: every number of the update is rounded to one of a few values."""
+"""Quantization: every number of the update is rounded to one of a few values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class Quantize(Defense):
     """Each tensor on an even grid between its extremes (Konecny et al., 2016, section 3), or in a short float type.
 
-    A structured update leaves this defence dense. An attacker who knows it puts its predictions on the observed grid
+    A structured update leaves this defense dense. An attacker who knows it puts its predictions on the observed grid
     where that is coarse, with derivatives that pass straight through: most entries then share a value that may be far
     from their own. A fine grid it leaves out, since it only roughens the search; counting no error within a cell did
     worse than either.

@@ -24,7 +24,7 @@ class SignSGD(Defense):
     """The sign of every entry, times one size (Bernstein et al., ICML 2018; mean size: Karimireddy et al., ICML 2019).
 
     One bit per number, and one number per tensor where `step` is None; exact zeros stay zero. A structured update
-    leaves this defence dense. An attacker who knows it compares signs: an entry of the right sign costs less the
+    leaves this defense dense. An attacker who knows it compares signs: an entry of the right sign costs less the
     further it is from zero, up to a margin, and nothing beyond; sizes are compared nowhere.
 
     Attributes:

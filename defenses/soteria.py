@@ -37,16 +37,16 @@ class Soteria(Defense):
 
     The paper treats one image. For several the quotients |dr_i/dx| / |r_i + 0.1| of all of them are added up, as the
     authors' code does but for the sign of r + 0.1, and one set of units is pruned. Derivatives are by pixels in [0, 1],
-    the authors' by normalised ones: for one channel that is a constant factor.
+    the authors' by normalized ones: for one channel that is a constant factor.
 
     An attacker who knows it sees which columns are zero and leaves them out of the comparison, where Balunovic et al.
-    (ICLR 2022, section 5.1) leave out the whole layer; all other gradients are true, and that is why the defence
+    (ICLR 2022, section 5.1) leave out the whole layer; all other gradients are true, and that is why the defense
     fails. Its search takes the full gradient in every step, which is exact for one local step, since choosing units
     anew would cost a derivative for each of them. Where the layer's weights are generated, no column shows, and the
     layer is compared as it is.
 
     Attributes:
-        ratio: share of the units pruned, in [0, 1); 0 is no defence. The number is rounded down.
+        ratio: share of the units pruned, in [0, 1); 0 is no defense. The number is rounded down.
         layer: name of the linear layer whose input is the representation; None is the network's last one.
 
     Raises:

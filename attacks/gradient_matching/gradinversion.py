@@ -43,7 +43,7 @@ LONG_SEARCH: dict[str, Any] = {
 class GradInversion(GradientMatching):
     """GradInversion (Yin et al., CVPR 2021): several searches that pull each other towards their mean.
 
-    With observed update u and batch-norm statistics m_l, v_l of layer l, each restart minimises over images x
+    With observed update u and batch-norm statistics m_l, v_l of layer l, each restart minimizes over images x
 
         d(update(x), u) + tv_weight TV(x) + energy_weight mean(x^2) + group_weight mean((x - consensus)^2)
             + statistics_weight sum_l f_l (|mean_l(x) - m_l| + |var_l(x) - v_l|),
@@ -68,7 +68,7 @@ class GradInversion(GradientMatching):
     Attributes:
         iterations: of the search.
         restarts: searches that agree with each other; the one with the smallest objective is the result.
-        energy_weight: weight of the mean square of the images in normalised units.
+        energy_weight: weight of the mean square of the images in normalized units.
         statistics_weight: weight of the batch-norm statistics' distance.
         first_layer_factor: factor on that of the first batch norm.
         group_weight: weight of the mean squared distance to the consensus.
@@ -183,12 +183,12 @@ def consensus(guesses: Tensor, reach: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """The mean square of the images in normalised units."""
+    """The mean square of the images in normalized units."""
 
     weight: float
 
     def constants(self, view: ServerView) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the normalisation."""
+        """Mean and standard deviation of the normalization."""
         return view.task.normalisation(torch.empty(0, dtype=view.dtype, device=view.device))
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:

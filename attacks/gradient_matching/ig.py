@@ -16,8 +16,8 @@ class InvertingGradients(GradientMatching):
     """IG (Geiping et al., NeurIPS 2020, Eq. 4): signed Adam at 0.1, step decay, pixels kept in their box.
 
     The published weights of the total variation run from 1e-6 (HyperFL's protocol, with 10,000 iterations) to 1e-1
-    (`presets`). The default was better than 1e-4 on every set that it was tried on, grey and colour, if not always the
-    best: 1e-2 was in colour, 1e-1 on a sigmoid LeNet, but 1e-2 is far worse for characters and on a trained network
+    (`presets`). The default was better than 1e-4 on every set that it was tried on, gray and color, if not always the
+    best: 1e-2 was in color, 1e-1 on a sigmoid LeNet, but 1e-2 is far worse for characters and on a trained network
     (benchmarks/results/settings.md). A preset that is called after a network has what was best for it while it was
     untrained, and is worse after training (benchmarks/results/presets.md). Private tensors, where a method has any, are
     searched for together with the images.

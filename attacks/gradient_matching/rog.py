@@ -23,10 +23,10 @@ from fl.view import ServerView
 class ROG(GradientMatching):
     """ROG, reconstruction from obfuscated gradients (Yue et al., USENIX Security 2023).
 
-    With observed update u, the result is E(D(z)) of the code z that minimises d(update(D(z)), u) + tv_weight TV(D(z)).
+    With observed update u, the result is E(D(z)) of the code z that minimizes d(update(D(z)), u) + tv_weight TV(D(z)).
     The image D(z) is `factor` times larger than z on each side: fewer unknowns, which noise, pruning and quantization
     of the update can't fill with nonsense. D is bicubic interpolation, or the decoder half of an auto-encoder; E is an
-    enhancer, or nothing. Threat model: that of `IG`; a defence the server knows is applied to the prediction too.
+    enhancer, or nothing. Threat model: that of `IG`; a defense the server knows is applied to the prediction too.
     Labels are recovered, while the authors' code is given them. What D can't show can't be found:
     `eval.metrics.baselines.bound` says how close to an image a code comes: for photographs of 32 x 32 pixels 22 to 28
     dB at factor 2, 16 to 25 at 4.

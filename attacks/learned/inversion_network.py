@@ -75,7 +75,7 @@ class SimulatedClient:
             return self._defended(rows, len(images), draw)
 
     def _private(self, name: str, count: int, draw: torch.Generator) -> Tensor:
-        """Guesses (count, *shape) of a private tensor: as layers are initialised, 0 for memory, N(0, 1) for noise."""
+        """Guesses (count, *shape) of a private tensor: as layers are initialized, 0 for memory, N(0, 1) for noise."""
         shape, known = self.view.private[name], (self.view.private_init or {}).get(name)
         if known is not None:
             made = dense(known).expand(count, *shape)
@@ -87,7 +87,7 @@ class SimulatedClient:
         return made.to(dtype=self.view.dtype, device=self.view.device)
 
     def _defended(self, rows: dict[str, Tensor], count: int, draw: torch.Generator) -> dict[str, Tensor]:
-        """The rows as a known defence sends them, with its noise."""
+        """The rows as a known defense sends them, with its noise."""
         defense = self.view.defense
         if not (self.view.threat.knows_defense and overrides(defense, "transform_update")):
             return rows
@@ -189,7 +189,7 @@ def train(
         width: units of the two hidden layers.
         hashed: numbers made of an update.
         lr: step size.
-        seed: of hash, initialisation and lessons.
+        seed: of hash, initialization and lessons.
     """
     view = imitation.view
     shape = (view.batch_size or 1, *view.task.input_shape)

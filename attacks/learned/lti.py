@@ -32,9 +32,9 @@ _TRAINED: dict[tuple[Attack, str, str], InversionNetwork] = {}
 class LearningToInvert(Attack):
     """LTI, learning to invert (Wu et al., UAI 2023): three linear layers from an update to its images.
 
-    The server imitates the client on public images x, through the view's own method, weights and defence, and trains
-    a network f to minimise mean (f(update(x)) - x)^2, for the images of a batch in the order that fits best. So it
-    adapts by itself to whatever the defence does, noise included, where a search needs a differentiable stand-in for
+    The server imitates the client on public images x, through the view's own method, weights and defense, and trains
+    a network f to minimize mean (f(update(x)) - x)^2, for the images of a batch in the order that fits best. So it
+    adapts by itself to whatever the defense does, noise included, where a search needs a differentiable stand-in for
     it. One network serves all clients that were sent the same weights under the same settings; it does not depend on
     the seed of the call.
 
@@ -42,9 +42,9 @@ class LearningToInvert(Attack):
     attacked: name another data set, or the `part` of it that these are not of. A run refuses what holds one of them.
 
     It differs from the authors' code in what the network is given: an update is brought to length 1, each of its
-    numbers standardised over imitated updates, so that no unit matters, and in the hash signs keep apart what is added
+    numbers standardized over imitated updates, so that no unit matters, and in the hash signs keep apart what is added
     up. Labels are the public images' own if there are as many classes as in the task, else drawn at random. What the
-    client keeps to itself is drawn at random, too. As in every prediction, noise that a defence adds within training is
+    client keeps to itself is drawn at random, too. As in every prediction, noise that a defense adds within training is
     left out, and images are fed in turn where their order is unknown. The label of one image is read off the
     classifier; those of several are not returned.
 
@@ -59,7 +59,7 @@ class LearningToInvert(Attack):
         width: units of the two hidden layers.
         hash_size: longest input of the network; longer updates are hashed to it.
         lr: step size.
-        seed: of initialisation, hash and lessons.
+        seed: of initialization, hash and lessons.
     """
 
     plain: ClassVar[str] = "trains a network on public pictures that turns an update into the picture behind it."

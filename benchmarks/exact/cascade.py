@@ -3,7 +3,7 @@
 Run it by `python -m benchmarks.exact.cascade [--images N] [--sets NAME...]` (needs HYPERLEAK_DATA).
 
 Untrained networks of HyperFL, one step on one image in float32, no label and no classifier. Image i meets the network
-of seed i. FedAvg's update is the difference of two models in float32, HyperFL's what `peel` makes of it. Colour images
+of seed i. FedAvg's update is the difference of two models in float32, HyperFL's what `peel` makes of it. Color images
 take a quarter of a minute each. `ig` with its default settings meets the same views; `--attacks` measures it or
 `cascade` alone. Sets and attacks that are left out keep what was measured last. `--rewrite` measures nothing and
 writes the page anew from what is there.

@@ -4,7 +4,7 @@ Run it by `python -m benchmarks.exact.cascade_batches [--sizes N...] [--batches 
 
 Untrained networks of HyperFL, one step on a batch in float32, no label and no classifier: `cascade` on FedAvg,
 `peel+cascade` on HyperFL. Batch i of size B holds the test images from `first + B i` on, with the network of seed i.
-A batch of two grey images takes 5 to 40 CPU seconds, one of four up to three minutes, two colour images at least as
+A batch of two gray images takes 5 to 40 CPU seconds, one of four up to three minutes, two color images at least as
 long. Sets, methods and sizes that are left out keep what was measured last.
 """
 

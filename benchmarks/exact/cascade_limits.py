@@ -4,7 +4,7 @@ Run it by `python -m benchmarks.exact.cascade_limits [--set NAME] [--updates ...
 
 HyperFL's untrained network for the set's images, FedAvg and HyperFL (through `peel`), one step on one image, no label
 given: `cascade` beside `ig` when the update is rounded, noisy or pruned. Image i meets the network of seed i. Both
-attacks know the defence. Rows stay as they were until they are measured again.
+attacks know the defense. Rows stay as they were until they are measured again.
 """
 
 from __future__ import annotations

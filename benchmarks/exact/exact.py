@@ -2,7 +2,7 @@
 
 Run it by `python -m benchmarks.exact.exact [--victims N]` (needs HYPERLEAK_DATA).
 
-Untrained networks, one step of FedAvg of size 1 in float32 without a defence, label unknown. Victim i of batch size B
+Untrained networks, one step of FedAvg of size 1 in float32 without a defense, label unknown. Victim i of batch size B
 holds the test images from `FIRST + B i` on and meets the network of seed i.
 """
 

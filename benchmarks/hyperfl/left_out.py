@@ -5,7 +5,7 @@ A line for each method, the mean over the domains that were left out in turn; ba
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from statistics import fmean
 
@@ -44,4 +44,8 @@ def main(run: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("picture", type=Path, help="SVG file to write")
+    given = parser.parse_args()
+    main(given.run, given.picture)

@@ -1,4 +1,4 @@
-"""How exact the peel is, by local work, initialisation and route.
+"""How exact the peel is, by local work, initialization and route.
 
 Run it by `python -m benchmarks.hyperfl.peel` (needs HYPERLEAK_DATA).
 

@@ -82,7 +82,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All measurements, those of one grey image first."""
+    """All measurements, those of one gray image first."""
     for dataset in SETS:
         for number in range(IMAGES):
             for init in INITIALIZATIONS:

@@ -1,9 +1,9 @@
-"""What each defence is worth against an attacker who knows it.
+"""What each defense is worth against an attacker who knows it.
 
 Run it by `python -m benchmarks.leakage.defenses` (needs HYPERLEAK_DATA).
 
-IG on Fashion-MNIST and the untrained LeNet of Zhu et al., one image in one step where the defence needs no more, every
-defence at a published setting; beside it the same search by an attacker who does not know that there is a defence.
+IG on Fashion-MNIST and the untrained LeNet of Zhu et al., one image in one step where the defense needs no more, every
+defense at a published setting; beside it the same search by an attacker who does not know that there is a defense.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FIRST = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """One defence.
+    """One defense.
 
     Attributes:
         name: with its setting, in words.
@@ -112,7 +112,7 @@ CASES = (
 
 
 def rows(case: Case, known: bool, images: Batch, search: dict[str, Any]) -> list[Row]:
-    """Scores of every image under one defence, for an attacker who knows it or not."""
+    """Scores of every image under one defense, for an attacker who knows it or not."""
     task = fl.models.models.build({"name": "lenet-zhu", "input_shape": (1, 28, 28)}).task(num_classes=10, seed=0)
     defense = defenses.build(case.defense)
     client = Client(task, FedAvg(lr=1.0, steps=1, batch_size=None), defense)

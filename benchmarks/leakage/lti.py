@@ -3,7 +3,7 @@
 Run it by `python -m benchmarks.leakage.lti [--steps N] [--iterations N]` (needs HYPERLEAK_DATA).
 
 Fashion-MNIST on the untrained sigmoid LeNet of Zhu et al., one step on one image in float32, no label given. Victims
-are test images; the inverter learns on the training images, which hold none of them. All attacks know the defence.
+are test images; the inverter learns on the training images, which hold none of them. All attacks know the defense.
 `--attack` measures some again and keeps the others' rows.
 """
 
@@ -88,12 +88,12 @@ def before(again: Sequence[str], images: int) -> list[dict[str, Any]]:
 
 
 def part(found: Sequence[dict[str, Any]], label: str, name: str) -> list[dict[str, Any]]:
-    """The rows of one attack under one defence."""
+    """The rows of one attack under one defense."""
     return [row for row in found if (row["defense"], row["attack"]) == (label, name)]
 
 
 def line(label: str, found: Sequence[dict[str, Any]]) -> list[str]:
-    """A defence's line of the table: means, differences to `ig`, seconds."""
+    """A defense's line of the table: means, differences to `ig`, seconds."""
     data = {name: part(found, label, name) for name in NAMES}
     means = [shown(mean_interval(rows)) for rows in data.values()]
     apart = [shown(paired_difference(data[name], data["ig"])) for name in NAMES if name != "ig"]
@@ -101,7 +101,7 @@ def line(label: str, found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def verdict(found: Sequence[dict[str, Any]], first: str, second: str) -> str:
-    """Under how many defences one attack is above, or below, another by more than chance."""
+    """Under how many defenses one attack is above, or below, another by more than chance."""
     labels = [label for label in DEFENSES if label != "none"]
     gaps = [paired_difference(part(found, label, first), part(found, label, second)) for label in labels]
     above, below = sum((gap.low or 0) > 0 for gap in gaps), sum((gap.high or 0) < 0 for gap in gaps)

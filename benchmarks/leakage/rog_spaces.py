@@ -4,7 +4,7 @@ Run it by `python -m benchmarks.leakage.rog_spaces [--images N] [--steps N]` (ne
 
 CIFAR-10 test images on the untrained sigmoid LeNet of Zhu et al., one step on one image in float32, no label given. The
 decoders and the enhancer are trained by `attacks.gradient_matching.engine.generators` on the training images of
-CIFAR-100, none of which is among the victims'. All attacks know the defence.
+CIFAR-100, none of which is among the victims'. All attacks know the defense.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ SETS, LR = {"fashion_mnist": "hyperfl-grey", "cifar10": "hyperfl-colour"}, 0.01
 CALLED = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 PEELED, CUT, PLAIN = "HyperFL: peel+ig", "FedAvg: headless+ig", "FedAvg: ig"
 Measured = dict[str, Any]
-"""Of one set and initialisation: what was searched, how many images and seeds, rows and CPU seconds by attack."""
+"""Of one set and initialization: what was searched, how many images and seeds, rows and CPU seconds by attack."""
 INITIALISATIONS = {"scaled": "scaled to the network's own", "published": "as published"}
 
 
@@ -74,7 +74,7 @@ def attacked(name: str, init: str, count: int, seeds: int, search: dict[str, Any
 
 
 def section(name: str, init: str, measured: Measured) -> list[str]:
-    """The tables of one set and initialisation."""
+    """The tables of one set and initialization."""
     found, seconds, search = measured["rows"], measured["cpu_seconds"], measured["search"]
     about = (
         f"{measured['images']} test images x {measured['seeds']} seeds, `{SETS[name]}`, {search['iterations']} "

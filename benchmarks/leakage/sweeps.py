@@ -84,7 +84,7 @@ class Sweep:
 
     @property
     def where(self) -> str:
-        """Training and defence in words, empty where there is neither."""
+        """Training and defense in words, empty where there is neither."""
         after = f", after {self.rounds} rounds" if self.rounds else ""
         name, *settings = self.defense.values()
         return after + ("" if name == "none" else f", {' '.join([name, *map(number, settings)])}")

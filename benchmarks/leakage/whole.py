@@ -2,7 +2,7 @@
 
 Run it by `python -m benchmarks.leakage.whole`.
 
-`ig` on FedAvg and `joint` on HyperFL, both on HyperFL's colour network, as `hyperleak run` does it with
+`ig` on FedAvg and `joint` on HyperFL, both on HyperFL's color network, as `hyperleak run` does it with
 `compiled: true`: seconds of the clock from views to results, starting processes and compiling included, and those of
 all processes on their cores. The clock needs an idle machine. `--uncompiled` leaves the compiler out, `--iterations`
 makes it shorter.

@@ -47,7 +47,7 @@ class Setting:
     Attributes:
         task: the network and its statistics.
         iterations: of the search.
-        tv: weight of the total variation, of normalised images.
+        tv: weight of the total variation, of normalized images.
     """
 
     task: Task
@@ -61,7 +61,7 @@ class Setting:
         return mean, std
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Of normalised images."""
+        """Of normalized images."""
         mean, std = self.statistics
         return images.detach() * std + mean
 
@@ -114,7 +114,7 @@ def breaching(setting: Setting) -> Peer:
     """The attack `invertinggradients` of breaching.
 
     Its total variation is the sum of both directions' means, as everyone's, whatever the comment in its settings says;
-    the border counts as if the image went on in the data set's mean colour.
+    the border counts as if the image went on in the data set's mean color.
     """
     importable(BREACHING.find())
     with warnings.catch_warnings():  # of TorchScript and of Hydra, on import

@@ -66,7 +66,7 @@ class Figures:
     """What one side reached on all victims.
 
     Attributes:
-        psnr: in dB, victim by victim; not finite pixels count as mid grey.
+        psnr: in dB, victim by victim; not finite pixels count as mid gray.
         iterations: of each victim.
         seconds: of CPU time, victim by victim; one number for a stack.
         broken: victims whose images were not finite.
@@ -88,7 +88,7 @@ class Outcome:
     """Of one comparison.
 
     Attributes:
-        floor: the PSNR of each image's own mean colour.
+        floor: the PSNR of each image's own mean color.
         figures: by peer, and of ours.
         missing: why a peer was not run, by peer.
         labels: how many labels ours had right, in the stack.

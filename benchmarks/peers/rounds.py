@@ -54,11 +54,11 @@ class Setting:
 
     @property
     def plain_model(self) -> nn.Module:
-        """The network for images that are normalised already."""
+        """The network for images that are normalized already."""
         return normalised(self.task)
 
     def data(self) -> list[Batch]:
-        """What each client holds, normalised: peers do it when they load images, ours in the network's first layer."""
+        """What each client holds, normalized: peers do it when they load images, ours in the network's first layer."""
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.task.mean, self.task.std))
         held = (images(self.task, IMAGES, number) for number in range(self.clients))
         return [Batch((own.inputs - mean) / std, own.labels) for own in held]

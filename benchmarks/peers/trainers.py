@@ -32,7 +32,7 @@ NEVER = 10**6
 
 
 def local_sgd(parameters: Iterator[nn.Parameter], lr: float) -> torch.optim.SGD:
-    """The optimiser that the HyperFL authors have in their code, for peers that leave it open."""
+    """The optimizer that the HyperFL authors have in their code, for peers that leave it open."""
     return torch.optim.SGD(parameters, lr, MOMENTUM, weight_decay=DECAY)
 
 

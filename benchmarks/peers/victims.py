@@ -72,7 +72,7 @@ def network(name: str, classes: int, settings: dict[str, object]) -> Task:
 
 
 def normalised(task: Task) -> nn.Module:
-    """A copy of the network that takes normalised images, as peers search for them."""
+    """A copy of the network that takes normalized images, as peers search for them."""
     model = copy.deepcopy(task.model)
     model.normalise = nn.Identity()
     return model

@@ -61,7 +61,7 @@ class Stepper:
     way: Callable[..., Tensors] | None = None
 
     def prepared(self) -> Run:
-        """One step: gradient and optimiser."""
+        """One step: gradient and optimizer."""
         client = Client(self.task, self.method)
         params = self.method.parametrization.lift(self.method.initial(client.task, stream(0, "init")))
         phase = self.method.phases(client.task, 0)[-1]

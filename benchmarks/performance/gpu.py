@@ -7,6 +7,7 @@ machine's CPU. Rounds: seconds of 20 clients, client by client and in stacks.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import statistics
 import time
@@ -102,7 +103,7 @@ def searches(name: str, mode: Literal["colour", "grey"], size: int) -> dict[str,
 
 
 def whole(name: str) -> dict[str, float]:
-    """Seconds of 50 images and 10,000 iterations of one attack on the colour network, recording included."""
+    """Seconds of 50 images and 10,000 iterations of one attack on the color network, recording included."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0).to(device="cuda")
     views = victims(task, photographs("colour", 32, "cuda"), WHOLE[name], COUNT)
     attack = attacks.build({"name": name, **SETTINGS[name], "iterations": ITERATIONS, "max_parallel_trials": COUNT})
@@ -180,6 +181,7 @@ def page(result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measure, and write after each part what there is: time on such a machine is short."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     device_of("cuda")  # in single precision

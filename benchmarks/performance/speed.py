@@ -5,6 +5,7 @@ The loop is what one writes by hand for one image and one network: autograd twic
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
@@ -112,6 +113,7 @@ def spread(seconds: list[float]) -> str:
 
 def main() -> None:
     """Measure, in turn within each repeat, and write the medians."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with TemporaryDirectory() as empty:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty  # else a second run would time how long it takes to read files
         measure()

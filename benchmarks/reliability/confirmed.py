@@ -1,7 +1,7 @@
 """False "confirmed": updates made by many rules, none stated, attacked by everything that checks its own result.
 
 `python -m benchmarks.reliability.confirmed` makes 5,000 updates of small networks: by torch.optim's optimizers, by sign
-rules, clippings, normalisations and step sizes by layer of our own, and by plain SGD. They are handed to the exact
+rules, clippings, normalizations and step sizes by layer of our own, and by plain SGD. They are handed to the exact
 attacks without a word on how the client trained, some with a wrong one (plain SGD). A confirmation is false where
 `verified` is True and a picture is below 40 dB (of pixels in [0, 1], root mean square error over 1 %). Right ones of
 plain SGD are counted, too: a check that confirms nothing is no check.
@@ -9,11 +9,11 @@ plain SGD are counted, too: a check that confirms nothing is no check.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import itertools
 import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -300,4 +300,6 @@ def main(count: int = COUNT) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int, nargs="?", default=COUNT, help="updates to make")
+    main(parser.parse_args().count)

@@ -9,6 +9,7 @@ written, if a traceback, a control character or markup came out, if it took over
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -115,8 +116,11 @@ def _late(_number: int, _frame: object) -> None:
 
 def main() -> None:
     """Run all kinds, each in a process of its own, and write the page."""
-    if len(sys.argv) > 1:
-        sys.stdout.write(json.dumps(judge(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", help="judge this kind alone, and write what came of it as JSON")
+    chosen = parser.parse_args()
+    if chosen.kind is not None:
+        sys.stdout.write(json.dumps(judge(chosen.kind)))
         return
     found: list[dict[str, Any]] = []
     for kind in kinds():

@@ -6,6 +6,7 @@ attack solves and images that it misses. The truth is the mean of a million draw
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,6 +84,7 @@ def coverage(family: Family, images: int, draws: int, seed: int) -> tuple[float,
 
 def main() -> None:
     """Count and publish."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = {
         name: {str(images): coverage(family, images, DRAWS, 1) for images in IMAGES}
         for name, family in FAMILIES.items()

@@ -166,7 +166,7 @@ UNFIT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("epochs", {"name": "hfedf-latent", "epochs": None}),
     *(("public", {"name": n, "public": {"name": "faces", "size": 8}, "images": 1000}) for n in ("fedbe", "fedlaw")),
     ("public", {"name": "feddf", "public": {"name": "faces", "size": 8}, "images": 1000}),
-    ("outsiders", {"name": "fedavg", "with": {"federation.held_out_clients": 3}}),
+    ("held_out_clients", {"name": "fedavg", "with": {"federation.held_out_clients": 3}}),
 )
 """Settings of methods that failed once training had begun, and the key that a refusal names."""
 

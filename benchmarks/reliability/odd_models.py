@@ -105,7 +105,7 @@ def norms(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def instance(c: int, k: int, act: nn.Module) -> nn.Module:
-    """Every image normalised by itself."""
+    """Every image normalized by itself."""
     return nn.Sequential(conv(c, 6), nn.InstanceNorm2d(6, affine=True), act, nn.Flatten(), nn.Linear(384, k))
 
 

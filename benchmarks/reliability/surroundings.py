@@ -99,7 +99,7 @@ def pictures(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def png(width: int, height: int, data: bytes) -> bytes:
-    """A PNG file in colour of a size, with these bytes in it, as many as there are."""
+    """A PNG file in color of a size, with these bytes in it, as many as there are."""
     parts = [(b"IHDR", pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))]
     parts += [(b"IDAT", zlib.compress(data)), (b"IEND", b"")]
     body = b"".join(pack(">I", len(own)) + kind + own + pack(">I", zlib.crc32(kind + own)) for kind, own in parts)

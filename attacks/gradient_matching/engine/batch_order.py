@@ -20,7 +20,7 @@ STALE = 20
 def rank_orders(problem: Problem, tries: int, count: int) -> list[Problem]:
     """The problem with the likeliest orders of its batches, best first: at most `count`, at least one.
 
-    Which classes a batch holds shows in a round's update even if every image is taken to be mid grey. So orders are
+    Which classes a batch holds shows in a round's update even if every image is taken to be mid gray. So orders are
     ranked by the objective there: images are exchanged between batches of the same pass over the data wherever that
     lowers it, from several starting points. A search has to begin with its order, since images soon fit a wrong one so
     well that no exchange lowers the objective any more. (Dimitrov et al., TMLR 2022, give every pass images of its own
@@ -54,7 +54,7 @@ def rank_orders(problem: Problem, tries: int, count: int) -> list[Problem]:
 def assign_labels(problem: Problem, tries: int) -> Tensor | None:
     """The labels read off (N,), each given to the image whose batches it explains best; None where nothing tells.
 
-    As orders are by `ranked`: by the objective at mid grey, labels being exchanged wherever that lowers it.
+    As orders are by `ranked`: by the objective at mid gray, labels being exchanged wherever that lowers it.
 
     Args:
         problem: of a view whose order is known.
@@ -72,7 +72,7 @@ def assign_labels(problem: Problem, tries: int) -> Tensor | None:
 
 
 def _at_grey(problem: Problem) -> float:
-    """The objective where every image is mid grey; infinite where it is not a number."""
+    """The objective where every image is mid gray; infinite where it is not a number."""
     view, constants = problem.view, problem.constants
     offset, scale = constants["offset"], constants["scale"]
     shape = (view.batch_size or 1, *problem.space.shape(view.task))

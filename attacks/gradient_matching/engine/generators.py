@@ -30,7 +30,7 @@ from fl.seeds import stream
 
 Loss = Callable[[Tensor, torch.Generator], Tensor]
 BATCH, LR = 64, 2e-3
-CODE_NOISE = 0.1  # on codes in training: neighbouring codes then make neighbouring images, which a search needs
+CODE_NOISE = 0.1  # on codes in training: neighboring codes then make neighboring images, which a search needs
 IMAGE_NOISE = 0.02  # on what the enhancer is given: what a search finds is not clean
 
 
@@ -125,7 +125,7 @@ def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: in
         images: (N, C, H, W) in [0, 1], public ones; sides that are multiples of `factor`.
         factor: 1, 2 or 4.
         steps: of Adam, on 64 images each; the step size falls along a cosine.
-        seed: of initialisation, order and noise.
+        seed: of initialization, order and noise.
 
     Raises:
         ValueError: no such kind, no step, or images that the network can't make.

@@ -1,4 +1,4 @@
-"""A server's view as an optimisation problem, alone or in a stack of equal shape."""
+"""A server's view as an optimization problem, alone or in a stack of equal shape."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ class Problem:
 
     @cached_property
     def update(self) -> ObservedUpdate:
-        """What the update is once weight decay and a known defence are accounted for."""
+        """What the update is once weight decay and a known defense are accounted for."""
         return ObservedUpdate(self.view)
 
     @property
     def uses_surrogate(self) -> bool:
-        """Whether a known defence's stand-ins lead the search: they look at what one client sent, not at a mean.
+        """Whether a known defense's stand-ins lead the search: they look at what one client sent, not at a mean.
 
-        Of a group, each client's prediction goes through the defence itself instead.
+        Of a group, each client's prediction goes through the defense itself instead.
         """
         return self.view.threat.knows_defense and not self.view.parts
 
@@ -169,7 +169,7 @@ class Problem:
         }
 
     def _weights(self) -> dict[str, Tensor] | None:
-        """Factors of every tensor on both sides, by a known defence's trust and the balance; None where all are 1."""
+        """Factors of every tensor on both sides, by a known defense's trust and the balance; None where all are 1."""
         view, observed = self.view, self.observed
         known: dict[str, float] = dict.fromkeys(observed, 1.0)
         trusted = view.threat.knows_defense and overrides(view.defense, "weights")
@@ -299,7 +299,7 @@ def unsearchable_reason(view: ServerView) -> str | None:
 
 
 def initial_private(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
-    """A start for a private tensor: zero for memory, else as a layer is initialised (1 / sqrt of the fan-in)."""
+    """A start for a private tensor: zero for memory, else as a layer is initialized (1 / sqrt of the fan-in)."""
     if "memory" in name.split("/"):
         return torch.zeros(size)
     scale = size[1:].numel() ** -0.5 if len(size) > 1 else 1.0

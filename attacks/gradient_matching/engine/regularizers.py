@@ -29,10 +29,10 @@ class Regularizer(Protocol):
 
 
 def total_variation(inputs: Tensor, std: Tensor) -> Tensor:
-    """Mean absolute difference of neighbouring pixels, horizontal plus vertical, in units of `std` per channel.
+    """Mean absolute difference of neighboring pixels, horizontal plus vertical, in units of `std` per channel.
 
-    The units are those of normalised images, in which IG's weights are stated (Geiping et al. 2020, section 4); the
-    image's border has no neighbours and adds nothing, nor does a direction in which an image has one pixel.
+    The units are those of normalized images, in which IG's weights are stated (Geiping et al. 2020, section 4); the
+    image's border has no neighbors and adds nothing, nor does a direction in which an image has one pixel.
 
     Args:
         inputs: (B, C, H, W) in [0, 1].

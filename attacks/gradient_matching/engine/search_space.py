@@ -16,7 +16,7 @@ from fl.types import Task
 
 @dataclass(frozen=True)
 class Space:
-    """The images themselves, in the model's normalised units.
+    """The images themselves, in the model's normalized units.
 
     Attributes:
         start: the one start that makes sense here, or None where all of `GradientMatching.init` do.
@@ -60,7 +60,7 @@ class Upsampled(Space):
         return task.input_shape[0], height, width
 
     def units(self, task: Task) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Pixels as they are: the method knows no normalisation."""
+        """Pixels as they are: the method knows no normalization."""
         channels = task.input_shape[0]
         return (0.0,) * channels, (1.0,) * channels
 
@@ -76,7 +76,7 @@ class Upsampled(Space):
         What lies beyond a limit costs nothing then, so that black and white surfaces leave a code free for the rest.
         That is no convex problem: this is the best that a descent finds, a code closer still is not ruled out. A pixel
         beyond a limit keeps what it has while least squares fit the others anew, which never adds to the distance
-        (majorisation), in steps accelerated after Nesterov.
+        (majorization), in steps accelerated after Nesterov.
 
         Args:
             images: (N, C, H, W) in [0, 1].

@@ -15,8 +15,8 @@ from support import worlds
 import fl.data
 from attacks.hypernetworks.peel import Peel, Peeled
 from benchmarks.hyperfl import several_steps, several_steps_read
+from benchmarks.hyperfl.several_steps import page
 from benchmarks.hyperfl.several_steps_cases import Case, cases
-from benchmarks.hyperfl.several_steps_page import page
 from benchmarks.hyperfl.several_steps_read import EVEN, SIZES, Recorded, flat, overlap, turned
 from fl.data import Dataset
 from fl.methods.hyperfl import HyperFL

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.performance import rounds
-from benchmarks.performance.rounds_page import AUTHORS, FACTORED, FEDAVG, Row, goals, page
+from benchmarks.performance.rounds import AUTHORS, FACTORED, FEDAVG, Row, goals, page
 
 
 def rows(**seconds: list[float]) -> list[Row]:

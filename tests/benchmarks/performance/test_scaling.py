@@ -13,7 +13,7 @@ import fl.models
 from attacks.gradient_matching.engine.traced_objective import STEADY_EVALUATIONS
 from benchmarks.leakage import searches
 from benchmarks.performance import noise_data, profile_loops, scaling
-from benchmarks.performance.scaling_page import page
+from benchmarks.performance.scaling import page
 
 
 @pytest.fixture

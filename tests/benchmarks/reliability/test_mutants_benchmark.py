@@ -26,7 +26,7 @@ def test_mutants_that_are_wrong_are_refused_with_the_key() -> None:
 def test_settings_that_do_not_fit_each_other_are_refused_before_training(key: str, method: dict[str, object]) -> None:
     said = unfit(method)
     assert key in said
-    assert str(method["name"]) in said or key == "outsiders"
+    assert str(method["name"]) in said or key == "held_out_clients"
 
 
 @pytest.mark.parametrize("method", methods.names())
