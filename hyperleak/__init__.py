@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("fl", "defenses", "attacks", "eval")
-LAZY = dict.fromkeys(("RunResult", "load", "run"), "hyperleak.api")
+LAZY = dict.fromkeys(("AuditOptions", "RunResult", "audit", "load", "run"), "hyperleak.api")
 """The modules in which public names lie that are imported when they are first asked for."""
 
 

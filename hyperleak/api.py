@@ -1,4 +1,4 @@
-"""The Python face: run an experiment, audit a model or an update, load what either left behind."""
+"""The Python face: run an experiment, audit a model, an update or a view, load what either left behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+
+import attacks as attack_registry
+from attacks.base import Attack
+from defenses import Defense, defenses
+from eval.audit import attack_selection, captured_update, user_model
+from eval.audit.captured_update import Captured
+from eval.audit.execution import audit_updates
+from eval.audit.findings import AuditReport
+from eval.audit.user_model import Subject
 from eval.experiment import config_catalog, yaml_config
 from eval.experiment.spec import Experiment
 from eval.report.load import load as read_run
@@ -14,6 +24,9 @@ from eval.run import results, runner
 from eval.run.plan import prepare
 from eval.run.resources import choose_workers
 from eval.run.run_directory import RUN, RunDir
+from fl.method import Method, methods
+from fl.simulation.client_round import Truth
+from fl.types import Batch, ServerView
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,6 +139,146 @@ def run(
             f"nothing could be finished: {failures[0] if failures else 'the experiment asks for nothing'}"
         )
     return RunResult(folder.path, failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """How a model or an update is audited, and by what.
+
+    Attributes:
+        attacks: names, settings or objects; none takes those that fit the method and the batch size, and leaves out
+            what can add nothing to the attacks before it.
+        method: how the update is made; None is one step of plain SGD whose step size the attacker does not know.
+        defense: what is done to the update before it is sent.
+        batch_size: images in one update.
+        input_shape: (channels, height, width); needed for a captured update without images.
+        mean: subtracted from each channel by the model's own training loop, where the model does not do it itself.
+        std: what each channel is divided by, likewise.
+        seed: of all randomness.
+        workers: processes that updates are spread over; their number changes no result.
+        out: folder for report, table and pictures; an audit that was stopped goes on there. Nothing is kept without.
+    """
+
+    attacks: Sequence[str | Mapping[str, Any] | Attack] = ()
+    method: str | Mapping[str, Any] | Method | None = None
+    defense: str | Mapping[str, Any] | Defense = "none"
+    batch_size: int = 1
+    input_shape: tuple[int, int, int] | None = None
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    seed: int = 0
+    workers: int = 1
+    out: str | Path | None = None
+
+
+def audit(
+    subject: nn.Module | ServerView,
+    images: Tensor | Batch | None = None,
+    labels: Tensor | None = None,
+    *,
+    update: str | Path | Mapping[str, Tensor] | None = None,
+    truth: Truth | None = None,
+    options: AuditOptions | None = None,
+    **settings: Any,
+) -> AuditReport:
+    """Say what updates give away: those that a model would send of images, one that was captured, or a server's view.
+
+    Args:
+        subject: the model as it was when the update was made, or a view (`fl.capture`).
+        images: (N, C, H, W) in [0, 1] as floats, or a batch; those behind the update, as far as they are known.
+        labels: int64 (N,), beside images that are a tensor.
+        update: weights before minus weights after, by parameter name, or the file that holds them; without, the model
+            computes one update for every `batch_size` images.
+        truth: what is known to be behind a view; None where nothing is.
+        options: how, by which attacks; `settings` are single ones of them: `hyperleak.audit(model, x, y, out="a")`.
+
+    Returns:
+        Findings by attack; `plain()` has them as plain data, `best("psnr")` the highest figure.
+
+    Raises:
+        ValueError: what is given does not fit together; says what.
+        FileNotFoundError: the update's file is not there.
+    """
+    if options is not None and settings:
+        raise ValueError(f"expected options or single settings, got both: {', '.join(settings)}")
+    chosen = options or AuditOptions(**settings)
+    known = _batch(images, labels)
+    if isinstance(subject, ServerView):
+        if known is not None or update is not None:
+            raise ValueError("a view holds its update: give what is known to be behind it as truth=")
+        subjects, method = [Subject(subject, truth)], subject.method
+        batch_size = subject.batch_size or 1
+    else:
+        if truth is not None:
+            raise ValueError("truth goes with a view; give a model's images and labels")
+        subjects, method = _subjects(subject, known, update, chosen)
+        batch_size = chosen.batch_size
+    named = chosen.attacks or attack_selection.defaults(method, batch_size)
+    return audit_updates(
+        type(subject).__name__ if isinstance(subject, nn.Module) else "a view",
+        subjects,
+        {attack_registry.label(attack): attack for attack in map(attack_registry.build, named)},
+        seed=chosen.seed,
+        workers=chosen.workers,
+        out=None if chosen.out is None else Path(chosen.out),
+        early_stop=not chosen.attacks,
+    )
+
+
+def _batch(images: Tensor | Batch | None, labels: Tensor | None) -> Batch | None:
+    """Images and labels as a batch."""
+    if images is None or isinstance(images, Batch):
+        if labels is not None:
+            raise ValueError(f"labels go with a tensor of images, got {'none' if images is None else 'a batch'}")
+        return images
+    if labels is None:
+        raise ValueError("expected labels beside images: int64, one for each")
+    user_model.check_batch("images", images, labels)
+    return Batch(images, labels)
+
+
+def _subjects(
+    model: nn.Module,
+    known: Batch | None,
+    update: str | Path | Mapping[str, Tensor] | None,
+    chosen: AuditOptions,
+) -> tuple[list[Subject], Method]:
+    """The updates of a user's model, and the method they are of."""
+    method = None if chosen.method is None else methods.build(chosen.method)
+    defense = defenses.build(chosen.defense)
+    if known is not None:
+        known = Batch(user_model.fitting(model, known.inputs), known.labels)
+    if update is None:
+        if known is None:
+            raise ValueError("expected images and labels, an update, or both; got neither")
+        subjects = user_model.of_batches(
+            model,
+            known,
+            chosen.batch_size,
+            source="images",
+            method=method,
+            defense=defense,
+            mean=chosen.mean,
+            std=chosen.std,
+            seed=chosen.seed,
+        )
+        return subjects, subjects[0].view.method
+    captured = Captured(dict(update)) if isinstance(update, Mapping) else captured_update.load(Path(update))
+    shape = chosen.input_shape or (None if known is None else known.inputs.shape[1:])
+    if shape is None or len(shape) != 3:
+        raise ValueError("expected input_shape=(channels, height, width) for an update without images, got none")
+    subject = captured_update.of_update(
+        model,
+        captured_update.fitted(captured, model),
+        input_shape=(shape[0], shape[1], shape[2]),
+        batch_size=chosen.batch_size,
+        given=known,
+        method=method,
+        defense=defense,
+        mean=chosen.mean,
+        std=chosen.std,
+    )
+    return [subject], subject.view.method
 
 
 def load(folder: str | Path) -> RunResult:
