@@ -25,8 +25,8 @@ from eval.run.plan import prepare
 from eval.run.resources import choose_workers
 from eval.run.run_directory import RUN, RunDir
 from fl.method import Method, methods
-from fl.simulation.client_round import Truth
-from fl.types import Batch, ServerView
+from fl.types import Batch, Truth
+from fl.view import ServerView
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -190,7 +190,8 @@ def audit(
         update: weights before minus weights after, by parameter name, or the file that holds them; without, the model
             computes one update for every `batch_size` images.
         truth: what is known to be behind a view; None where nothing is.
-        options: how, by which attacks; `settings` are single ones of them: `hyperleak.audit(model, x, y, out="a")`.
+        options: how, and by which attacks.
+        **settings: single ones of the options in their place: `hyperleak.audit(model, images, labels, out="a")`.
 
     Returns:
         Findings by attack; `plain()` has them as plain data, `best("psnr")` the highest figure.

@@ -96,7 +96,7 @@ def call(target: str) -> Built:
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
         model, inputs, labels = made
         if isinstance(inputs, Tensor) and isinstance(labels, Tensor):
-            _check_batch(target, inputs, labels)
+            check_batch(target, inputs, labels)
             return Built(_weighted(model, target), Batch(inputs, labels))
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
 
@@ -142,7 +142,8 @@ def _weighted(model: nn.Module, target: str) -> nn.Module:
     return model
 
 
-def _check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
+def check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
+    """Check images (N, C, H, W) and their labels, int64 (N,), that `target` gave; a ValueError says what is wrong."""
     if inputs.ndim != 4 or not len(inputs):
         hint = TABLE if inputs.ndim == 2 and len(inputs) else ""
         shape = tuple(inputs.shape)

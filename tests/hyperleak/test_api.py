@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.runs import tiny
 from support.tiny import CONFIG, Registered
+from torch import Tensor, nn
 
 import hyperleak
 from eval.io import yaml12
 from eval.run import attack_cell, training_cell
+from fl.capture import from_batch
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +41,13 @@ def test_a_run_from_plain_data_is_loaded_and_not_computed_twice(
     loaded = hyperleak.load(tmp_path / "a")
     assert first.rows() == again.rows() == loaded.rows() != []
     assert {"round", "method"} <= set(loaded.rows("rounds")[0])
+    frame = loaded.frame()
+    assert len(frame) == len(loaded.rows())
+    assert {"method", "attack", "psnr"} <= set(frame.columns)
+    known = [row["psnr"] for row in loaded.rows() if row.get("psnr") is not None]
+    assert frame["psnr"].dropna().tolist() == known != []
     with pytest.raises(ValueError, match="expected rows of images, rounds, privacy, got 'pictures'"):
         loaded.rows("pictures")
-
-
-def test_frames_have_a_row_for_every_image(tmp_path: Path) -> None:
-    pytest.importorskip("pandas")
-    found = hyperleak.run(tiny(), tmp_path / "a", device="cpu", workers=1)
-    frame = found.frame()
-    assert len(frame) == len(found.rows())
-    assert {"method", "attack", "psnr"} <= set(frame.columns)
-    known = [row["psnr"] for row in found.rows() if row.get("psnr") is not None]
-    assert frame["psnr"].dropna().tolist() == known != []
 
 
 def test_a_run_in_which_nothing_can_be_finished_names_the_cause(
@@ -69,3 +70,63 @@ def test_what_is_asked_for_wrongly_is_said(tmp_path: Path) -> None:
         hyperleak.run("quickstrat", tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'leakage'"):
         _ = hyperleak.leakage
+
+
+@pytest.fixture
+def subject() -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network with two images and their labels."""
+    draw = stream(0, "api")
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.copy_(torch.randn(value.shape, generator=draw) * 0.3)
+    return model, torch.rand(2, 1, 8, 8, generator=draw), torch.tensor([0, 2])
+
+
+def test_a_model_its_update_and_its_view_are_audited_alike(
+    subject: tuple[nn.Module, Tensor, Tensor], tmp_path: Path
+) -> None:
+    model, images, labels = subject
+    told = hyperleak.audit(model, images[:1], labels[:1], attacks=["guess"], method="fedavg", out=tmp_path / "a")
+    assert (tmp_path / "a" / "report.html").is_file()
+    assert hyperleak.load(tmp_path / "a").rows()[0]["psnr"] == told.best("psnr")
+    view, truth = from_batch(model, images[:1], labels[:1], method=FedAvg())
+    of_view = hyperleak.audit(view, truth=truth, attacks=["guess"])
+    update = {name: value.detach() for name, value in view.update.items()}
+    captured = hyperleak.audit(model, images[:1], labels[:1], update=update, method="fedavg", attacks=["guess"])
+    assert told.best("psnr") == of_view.best("psnr") == captured.best("psnr")
+    (blind,) = hyperleak.audit(model, update=update, input_shape=(1, 8, 8), attacks=["guess"]).findings
+    assert blind.rows == []
+    torch.save(update, tmp_path / "update.pt")
+    from_file = hyperleak.audit(
+        model, images[:1], labels[:1], update=tmp_path / "update.pt", method="fedavg", attacks=["guess"]
+    )
+    assert from_file.best("psnr") == told.best("psnr")
+
+
+def test_an_audit_without_named_attacks_ends_where_one_settles_it(
+    subject: tuple[nn.Module, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images, labels = subject
+    monkeypatch.setattr("eval.audit.attack_selection.defaults", lambda *_: ("analytic", "guess"))
+    first, second = hyperleak.audit(model, images, labels, method="fedavg").findings
+    assert first.verified
+    assert second.spared.startswith("not needed: analytic")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "expected images and labels, an update, or both; got neither"),
+        ({"images": torch.zeros(1, 1, 8, 8)}, "expected labels beside images"),
+        ({"labels": torch.zeros(1, dtype=torch.int64)}, "labels go with a tensor of images, got none"),
+        ({"update": {}}, r"expected input_shape=\(channels, height, width\)"),
+        ({"images": torch.zeros(1, 8, 8), "labels": torch.zeros(1, dtype=torch.int64)}, r"got \(1, 8, 8\)"),
+        ({"options": hyperleak.AuditOptions(), "seed": 1}, "expected options or single settings, got both: seed"),
+    ],
+)
+def test_an_audit_of_what_does_not_fit_together_is_refused(
+    subject: tuple[nn.Module, Tensor, Tensor], given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        hyperleak.audit(subject[0], **given)
