@@ -19,22 +19,19 @@ from fl.federation import ClientData, Federation
 from fl.local import sampling
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
+from fl.models.building_blocks.model_checks import ONE_CLASS, classes_of, head_of, some
 from fl.runtime.module_copies import copied
 from fl.seeds import stream
 from fl.simulation.capture_checks import (
-    ONE_CLASS,
     check_alone,
     check_images,
     check_model,
     check_settings,
     check_shape,
     check_training,
-    classes_of,
-    head_of,
     in_a_layout_for,
     keep_inputs,
     no_tensor,
-    some,
     untied,
     unwrapped,
 )

@@ -14,6 +14,7 @@ import torch
 import typer
 
 from docs.hooks import SUMMARIES, registry_pages
+from eval import harness
 from eval.audit.request import Request
 from eval.cli import app
 from eval.commands.list_ import CONFIGS, KINDS, registries
@@ -22,6 +23,7 @@ from eval.experiment import config_catalog, yaml_config
 from eval.experiment.serialization import SECTIONS
 from eval.experiment.spec import Experiment
 from eval.io import yaml12
+from eval.rundir import RunDir
 from fl.registry import UnknownNameError
 
 ROOT = Path(__file__).parents[1]
@@ -238,3 +240,28 @@ def test_there_is_something_to_check() -> None:
     assert ("docs/results/hyperfl.md", "attacks", "peel+ig") in set(table_names())
     with pytest.raises(UnknownNameError):
         check("show", {"name": "hyperfly"})
+
+
+OWN_NETWORKS = ROOT / "docs" / "how-to" / "own-network.md"
+
+
+@pytest.mark.parametrize("name", ["own_network", "timm_network"])
+def test_networks_of_ones_own_run_as_the_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's files lie beside a config with the page's settings, which is run."""
+    files = {found[1]: text for text in blocks(OWN_NETWORKS, "python") if (found := FILE.match(text))}
+    (task,) = (text for text in blocks(OWN_NETWORKS, "yaml") if name in text)
+    (tmp_path / f"{name}.py").write_text(files[name])
+    rest = """
+federation: {partition: {name: iid, clients: 2}, rounds: 1}
+method: {name: fedavg, lr: 0.1}
+attack: {name: ig, iterations: 2}
+observe: {images: 1, method: {steps: 1}}
+"""
+    (tmp_path / "own.yaml").write_text(task + rest)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    plan = harness.prepare(yaml_config.load(tmp_path / "own.yaml"), device="cpu")
+    folder = RunDir(tmp_path / "run")
+    with folder.locked(), folder.logged():
+        failures = harness.run(plan, folder, harness.Options(workers=1))
+    assert not failures
+    sys.modules.pop(name)

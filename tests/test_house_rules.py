@@ -95,7 +95,10 @@ def test_packages_have_files():
 
 
 def test_no_forbidden_calls():
-    assert not {str(p.relative_to(ROOT)): found for p in SOURCES if (found := offences(parse(p)))}
+    found = {p.relative_to(ROOT).as_posix(): offences(parse(p)) for p in SOURCES}
+    seeded = [line.partition(": ")[2] for line in found.pop("fl/runtime/user_code.py")]
+    assert seeded == ["torch.manual_seed"]  # users' functions draw from the global generator, which is put back
+    assert not {path: lines for path, lines in found.items() if lines}
 
 
 def test_files_are_short():

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from eval.run.runner import FAULTS
 from fl.method import Method
+from fl.models.building_blocks.model_checks import check_logits
 from fl.runtime.module_copies import copied
-from fl.simulation.capture_checks import check_logits
 
 SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
 """Heights and widths that are tried on a model that takes no images of those given."""

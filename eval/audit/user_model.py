@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,15 +13,16 @@ from torch import Tensor, nn
 
 from defenses import Defense
 from eval.audit.input_shape import classes, said_for_the_command
-from eval.experiment.plugins import error_line
 from eval.io import yaml12
-from eval.io.errors import DAMAGED, IMPORTING
+from eval.io.errors import DAMAGED
 from eval.metrics.forward_error import prediction_error
 from fl.capture import from_batch
 from fl.data import Source, datasets
 from fl.data.sources.stored import KEYS, read
 from fl.method import Method
-from fl.registry import UnknownNameError, close
+from fl.models.function import with_weights
+from fl.registry import UnknownNameError
+from fl.runtime.user_code import call_user_function, find_callable
 from fl.simulation.capture_checks import TABLE
 from fl.types import Batch, Truth
 from fl.view import ServerView
@@ -81,65 +79,16 @@ def call(target: str) -> Built:
             returns something else than a model or (model, images, labels), a model without weights, no images, or not
             one label per image.
     """
-    name, colon, function = target.partition(":")
-    if not colon or not name or not function:
-        raise ValueError(f"expected module:function such as my_model:build, got {target!r}")
-    module = _module(name)
-    found = getattr(module, function, None)
-    if not callable(found):
-        likely = close(function, [word for word in vars(module) if callable(getattr(module, word))])
-        hint = f"; did you mean {likely!r}?" if likely else ""
-        raise ValueError(f"expected a function {function!r} in {name}, found none{hint}")
-    made = found if isinstance(found, nn.Module) else _called(found, name, target)
+    found = find_callable(target)
+    made = found if isinstance(found, nn.Module) else call_user_function(found, target)
     if isinstance(made, nn.Module):
-        return Built(_weighted(made, target), None)
+        return Built(with_weights(made, target), None)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
         model, inputs, labels = made
         if isinstance(inputs, Tensor) and isinstance(labels, Tensor):
             check_batch(target, inputs, labels)
-            return Built(_weighted(model, target), Batch(inputs, labels))
+            return Built(with_weights(model, target), Batch(inputs, labels))
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
-
-
-def _module(name: str) -> ModuleType:
-    """A module of the user's, whose errors are said in a line."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name.partition(".")[0] and error.name != name:
-            raise ValueError(f"{name} needs {error.name}, which is not installed") from error
-        raise ValueError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
-    except IMPORTING as error:
-        raise ValueError(_raised(error, name, name)) from error
-
-
-def _called(function: Callable[[], object], name: str, target: str) -> object:
-    """What a function of the user's returns; its errors are said in a line."""
-    try:
-        return function()
-    except IMPORTING as error:
-        raise ValueError(_raised(error, name, target)) from error
-
-
-def _raised(error: Exception, name: str, what: str) -> str:
-    """In words, what the user's module `name` raised, and in which line of it."""
-    number = error_line(error, name)
-    where = f" (line {number})" if number else "; it is called without arguments" * isinstance(error, TypeError)
-    return f"{what} raised {type(error).__name__}: {error}{where}"
-
-
-def _weighted(model: nn.Module, target: str) -> nn.Module:
-    """The model, if it has weights, and they have values."""
-    weights = [*model.parameters()]
-    if not weights:
-        raise ValueError(f"expected {target} to return a model with parameters, got one without")
-    if any(value.is_meta for value in (*weights, *model.buffers())):
-        raise ValueError(
-            f"expected {target} to return a model with weights, got one on the meta device, without values"
-        )
-    return model
 
 
 def check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:

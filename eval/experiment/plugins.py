@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from fl.data.partitions.base import partitions
 from fl.method import methods
 from fl.models import models
 from fl.registry import Registry
+from fl.runtime.user_code import error_line
 
 REGISTRIES: tuple[Registry[Any], ...] = (
     methods,
@@ -69,14 +69,14 @@ def plugin_sources() -> Mapping[str, bytes]:
 
 def _bring(word: str, folders: Sequence[Path]) -> str:
     if not word.endswith(".py") and os.sep not in word:
-        _search(Path())
+        search_modules_in(Path())
         _import(word, word)
         return word
     path = next((path for folder in folders if (path := folder / word).is_file()), None)
     if path is None:
         places = " or ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
         raise FileNotFoundError(f"no file {word} to import in {places}; give it by --import")
-    _search(path.parent)
+    search_modules_in(path.parent)
     if "." in path.stem:
         raise ValueError(f"{word}: a module's name holds no dot; rename the file")
     found = importlib.util.find_spec(path.stem)
@@ -87,7 +87,7 @@ def _bring(word: str, folders: Sequence[Path]) -> str:
     return relative_to_cwd(str(path))
 
 
-def _search(folder: Path) -> None:
+def search_modules_in(folder: Path) -> None:
     """Look for modules in a folder, after all other places: its files hide nobody else's."""
     if (place := os.path.abspath(folder)) not in sys.path:
         sys.path.append(place)
@@ -112,10 +112,3 @@ def _explained(name: str, word: str) -> Iterator[None]:
         number = error_line(error, name)
         where = f", line {number}" if number else ""  # a SyntaxError has its own words for that
         raise ValueError(f"{word}{where}: {type(error).__name__}: {error}") from error
-
-
-def error_line(error: BaseException, name: str) -> int | None:
-    """The last line of the module that took part in an error."""
-    stem = f"{name.rpartition('.')[2]}.py"
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno for frame in reversed(frames) if Path(frame.filename).name == stem), None)

@@ -33,7 +33,7 @@ from typing import Any
 from eval.experiment import sweep as grid
 from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.overrides import ConfigDraft, apply_overrides
-from eval.experiment.plugins import import_plugins, not_on_command_line
+from eval.experiment.plugins import import_plugins, not_on_command_line, search_modules_in
 from eval.experiment.selection import select_entries, with_published_figures
 from eval.experiment.serialization import build, mapping, to_plain, with_current_names
 from eval.experiment.spec import Experiment, check_taken
@@ -117,6 +117,8 @@ def _split(
     sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
     values = with_current_names(values)
     experiment = build(values)
+    if experiment.task.model.user_code:
+        search_modules_in(folder)
     given = values["method"] if isinstance(values["method"], list) else [values["method"]]
     for settings, taken in zip(given, to_plain(experiment)["method"], strict=True):
         for name in settings if isinstance(settings, dict) else ():

@@ -71,8 +71,17 @@ def training_cell(
             "device": world.device.type,
             "version": version(),
             **_public(public),
+            **_user_code(world, seed),
         }
     )
+
+
+def _user_code(world: FederationData, seed: int) -> dict[str, str]:
+    """A hash of the source and weights of a network of the user's own; nothing for others, whose settings say it."""
+    network = world.task_spec.model
+    if not network.user_code:
+        return {}
+    return {"network": network.fingerprint(num_classes=world.dataset.num_classes, seed=seed)[:DIGITS]}
 
 
 def attack_cell(

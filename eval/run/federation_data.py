@@ -178,6 +178,9 @@ def load(
     """
     dataset = loaded or task.dataset.load()
     wanted = tuple(task.model.input_shape)
+    if not wanted:  # a network of the user's own, for whatever images there are
+        wanted = dataset.input_shape
+        task = replace(task, model=replace(task.model, input_shape=wanted))
     if wanted != dataset.input_shape:
         raise ValueError(
             f"task.model: expected input_shape {list(dataset.input_shape)} for data set {dataset.name!r}, got "

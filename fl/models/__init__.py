@@ -15,7 +15,19 @@ from fl.ranges import Positive, Width
 from fl.registry import Registry
 from fl.types import Task
 
-models: Registry[Network] = Registry("model", "fl.models")
+
+class NetworkRegistry(Registry["Network"]):
+    """Networks by name; `module:function` stands for one of the user's own (`fl.models.function`)."""
+
+    def build(self, spec: str | Mapping[str, Any] | Network) -> Network:
+        """As `Registry.build`; a name with a colon is a user's function, with the settings beside it."""
+        settings = {"name": spec} if isinstance(spec, str) else spec
+        if isinstance(settings, Mapping) and isinstance(name := settings.get("name"), str) and ":" in name:
+            spec = {"function": name, **settings, "name": "function"}
+        return super().build(spec)
+
+
+models = NetworkRegistry("model", "fl.models")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +44,8 @@ class Network:
     registry: ClassVar[Registry[Network]] = models
     head_bias: ClassVar[bool] = True
     """Whether the head has a bias."""
+    user_code: ClassVar[bool] = False
+    """Whether it depends on code and files that its settings only name."""
 
     input_shape: tuple[Width, Width, Width]
     normalize: bool = True
@@ -43,14 +57,18 @@ class Network:
         raise NotImplementedError
 
     def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
-        """Draw the initial parameters; PyTorch's default scheme unless a subclass says otherwise."""
+        """Draw the initial parameters; PyTorch's default scheme unless a subclass says otherwise.
+
+        All parameters and buffers come without values, but for those of the layer that normalizes pixels.
+        """
         initialise(model, generator)
 
     def task(self, *, num_classes: int, seed: int = 0) -> Task:
         """The network with its initial parameters, equal to `torch.manual_seed(seed)` followed by construction.
 
         Raises:
-            ValueError: fewer than two classes, or images too small for the extractor.
+            ValueError: fewer than two classes, images too small for the extractor, or `initialise` leaves something
+                without a value.
         """
         if num_classes < 2:
             raise ValueError(f"expected at least 2 classes, got {num_classes}")
@@ -58,9 +76,17 @@ class Network:
         with torch.device("meta"):  # shapes only: nothing is drawn from the global generator
             model = Classifier(first, self.body(), self.input_shape, num_classes, bias=self.head_bias)
         model.to_empty(device="cpu")
+        _unset(model)
+        if first is not None:
+            first.reset_buffers()  # not left to `initialise`, which a subclass may override
         self.initialise(model, torch.Generator().manual_seed(seed))
+        _check_set(model, getattr(self, "name", type(self).__name__))
         mean, std = first.values if first is not None else ((), ())
         return Task(model, self.input_shape, num_classes, "head.", mean, std)
+
+    def fingerprint(self, *, num_classes: int, seed: int) -> str:
+        """A hash of what `task` depends on beside settings and seed: nothing, for networks of this package."""
+        return ""
 
     def _normalisation(self) -> Normalize | None:
         if not self.normalize:
@@ -74,6 +100,35 @@ class Network:
         if len(mean) != self.input_shape[0] or len(std) != self.input_shape[0]:
             raise ValueError(f"expected a mean and std for each of {self.input_shape[0]} channels, got {mean}, {std}")
         return Normalize(mean, std)
+
+
+def _unset(model: nn.Module) -> None:
+    """Mark everything in a model that has no values yet."""
+    for value in (*model.parameters(), *model.buffers()):
+        if value.dtype != torch.bool:
+            value.detach().fill_(_mark(value.dtype))
+
+
+def _check_set(model: nn.Module, name: str) -> None:
+    """Refuse a model in which something has no value: it would train on whatever lay in memory.
+
+    Raises:
+        ValueError: says what.
+    """
+    for key, value in (*model.named_parameters(), *model.named_buffers()):
+        mark = _mark(value.dtype)
+        unset = value.isnan() if isinstance(mark, float) else value == mark
+        if value.dtype != torch.bool and bool(unset.any()):
+            raise ValueError(
+                f"network {name!r}: expected initialise to fill {key!r}, which has no value: `body` is built without "
+                "memory, and what constructors compute is lost; a network that comes with its values (timm's, say) is "
+                "given by a function that returns it, task.model: module:function"
+            )
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    """What stands for "no value": NaN, or the least integer."""
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 @overload

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -15,16 +15,11 @@ from fl.client import Client
 from fl.defense import Defense
 from fl.local import sampling
 from fl.method import Method
+from fl.models.building_blocks.model_checks import MISFITS, check_logits, own_randomness
 from fl.seeds import stream
 from fl.view import ThreatModel
 
-MOST = 5
-"""So many names stand in an error; of a large network nobody reads them all."""
 TABLE = ": give rows of a table as images of one row, inputs.view(-1, 1, 1, columns), to a model that flattens them"
-ONE_CLASS = "the loss is cross entropy, which is 0 with one output; give a yes or no two of them"
-"""Why a classifier of one output is refused."""
-MISFITS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
-"""What a network raises that is given images of a shape or type that it does not take, or too few inputs."""
 
 
 def check_settings(method: object, defense: object, threat: object) -> None:
@@ -87,7 +82,7 @@ def check_shape(model: nn.Module, images: Tensor, num_classes: int) -> None:
         ValueError: says which shape, and what the network says or returns.
     """
     probe = copy.deepcopy(model).eval()
-    with torch.no_grad(), _own_randomness(images.device):
+    with torch.no_grad(), own_randomness(images.device):
         try:
             logits = probe(images)
         except MISFITS as error:
@@ -106,7 +101,7 @@ def in_a_layout_for(model: nn.Module, inputs: Tensor) -> Tensor:
     rows.copy_(inputs)
     if rows.stride() == inputs.stride():
         return inputs
-    with torch.no_grad(), _own_randomness(inputs.device):
+    with torch.no_grad(), own_randomness(inputs.device):
         for images in (inputs, rows):
             with suppress(*MISFITS):
                 probe(images[:1].clone())
@@ -118,7 +113,7 @@ def keep_inputs(model: nn.Module, inputs: Tensor) -> None:
     """Let a network that writes into what it is given, as told by running copies on `inputs`, work on copies."""
     given = inputs.detach().clone()
     before = given._version
-    with torch.no_grad(), _own_randomness(given.device):
+    with torch.no_grad(), own_randomness(given.device):
         for training in (False, True):
             with suppress(*MISFITS):  # why it does not run is said where it has to
                 copy.deepcopy(model).train(training)(given)
@@ -163,7 +158,7 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
     remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
     if not default:
         remedy = "set train_mode=False in the method"
-    with torch.no_grad(), _own_randomness(batch.device):
+    with torch.no_grad(), own_randomness(batch.device):
         before = _global_state(batch.device)
         try:
             first, second = (copy.deepcopy(client.task.model)(batch) for _ in range(2))
@@ -179,11 +174,6 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
             f"expected a model without random numbers {mode}, got some (functional dropout, say), which can't be "
             f"replayed; {remedy}"
         )
-
-
-def _own_randomness(device: torch.device) -> AbstractContextManager[None]:
-    """Leaves the global generator as it was, whatever a user's model draws from it."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def _global_state(device: torch.device) -> Tensor:
@@ -214,58 +204,6 @@ def check_images(inputs: Tensor, labels: Tensor) -> None:
         )
 
 
-def classes_of(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
-    """How many logits `model` returns; runs a copy, so that no running statistic changes."""
-    probe = copy.deepcopy(model).eval()
-    with torch.no_grad(), _own_randomness(inputs.device):
-        try:
-            logits = probe(inputs[:1])
-        except MISFITS as error:
-            raise ValueError(
-                f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
-            ) from error
-    check_logits(logits)
-    if logits.shape[1] < 2:
-        raise ValueError(f"expected a model of 2 outputs or more, got {logits.shape[1]}: {ONE_CLASS}")
-    if num_classes not in {None, logits.shape[1]}:
-        raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
-    return int(logits.shape[1])
-
-
-def check_logits(logits: object) -> None:
-    """Refuse what a network returned that is no logits (B, K).
-
-    Raises:
-        ValueError: says what it is, and how a network is wrapped whose logits are a part of it.
-    """
-    if isinstance(logits, Tensor) and logits.ndim == 2:
-        return
-    if isinstance(logits, Tensor):
-        raise ValueError(f"expected a model that returns logits (B, K), got {tuple(logits.shape)}")
-    part = "output['logits']" if isinstance(logits, Mapping) else "output[0]" if isinstance(logits, tuple) else ""
-    hint = f"; give a module whose forward returns the logits alone ({part}, say)" if part else ""
-    raise ValueError(f"expected a model that returns logits (B, K), got {type(logits).__name__}{hint}")
-
-
-def head_of(model: nn.Module, head: str | None, num_classes: int) -> str:
-    """The prefix of the classifier's parameters, checked or guessed."""
-    names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
-    if head is not None:
-        if not any(name.startswith(head) for name in names):
-            raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {some(names)}")
-        return head
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not linear:
-        raise ValueError("expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.'")
-    name, last = linear[-1]
-    if last.out_features != num_classes:
-        raise ValueError(
-            f"expected the last nn.Linear, {name!r}, to have {num_classes} outputs, got {last.out_features}; "
-            "give head='the.classifier.'"
-        )
-    return f"{name}." if name else ""
-
-
 def untied(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the first name of each parameter, where a state dictionary has tied ones by each of their names.
 
@@ -287,9 +225,3 @@ def no_tensor(value: object) -> str:
     """What stands in a tensor's place, and how it becomes one."""
     hint = "; torch.from_numpy makes one of it" if isinstance(value, np.ndarray) else ""
     return type(value).__name__ + hint
-
-
-def some(words: Sequence[str]) -> str:
-    """The first few of a list, and how many more there are."""
-    more = len(words) - MOST
-    return ", ".join(words[:MOST]) + (f" and {more} more" if more > 0 else "")

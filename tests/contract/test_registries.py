@@ -41,6 +41,7 @@ NO_PAPER = {
     "headless": "ours",
     "linear": "for tests and demonstrations",
     "tiny": "for tests and demonstrations",
+    "function": "a user's own network",
     "folder": "a user's own images",
     "npz": "a user's own images",
     "photos": "no paper is about them",

@@ -259,8 +259,8 @@ def attacker_knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> t
 
 def _name(spec: Mapping[str, Any]) -> str:
     """Return a name with its numbers of pixels, if it has any."""
-    name, size = str(spec.get("name", "")), spec.get("input_shape")
-    if isinstance(size, Sequence) and not isinstance(size, str):
+    name, size = str(spec.get("function", spec.get("name", ""))), spec.get("input_shape")
+    if isinstance(size, Sequence) and not isinstance(size, str) and size:
         return f"{name}, " + "\N{MULTIPLICATION SIGN}".join(map(str, size))
     return name
 

@@ -53,4 +53,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
         elif isinstance(module, Normalize):
             module.reset_buffers()
         elif any(held.numel() for held in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-            raise ValueError(f"expected layers with a known start, got {type(module).__name__} at {name!r}")
+            raise ValueError(
+                f"expected layers with a known start, got {type(module).__name__} at {name!r}; override initialise, or "
+                "give the network by a function that returns it, task.model: module:function"
+            )

@@ -208,3 +208,22 @@ def test_cells_from_before_optimisers_could_be_chosen_keep_their_ids():
     assert "optimizer" not in cache_keys._without_optimizer({"name": "fedavg", "optimizer": "sgd"})
     chosen = {"name": "hfedf", "optimizer": "sgd"}
     assert cache_keys._without_optimizer(chosen) == chosen
+
+
+def test_a_network_of_ones_own_is_known_by_its_source(tmp_path, monkeypatch):
+    source = """
+from torch import nn
+
+def build(num_classes, input_shape):
+    return nn.Sequential(nn.Flatten(), nn.Linear(input_shape[1] * input_shape[2], num_classes))
+"""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for name, text in (("own_a", source), ("own_b", source), ("own_c", source + "# changed")):
+        (tmp_path / f"{name}.py").write_text(text)
+        first = runner.prepare(tiny(f"task.model={name}:build"), device="cpu").trainings[0]
+        found.append(first.cell.settings["network"])
+        assert first.cell.settings["task"]["model"]["input_shape"] == list(first.world.dataset.input_shape)
+        again = runner.prepare(tiny(f"task.model={name}:build"), device="cpu").trainings[0]
+        assert again.cell.id == first.cell.id
+    assert len({*found}) == 3

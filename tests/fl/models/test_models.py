@@ -192,3 +192,25 @@ def test_pooling_before_the_activation_is_the_published_network(name, shape):
     weights = list(task.model.parameters())
     for mine, other in zip(*(torch.autograd.grad(out.square().sum(), weights) for out in (here, there)), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_pixels_are_normalized_whatever_initialise_leaves_out() -> None:
+    """A subclass that fills its own layers alone once trained on whatever lay in memory as mean and std."""
+
+    class Filled(type(models.build("mlp"))):  # type: ignore[misc]
+        def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+            for value in model.parameters():
+                nn.init.normal_(value, std=0.1, generator=generator)
+
+    task = Filled(input_shape=(1, 4, 4)).task(num_classes=3)
+    assert task.model.normalise.mean.item() == pytest.approx(0.1307)
+    assert task.model.normalise.std.item() == pytest.approx(0.3081)
+
+
+def test_what_initialise_leaves_without_a_value_is_said() -> None:
+    class Empty(type(models.build("mlp"))):  # type: ignore[misc]
+        def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+            nn.init.zeros_(model.head.weight)
+
+    with pytest.raises(ValueError, match=r"expected initialise to fill 'body.fc1.weight', which has no value: .*timm"):
+        Empty(input_shape=(1, 4, 4)).task(num_classes=3)

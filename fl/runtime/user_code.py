@@ -1,0 +1,157 @@
+"""Code of the user's own: imported and called by its name, `module:function`, with its errors said in a line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from fl.registry import close
+
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a method, an attack or the machine may raise in a cell; others (a key pressed, a signal) end the run."""
+IMPORTING = (*FAULTS, NameError, SyntaxError)
+"""What a module may raise while it is imported."""
+EXPECTED = "expected module:function such as my_model:build"
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """Return the module and the function that `module:function` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    module, colon, function = target.partition(":")
+    if not colon or not module or not function:
+        raise ValueError(f"{EXPECTED}, got {target!r}")
+    return module, function
+
+
+def find_callable(target: str, *, seed: int | None = None) -> Callable[..., object]:
+    """Return the function, class or model called `module:function`, looked for in the current folder first.
+
+    Args:
+        target: `module:function`.
+        seed: of torch's global generator while the module is imported, as in `call_user_function`.
+
+    Raises:
+        ValueError: there is no such module or function (says what is close), or the module can't be imported.
+    """
+    name, function = split_target(target)
+    with global_generator(seed):
+        module = import_user_module(name)
+    found = getattr(module, function, None)
+    if not callable(found):
+        likely = close(function, [word for word in vars(module) if callable(getattr(module, word))])
+        hint = f"; did you mean {likely!r}?" if likely else ""
+        raise ValueError(f"expected a function {function!r} in {name}, found none{hint}")
+    return found
+
+
+def import_user_module(name: str) -> ModuleType:
+    """Import a module of the user's, from the current folder or wherever Python looks.
+
+    Raises:
+        ValueError: there is none, or it can't be imported; says what it raised and in which line.
+    """
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0] and error.name != name:
+            raise ValueError(f"{name} needs {error.name}, which is not installed") from error
+        raise ValueError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
+    except IMPORTING as error:
+        raise ValueError(_raised(error, name, name)) from error
+
+
+def call_user_function(
+    function: Callable[..., object], target: str, *, seed: int | None = None, **offers: object
+) -> object:
+    """Return what a function of the user's returns.
+
+    Args:
+        function: of the user's.
+        target: what it is called, `module:function`.
+        seed: of torch's global generator while the function runs, which is then put back; None leaves it as it is.
+        **offers: arguments that the function is given if it has parameters of these names.
+
+    Raises:
+        ValueError: it raised something; says what and in which line.
+    """
+    name = split_target(target)[0]
+    given = {key: value for key, value in offers.items() if key in _parameters(function)}
+    try:
+        with global_generator(seed):
+            return function(**given)
+    except IMPORTING as error:
+        raise ValueError(_raised(error, name, target, tuple(given), tuple(offers))) from error
+
+
+@contextmanager
+def global_generator(seed: int | None) -> Iterator[None]:
+    """Seed torch's global generator for what users' code draws from it, and put it back; None leaves it as it is."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # noqa: TID251 - there is no other way to say what users' code draws
+        yield
+
+
+def user_file(module_name: str) -> Path | None:
+    """Return the file of an imported module if it is the user's: of no installed package, and not Python's own."""
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    if file is None:
+        return None
+    path = Path(file).resolve()
+    packages = Path(__file__).resolve().parents[2]
+    ours = [packages / name for name in ("fl", "defenses", "attacks", "eval")]
+    installed = [Path(place).resolve() for place in sysconfig.get_paths().values()]
+    return None if any(path.is_relative_to(place) for place in (*ours, *installed)) else path
+
+
+def error_line(error: BaseException, name: str) -> int | None:
+    """The last line of the module that took part in an error."""
+    stem = f"{name.rpartition('.')[2]}.py"
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if Path(frame.filename).name == stem), None)
+
+
+def _parameters(function: Callable[..., object]) -> set[str]:
+    """Names of the parameters that can be given by name; none where Python can't tell."""
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return set()
+    return {name for name, parameter in found.items() if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY}
+
+
+def _raised(error: Exception, name: str, what: str, given: tuple[str, ...] = (), offers: tuple[str, ...] = ()) -> str:
+    """In words, what the user's module `name` raised, and in which line of it."""
+    number = error_line(error, name)
+    called = f"with {', '.join(given)}" if given else "without arguments"
+    if offers and not given:
+        called += f", or with {' and '.join(offers)} where it takes them"
+    where = f" (line {number})" if number else f"; it is called {called}" * isinstance(error, TypeError)
+    return f"{what} raised {type(error).__name__}: {error}{where}"
