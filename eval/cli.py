@@ -39,7 +39,7 @@ def _start(
 
 
 app.command()(run.run)
-app.command()(audit.audit)
+app.add_typer(audit.sources(), name="audit")
 app.command()(report.report)
 app.command()(compare.compare)
 app.command("list")(list_.list_)

@@ -23,13 +23,31 @@ OURS = frozenset({"fl", "defenses", "attacks", "eval"})
 """Packages whose absence is a fault, never a missing extra."""
 
 
+SHORT = 12
+"""Names that a message lists; of more, the command that shows them is named."""
+LISTS = {kind: f" {kind}s" for kind in ("method", "attack", "defense", "dataset", "model", "partition", "augmentation")}
+LISTS["name"] = ""
+"""What follows `hyperleak list`, by the kind of name."""
+
+
 class UnknownNameError(ValueError):
     """A name nothing is known by; the message says what is close and what there is."""
 
     def __init__(self, kind: str, name: object, known: Collection[str], note: str = "") -> None:
-        likely = close(str(name), known)
-        hint = f"did you mean {likely!r}? " if likely is not None else ""
-        super().__init__(f"unknown {kind} {name!r}; {hint}known: {', '.join(known) or 'none'}{note}")
+        likely = candidates(str(name), known)
+        hint = f"did you mean {' or '.join(map(repr, likely))}? " if likely else ""
+        there = f"known: {', '.join(known) or 'none'}"
+        if len(known) > SHORT and kind in LISTS:
+            there = f"`hyperleak list{LISTS[kind]}` shows all {len(known)}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}{there}{note}")
+
+
+def candidates(name: str, known: Collection[str]) -> list[str]:
+    """Return which of `known` may be meant by `name`, the likeliest first, at most three."""
+    first = close(name, known)
+    if first is None:
+        return []
+    return [first, *(other for other in difflib.get_close_matches(name, known, n=3, cutoff=0.75) if other != first)][:3]
 
 
 def close(name: str, known: Collection[str]) -> str | None:

@@ -5,12 +5,18 @@ Importing this package imports none of them, nor torch: what it offers is looked
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Options of glibc's `mallopt` (malloc.h)."""
+KEPT_BYTES = 1 << 30
+"""Blocks up to this size are kept when they are freed."""
 PACKAGES = ("fl", "defenses", "attacks", "eval")
 LAZY = dict.fromkeys(("AuditOptions", "RunResult", "audit", "load", "run"), "hyperleak.api")
 """The modules in which public names lie that are imported when they are first asked for."""
@@ -21,9 +27,29 @@ def main() -> None:
     if problem := shadowed_package():
         sys.stderr.write(f"error: {problem}\n")
         sys.exit(2)
+    keep_freed_memory()
     from eval.cli import app
 
     app()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep memory that is freed, here and in the processes that are started from here.
+
+    By default it gives large blocks back to the system and asks for them anew at every step of a search. What the user
+    has set by environment variables stays.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    wanted = {"MALLOC_TRIM_THRESHOLD_": M_TRIM_THRESHOLD, "MALLOC_MMAP_THRESHOLD_": M_MMAP_THRESHOLD}
+    chosen = {name: option for name, option in wanted.items() if name not in os.environ}
+    os.environ.update(dict.fromkeys(chosen, str(KEPT_BYTES)))  # read by worker processes when they start
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return
+    for option in chosen.values():
+        mallopt(option, KEPT_BYTES)
 
 
 def shadowed_package() -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from eval.commands.system_errors import stop_on_signals
 from eval.commands.terminal import (
@@ -32,7 +34,7 @@ from eval.commands.terminal import (
 from eval.commands.terminal import line as print_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
@@ -87,10 +89,39 @@ MaxSsim = Annotated[float | None, typer.Option(help="Exit with 3 if an image is 
 Seed = Annotated[int, typer.Option(help="Of all randomness.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Out = Annotated[
-    Path | None, typer.Option(help="Folder to keep pictures in (with --method, the whole run, with table and report).")
+    Path | None, typer.Option(help="Folder for the report, the table, the pictures and all that is needed to go on.")
 ]
 
 
+_ANY = "any"
+"""The hidden command that takes the options of every source."""
+_NOTHING = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
+_NO_DATASET = "expected --dataset beside --method: what the method is trained on (`hyperleak list datasets`)"
+_ARGUMENTS: dict[str, tuple[str, Any]] = {
+    "model": (
+        "target",
+        Annotated[str, typer.Argument(help="MODULE:FUNCTION that returns your model, or (model, images, labels).")],
+    ),
+    "update": (
+        "update",
+        Annotated[Path, typer.Argument(help="A captured update, weights before - after, by name (.npz or .pt).")],
+    ),
+    "method": (
+        "method",
+        Annotated[str, typer.Argument(help="A federated method, by name or as settings: '{name: fedavg, steps: 5}'.")],
+    ),
+}
+_SUMMARIES = {
+    "model": "Attack what a client would send of your own model and say what leaked.",
+    "update": "Attack an update that you captured and say what leaked.",
+    "method": "Train a federated method, attack what a client would send and say what leaked.",
+}
+_FOREIGN = {
+    "model": {"dataset", "model", "update", "rounds", "input_shape"},
+    "update": {"target", "dataset", "rounds", "count", "workers"},
+    "method": {"target", "update", "images", "input_shape", "mean", "std"},
+}
+"""Options that do nothing for a source (`eval.audit.request.IDLE`)."""
 _UNKEPT = "nothing is kept without --out FOLDER"
 
 
@@ -137,9 +168,13 @@ def audit(
 ) -> None:
     """Attack what a client would send and say what leaked.
 
-    Three things can be audited: a method (--method hyperfl --dataset faces), your own model (my_model:build), and an
-    update that you captured (--update update.npz --model my_model:build).
+    Three things can be audited: your own model (audit model my_model:build), an update that you captured (audit update
+    update.npz --model my_model:build), and a method (audit method hyperfl --dataset faces). Without these words: audit
+    my_model:build, audit --update update.npz ..., audit --method hyperfl ....
     """
+    if target is None and update is None and (method is None or dataset is None):  # said before anything is imported
+        say(f"error: {_NOTHING if method is None else _NO_DATASET}")
+        raise typer.Exit(USAGE)
     from eval.audit.request import Request, limits
     from eval.experiment.plugins import import_plugins
 
@@ -167,6 +202,42 @@ def audit(
         imports=imports,
     )
     _audit(request, Outcome(out=out, limits=allowed, workers=workers, json=json))
+
+
+def _of_source(source: str) -> Callable[..., None]:
+    """Return `audit` with the options of one source alone, that source as its argument."""
+    whole = inspect.signature(audit, eval_str=True).parameters
+    own = {name: parameter for name, parameter in whole.items() if name not in _FOREIGN[source]}
+    name, annotation = _ARGUMENTS[source]
+    argument = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+    parameters = [argument, *(parameter for other, parameter in own.items() if other != name)]
+
+    def command(**given: Any) -> None:
+        audit(**given)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = _SUMMARIES[source]
+    return command
+
+
+class Sources(TyperGroup):
+    """`hyperleak audit model|update|method ...`; what begins otherwise is read as before there were these."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of the command line."""
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = [_ANY, *args]
+        return super().parse_args(ctx, args)
+
+
+def sources() -> typer.Typer:
+    """Return the command `audit` with a command for each source of updates."""
+    app = typer.Typer(cls=Sources, help=audit.__doc__, add_completion=False)
+    for source in _ARGUMENTS:
+        app.command(source)(_of_source(source))
+    app.command(_ANY, hidden=True)(audit)
+    return app
 
 
 def _audit(request: Request, outcome: Outcome) -> None:

@@ -15,6 +15,10 @@ def compare(
     json: Json = False,
 ) -> None:
     """Set several runs side by side: settings that differ, scores, and differences with their intervals."""
+    with errors(USAGE):  # said before anything is imported
+        for folder in folders:
+            if not folder.is_dir():
+                raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
     from eval.report import compare as comparing
     from eval.report.load import explain_damage
     from eval.run.run_directory import RunDir

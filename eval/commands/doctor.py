@@ -62,11 +62,11 @@ def doctor(
 
 def _whole(folder: Path, *, json: bool) -> None:
     """Say what is damaged in a run's folder, a line for each, and leave with a code of failure if anything is."""
-    from eval.run import folder_integrity
-
     with errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
+        from eval.run import folder_integrity
+
         found = folder_integrity.check_folder(folder)
     if json:
         emit(asdict(found))

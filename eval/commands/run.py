@@ -78,6 +78,9 @@ def run(
     computed twice, also when attacks, methods or seeds are added.
     """
     from eval.experiment import config_catalog
+
+    with errors(USAGE):
+        path = config_catalog.resolve(config)  # before what takes seconds to import
     from eval.experiment import yaml_config as configs
     from eval.run import runner
     from eval.run.resources import choose_workers
@@ -95,7 +98,6 @@ def run(
         return True
 
     with errors(USAGE):
-        path = config_catalog.resolve(config)
         overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
         chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
         experiment = configs.load(path, overrides, **chosen, note=note, asked=own_code)

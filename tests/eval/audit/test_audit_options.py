@@ -88,9 +88,22 @@ def audit(*words: object):
 def test_the_table_has_every_option():
     from typer.main import get_command
 
-    command = get_command(cli.app).commands["audit"]
+    command = get_command(cli.app).commands["audit"].commands["any"]
     known = {word for option in command.params for word in option.opts if word.startswith("--")}
     assert known - set(OPTIONS) == {"--json"}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_command_of_a_source_has_its_own_options_alone(mine, source):
+    from typer.main import get_command
+
+    command = get_command(cli.app).commands["audit"].commands[source]
+    known = {word for option in command.params for word in option.opts if word.startswith("--")}
+    assert known == {"--json", *OPTIONS} - IDLE[source] - {f"--{source}", "--update"}
+    words = [word.replace("MINE", mine) for word in SOURCES[source] if word not in {"--method", "--update"}]
+    result = audit(source, *words, "--attack", "guess", "--device", "cpu")
+    assert result.exit_code in {0, terminal.UNDECIDED}, result.output
+    assert "No such option" in audit(source, *words, *(min(IDLE[source]), "1")).output
 
 
 @pytest.mark.parametrize("source", SOURCES)
