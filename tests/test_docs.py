@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from typer.core import TyperGroup
 
 from docs.hooks import SUMMARIES, registry_pages
 from eval import harness
@@ -199,7 +200,12 @@ def test_commands_parse(page: str, line: str) -> None:
         if not rest:  # the command's name and no more: there is nothing to parse
             return
         with command.make_context(name, rest, parent=context) as inner:
-            check(str(name), inner.params)
+            given = inner.params
+            if isinstance(command, TyperGroup):  # of audit, by source
+                source, part, left = command.resolve_command(inner, [*inner._protected_args, *inner.args])
+                assert part is not None
+                given = {"target": None, "method": None, **part.make_context(source, left, parent=inner).params}
+            check(str(name), given)
 
 
 def changed(given: dict) -> Experiment:
