@@ -158,8 +158,11 @@ def test_an_audit_of_ones_own_model_goes_on_where_it_was_killed(mine, tmp_path):
     first, second = SEARCH % 40, "{name: ig, iterations: 400, stack: 1, restarts: 3}"
     words = [f"{mine}:build", "--attack", first, "--attack", second, "--device", "cpu", "--workers", "1"]
     places = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, "-m", "hyperleak", "audit", *words, "--out", "killed"]
-    running = subprocess.Popen(command, cwd=tmp_path, env=places, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    # every time a process of its own: what other tests have imported is part of what tells one version from another
+    command = [sys.executable, "-m", "hyperleak", "audit", *words, "--out"]
+    running = subprocess.Popen(
+        [*command, "killed"], cwd=tmp_path, env=places, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     cells = tmp_path / "killed" / "cells"
     until = time.monotonic() + 90
     while time.monotonic() < until and running.poll() is None:
@@ -171,8 +174,11 @@ def test_an_audit_of_ones_own_model_goes_on_where_it_was_killed(mine, tmp_path):
     done = [path for path in cells.iterdir() if path.suffix == ""]
     assert len(done) == 1
     mark = (done[0] / "cell.json").stat().st_mtime_ns
-    resumed, whole = (audit(*words[:-4], "--out", name, "--workers", 1) for name in ("killed", "whole"))
-    assert resumed.exit_code == whole.exit_code
+    codes = [
+        subprocess.run([*command, name], cwd=tmp_path, env=places, capture_output=True, check=False).returncode
+        for name in ("killed", "whole")
+    ]
+    assert codes[0] == codes[1] in {0, terminal.UNDECIDED}
     assert (done[0] / "cell.json").stat().st_mtime_ns == mark  # not computed again
     names = ("images.jsonl", "table.md", "images/fedavg-none-ig-2-round0-seed0.npz")
     assert files(tmp_path / "killed", *names) == files(tmp_path / "whole", *names)
