@@ -50,7 +50,7 @@ def test_the_choice_of_part_renames_no_cell_from_before_there_was_one():
     assert settings("observe.split=test", "observe.images=2")["part"] == "test"
 
 
-SAME = "{name: lti, iterations: 2, batch: 2, width: 4, hashed: 16, auxiliary: {name: faces, size: 8}, part: %s}"
+SAME = "{name: lti, iterations: 2, batch_size: 2, width: 4, hash_size: 16, auxiliary: {name: faces, size: 8}, part: %s}"
 
 
 @pytest.mark.parametrize("attack", [SAME, SAME.replace("lti", "first-step+lti")])

@@ -192,7 +192,7 @@ def test_no_bound_against_who_knows_the_noise() -> None:
 
 @pytest.mark.parametrize(("number", "bounded"), [(0, True), (1, False)])
 def test_no_bound_on_new_images_once_their_candidates_were_trained_on(number: int, bounded: bool) -> None:
-    words = (f"observe={{images: 2, part: test, rounds: [{number}]}}", "federation.rounds=1")
+    words = (f"observe={{images: 2, split: test, rounds: [{number}]}}", "federation.rounds=1")
     (training,) = runner.prepare(private(*words), device="cpu").trainings
     (watch,) = training.watches
     row = {"update": watch.scene.victims[0].key, "identified_among": 5}

@@ -32,6 +32,8 @@ RUNS = {
     "leakage-over-training-handwriting": ".",
 }
 """Archives, and where in them the run lies."""
+pytestmark = pytest.mark.filterwarnings("ignore::fl.settings.FormerNameWarning")
+"""The commands are of their time."""
 every_run = pytest.mark.parametrize(("archive", "folder"), RUNS.items(), ids=RUNS)
 
 
