@@ -80,7 +80,8 @@ def import_user_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0] and error.name != name:
             raise ValueError(f"{name} needs {error.name}, which is not installed") from error
-        raise ValueError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
+        where = f"{Path.cwd()} or among those installed"
+        raise ValueError(f"no module {name!r} in {where}; if its file is elsewhere, give it by --import") from error
     except IMPORTING as error:
         raise ValueError(_raised(error, name, name)) from error
 
