@@ -53,8 +53,8 @@ class AttackRegistry(Registry["Attack"]):
         """
         if isinstance(spec, str):
             spec = {"name": spec}
-        if isinstance(spec, Attack):
-            return spec
+        if not isinstance(spec, Mapping):
+            return super().build(spec)
         first, plus, then = str(spec.get("name", "")).partition("+")
         if not plus:
             return super().build(_with_preset(dict(spec)))

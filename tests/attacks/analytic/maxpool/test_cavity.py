@@ -22,7 +22,8 @@ from attacks.analytic.maxpool.pixel_subset import PixelSubset
 from attacks.analytic.maxpool.refinement import evaluate, refine, select_largest
 from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.analytic.maxpool.solver import FAST, SLOW, _solve_by_cavity, solve_layer
-from eval.run.attack_cell import _scored
+from eval.metrics.score import score
+from eval.metrics.self_verification import columns
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.seeds import stream
@@ -182,7 +183,7 @@ def test_an_end_that_was_reached_has_no_note(changed: bool) -> None:
     assert isinstance(result, Reconstruction)
     assert bool(result.note) == changed
     assert ("body.0" in result.note) == changed
-    (row,) = _scored(result, truth, None, None, 0)
+    (row,) = columns(result, score(result, truth))
     assert row.get("note", "") == result.note
 
 
