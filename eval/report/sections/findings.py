@@ -48,13 +48,15 @@ def groups_by_subject(groups: Sequence[ResultGroup]) -> dict[str, list[ResultGro
 def strongest_attack(groups: Sequence[ResultGroup]) -> ResultGroup | None:
     """Return the group with the largest lower end of gain over its best baseline; None without pictures.
 
-    An interval of fewer than `FEWEST` images tells hardly anything: these rank by their means, behind all others.
+    Where that end is not above 0, or of fewer than `MIN_IMAGES` images, it tells hardly anything: these groups rank by
+    their means, behind all others.
     """
 
     def certain(group: ResultGroup) -> tuple[float, float]:
         assert group.gain is not None
-        few = group.gain.low is None or group.gain.images < MIN_IMAGES
-        return (-math.inf if few or group.gain.low is None else group.gain.low, group.gain.value)
+        low = group.gain.low
+        tells = low is not None and low > 0 and group.gain.images >= MIN_IMAGES
+        return (low if tells and low is not None else -math.inf, group.gain.value)
 
     judged = [group for group in groups if group.gain is not None]
     return max(judged, key=certain) if judged else None
