@@ -136,7 +136,7 @@ def test_a_missing_file_says_where_and_how(tmp_path: Path, monkeypatch: pytest.M
         load("cifar10")
     with pytest.raises(FileNotFoundError, match=r"that folder has orl\.npz\. Set HYPERLEAK_DATA"):  # not published
         load("handwritten62")
-    with pytest.raises(UnknownNameError, match=r"unknown dataset 'cifar'; did you mean 'cifar10'\?"):
+    with pytest.raises(UnknownNameError, match=r"unknown dataset 'cifar'; did you mean 'cifar10' or 'cifar100'\?"):
         load("cifar")
 
 

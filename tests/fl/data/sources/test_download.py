@@ -161,7 +161,9 @@ def test_a_failed_download_says_what_to_do_and_keeps_what_is_there(
     ):
         download("cifar10", tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["cifar10_train.npz"]
-    with pytest.raises(UnknownNameError, match=r"unknown data set to download 'cifar-10'; did you mean 'cifar10'\?"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown data set to download 'cifar-10'; did you mean 'cifar10' or 'cifar100'\?"
+    ):
         download("cifar-10", tmp_path)
 
 
