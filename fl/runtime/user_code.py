@@ -116,7 +116,9 @@ def global_generator(seed: int | None) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # noqa: TID251 - there is no other way to say what users' code draws
+        torch.default_generator.manual_seed(
+            seed
+        )  # alone of all generators it is put back: those of GPUs stay as they are
         yield
 
 

@@ -35,6 +35,12 @@ def run(experiment: Experiment, path: Path, **settings: Any) -> list[dict[str, A
         return results.assemble(plan, folder)
 
 
+def reader_files(path: Path) -> tuple[list[bytes], list[str]]:
+    """The files for readers that must not depend on how the run went, and the names of its pictures."""
+    files = [(path / name).read_bytes() for name in ("images.jsonl", "config.yaml")]
+    return files, sorted(picture.name for picture in (path / "images").iterdir())
+
+
 def unstated(path: Path) -> None:
     """Make a finished cell one of a version that kept no digests of its files."""
     about = json.loads((path / "cell.json").read_text())

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.captured import SHAPE, network
 from torch import nn
 
 from defenses import Defense
@@ -14,18 +15,6 @@ from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.types import Batch
-
-SHAPE, CLASSES = (1, 6, 6), 5
-
-
-def network(norm=False):
-    layers = [nn.Conv2d(1, 4, 3), *([nn.BatchNorm2d(4)] if norm else []), nn.Sigmoid(), nn.Flatten()]
-    model = nn.Sequential(*layers, nn.Linear(64, CLASSES))
-    generator = stream(0, "captured")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
-    return model
 
 
 def images(count=6):

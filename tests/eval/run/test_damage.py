@@ -1,10 +1,9 @@
 """What is damaged in a run directory is computed again or named, and nothing is written through links."""
 
 import json
-from pathlib import Path
 
 import pytest
-from support.runs import run, tiny, unstated
+from support.runs import reader_files, run, tiny, unstated
 from support.tiny import Registered
 from typer.testing import CliRunner
 
@@ -12,35 +11,12 @@ from eval.cli import app
 from eval.report.writer import write_report
 from eval.run import runner
 from eval.run.run_directory import LostLockError, RunDir
-from fl.federation import Federation
-
-FILES = ("images.jsonl", "config.yaml")
 
 
 @pytest.fixture(autouse=True)
 def _guesses():
     with Registered():
         yield
-
-
-def left(folder: Path):
-    """The files for readers that must not depend on how the run went."""
-    pictures = {path.name: path.read_bytes() for path in (folder / "images").iterdir()}
-    return [(folder / name).read_bytes() for name in FILES], sorted(pictures)
-
-
-@pytest.fixture
-def rounds(monkeypatch):
-    """The rounds that were trained, in order."""
-    trained: list[int] = []
-    step = Federation.step
-
-    def counted(self, **settings):
-        trained.append(self.server.round)
-        return step(self, **settings)
-
-    monkeypatch.setattr(Federation, "step", counted)
-    return trained
 
 
 def test_damaged_pictures_of_an_older_cell_are_left_out(tmp_path, caplog):
@@ -91,19 +67,19 @@ DAMAGES = {
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_cell_is_computed_again(tmp_path, caplog, kind):
     run(tiny(), tmp_path / "a")
-    before = left(tmp_path / "a")
+    before = reader_files(tmp_path / "a")
     watch = runner.prepare(tiny(), device="cpu").trainings[0].watches[0]
     name, change = DAMAGES[kind]
     path = tmp_path / "a" / "cells" / watch.cell.id / name
     path.write_bytes(change(path.read_bytes()))
     run(tiny(), tmp_path / "a")
-    assert left(tmp_path / "a") == before
+    assert reader_files(tmp_path / "a") == before
     assert caplog.text.count("so the cell is computed again") == 1
 
 
 def test_a_training_with_a_row_less_is_trained_again_in_older_cells_too(tmp_path, rounds):
     run(tiny(), tmp_path / "a")
-    before = left(tmp_path / "a")
+    before = reader_files(tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
     cell = tmp_path / "a" / "cells" / first.cell.id
     unstated(cell)
@@ -112,12 +88,12 @@ def test_a_training_with_a_row_less_is_trained_again_in_older_cells_too(tmp_path
     rounds.clear()
     run(tiny(), tmp_path / "a")
     assert rounds == [0, 1]
-    assert left(tmp_path / "a") == before
+    assert reader_files(tmp_path / "a") == before
 
 
 def test_swapped_cells_are_computed_again(tmp_path, caplog):
     run(tiny(), tmp_path / "a")
-    before = left(tmp_path / "a")
+    before = reader_files(tmp_path / "a")
     plan = runner.prepare(tiny(), device="cpu")
     one, other = (tmp_path / "a" / "cells" / training.watches[0].cell.id for training in plan.trainings)
     for path in (one, other):
@@ -126,17 +102,17 @@ def test_swapped_cells_are_computed_again(tmp_path, caplog):
     other.rename(one)
     (tmp_path / "x").rename(other)
     run(tiny(), tmp_path / "a")
-    assert left(tmp_path / "a") == before
+    assert reader_files(tmp_path / "a") == before
     assert caplog.text.count("its settings are those of another cell") == 2
 
 
 def test_emptied_cells_do_not_wait_for_ever(tmp_path):
     run(tiny(), tmp_path / "a")
-    before = left(tmp_path / "a")
+    before = reader_files(tmp_path / "a")
     for path in (tmp_path / "a" / "cells").glob("*/*.jsonl"):
         path.write_bytes(b"")
     run(tiny(), tmp_path / "a")
-    assert left(tmp_path / "a") == before
+    assert reader_files(tmp_path / "a") == before
 
 
 def test_a_lock_that_is_taken_away_ends_the_run(tmp_path):
@@ -148,7 +124,7 @@ def test_a_lock_that_is_taken_away_ends_the_run(tmp_path):
     assert not [path for path in (tmp_path / "a" / "cells").iterdir() if path.suffix != ".part"]
     run(tiny(), tmp_path / "a")
     run(tiny(), tmp_path / "b")
-    assert left(tmp_path / "a") == left(tmp_path / "b")
+    assert reader_files(tmp_path / "a") == reader_files(tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["cells", "checkpoints", "images", "partitions", "report", "cells/0123456789ab.part"])

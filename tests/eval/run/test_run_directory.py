@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.runs import run, tiny
+from support.runs import reader_files, run, tiny
 from support.tiny import Registered
 
 from eval.experiment import yaml_config
@@ -19,10 +19,8 @@ from eval.io.jsonl import read_rows
 from eval.report.load import load
 from eval.run import results, run_directory, runner, training_cell
 from eval.run.run_directory import BusyError, Checkpoints, RunDir
-from fl.federation import Federation
 
 ROOT = Path(__file__).parents[3]
-FILES = ("images.jsonl", "config.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -31,34 +29,14 @@ def _guesses():
         yield
 
 
-def left(folder: Path):
-    """The files for readers that must not depend on how the run went."""
-    pictures = {path.name: path.read_bytes() for path in (folder / "images").iterdir()}
-    return [(folder / name).read_bytes() for name in FILES], sorted(pictures)
-
-
-@pytest.fixture
-def rounds(monkeypatch):
-    """The rounds that were trained, in order."""
-    trained: list[int] = []
-    step = Federation.step
-
-    def counted(self, **settings):
-        trained.append(self.server.round)
-        return step(self, **settings)
-
-    monkeypatch.setattr(Federation, "step", counted)
-    return trained
-
-
 def test_a_finished_run_computes_nothing_again(tmp_path, monkeypatch, rounds):
     run(tiny(), tmp_path / "a")
-    before = left(tmp_path / "a")
+    before = reader_files(tmp_path / "a")
     assert rounds == [0, 1, 0, 1]
     monkeypatch.setattr(training_cell, "train", None)
     monkeypatch.setattr(runner.attack_cell, "run_attack_cell", None)
     run(tiny(), tmp_path / "a")
-    assert left(tmp_path / "a") == before
+    assert reader_files(tmp_path / "a") == before
     assert len(rounds) == 4
 
 
@@ -84,7 +62,7 @@ def test_an_attack_added_later_needs_no_training_while_checkpoints_are_kept(tmp_
     run(tiny(), tmp_path / "a")
     assert rounds == [0, 1, 0, 1]
     run(tiny(), tmp_path / "b")
-    assert left(tmp_path / "a") == left(tmp_path / "b")
+    assert reader_files(tmp_path / "a") == reader_files(tmp_path / "b")
 
 
 def test_an_attack_added_later_is_trained_for_again_where_they_are_gone(tmp_path, rounds):
@@ -96,7 +74,7 @@ def test_an_attack_added_later_is_trained_for_again_where_they_are_gone(tmp_path
     assert rounds == [0]  # no further than the last state that is needed
     assert {path.name: path.read_bytes() for path in (tmp_path / "a" / "cells").glob("*/rounds.jsonl")} == kept
     run(more, tmp_path / "b")
-    assert left(tmp_path / "a") == left(tmp_path / "b")
+    assert reader_files(tmp_path / "a") == reader_files(tmp_path / "b")
 
 
 def test_two_labels_for_the_same_settings_share_a_cell(tmp_path, rounds):
@@ -118,7 +96,7 @@ def test_seeds_and_methods_added_later_leave_the_others_alone(tmp_path, rounds):
     run(tiny(*both, "seeds=[0, 1]"), tmp_path / "a")
     assert rounds == [0, 1] * 3
     run(tiny(*both, "seeds=[0, 1]"), tmp_path / "b")
-    assert left(tmp_path / "a") == left(tmp_path / "b")
+    assert reader_files(tmp_path / "a") == reader_files(tmp_path / "b")
 
 
 def test_a_stopped_training_goes_on_where_it_was(tmp_path, rounds):
@@ -134,7 +112,7 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path, rounds):
     run(experiment, tmp_path / "a", checkpoint_seconds=0.0)
     assert rounds == [0, 1, 2, 3, 0, 1, 2, 2, 3]  # row 3 was written, its checkpoint was not
     run(experiment, tmp_path / "b")
-    assert left(tmp_path / "a") == left(tmp_path / "b")
+    assert reader_files(tmp_path / "a") == reader_files(tmp_path / "b")
     strip = [{k: v for k, v in row.items() if k != "seconds"} for row in read_rows(tmp_path / "a" / "rounds.jsonl")]
     calm = [{k: v for k, v in row.items() if k != "seconds"} for row in read_rows(tmp_path / "b" / "rounds.jsonl")]
     assert strip == calm
@@ -150,7 +128,7 @@ def test_a_damaged_checkpoint_is_made_again(tmp_path, rounds):
     run(tiny(), tmp_path / "a")
     assert rounds == [0, 1]  # of fedavg; hyperfl has nothing left to do
     run(tiny(), tmp_path / "b")
-    assert left(tmp_path / "a") == left(tmp_path / "b")
+    assert reader_files(tmp_path / "a") == reader_files(tmp_path / "b")
 
 
 def test_a_failed_cell_keeps_its_traceback_and_stops_no_other(tmp_path):
@@ -194,7 +172,7 @@ def test_a_training_that_fails_stops_its_attacks_only(tmp_path, monkeypatch):
         assert not runner.run(plan, folder)
         results.assemble(plan, folder)
     run(tiny(), tmp_path / "b")
-    assert left(tmp_path / "a") == left(tmp_path / "b")
+    assert reader_files(tmp_path / "a") == reader_files(tmp_path / "b")
 
 
 def test_cells_of_other_code_are_said(tmp_path, monkeypatch, caplog):
@@ -222,7 +200,7 @@ def test_cells_of_other_code_stand_in_the_table_and_in_run_json(tmp_path, monkey
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", "\x00"])
 def test_a_cell_that_cannot_be_read_is_computed_again(tmp_path, caplog, rounds, damage):
     run(tiny(), tmp_path / "a")
-    before = left(tmp_path / "a")
+    before = reader_files(tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
     for cell in (first.cell, first.watches[0].cell):
         (tmp_path / "a" / "cells" / cell.id / "cell.json").write_text(damage)
@@ -230,7 +208,7 @@ def test_a_cell_that_cannot_be_read_is_computed_again(tmp_path, caplog, rounds, 
     run(tiny(), tmp_path / "a")
     assert rounds == [0, 1]
     assert caplog.text.count("can't be read, so the cell is computed again") == 2
-    assert left(tmp_path / "a") == before
+    assert reader_files(tmp_path / "a") == before
 
 
 def test_labels_with_dashes_keep_pictures_of_their_own(tmp_path):
