@@ -116,9 +116,8 @@ def global_generator(seed: int | None) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # alone of all generators it is put back: those of GPUs stay as they are
+        # not torch.manual_seed: it seeds the generators of GPUs as well, which are not put back
+        torch.default_generator.manual_seed(seed)
         yield
 
 
