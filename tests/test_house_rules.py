@@ -97,7 +97,8 @@ def test_packages_have_files():
 def test_no_forbidden_calls():
     found = {p.relative_to(ROOT).as_posix(): offences(parse(p)) for p in SOURCES}
     seeded = [line.partition(": ")[2] for line in found.pop("fl/runtime/user_code.py")]
-    assert seeded == ["torch.default_generator.manual_seed"]  # users' functions draw from the global generator, which is put back
+    # users' functions draw from the global generator, which is put back
+    assert seeded == ["torch.default_generator.manual_seed"]
     assert not {path: lines for path, lines in found.items() if lines}
 
 
