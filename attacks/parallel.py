@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 from attacks.base import Attack, Result, run_checked
 from attacks.search_control import SearchControl
+from fl.runtime.interprocess_packing import Packed, pack, unpack, unportable
 from fl.runtime.main_guard import leave_if_unguarded
-from fl.runtime.packing import Packed, pack, unpack, unportable
 from fl.runtime.workers import START, Workers, alike
 from fl.view import ServerView
 

@@ -12,7 +12,7 @@ import torch
 from fl.aggregated_view import combine
 from fl.client import Client
 from fl.engines import EngineName, choose
-from fl.engines.base import Engine
+from fl.engines.sequential import Engine
 from fl.parametrization import Parametrization
 from fl.simulation.client_round import Round, observe, settled
 from fl.simulation.diagnostics import TrainingDiagnostics

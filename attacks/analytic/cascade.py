@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
 from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
-from attacks.analytic.recursive.conv_equations import (
+from attacks.analytic.recursive.pooled_conv_equations import (
     ActivationOutputs,
     conv_equations,
     input_statistics,
     pooling_between,
 )
-from attacks.analytic.recursive.relu_separation import first_layer_with_signal, separate_images
+from attacks.analytic.recursive.relu_batch_separation import first_layer_with_signal, separate_images
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label

@@ -36,7 +36,7 @@ class RConv(LayerwiseInversion):
       image follows from its input. That fixes the matrix, and the labels, which may repeat, whatever the activations
       (`attacks.analytic.recursive.softmax_separation`);
     - elsewhere the bend of a (leaky) ReLU below the first linear layer fixes it, as in `cascade`
-    (`attacks.analytic.recursive.relu_separation`);
+    (`attacks.analytic.recursive.relu_batch_separation`);
     - a layer's gradient equations are then dL/dw[d, i] = sum over images b and outputs m of dL/do_b[d, m] x_b[r_i(m)]:
       as many as for one image, for B times the unknowns, while each image has its own weight equations.
 

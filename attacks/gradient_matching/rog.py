@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from attacks.base import NotApplicable, Preset, Reconstruction, attacks
-from attacks.gradient_matching.engine import generators
+from attacks.gradient_matching.engine import image_networks
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.objectives import Objective
 from attacks.gradient_matching.engine.problem import Problem, Variables
@@ -37,7 +37,7 @@ class ROG(GradientMatching):
     untrained, and is far worse after training (benchmarks/results/presets.md).
 
     The files of `decoder` and `enhancer` are trained on public images by `python -m
-    attacks.gradient_matching.engine.generators`; the authors' enhancers are for 128 x 128 photographs only.
+    attacks.gradient_matching.engine.image_networks`; the authors' enhancers are for 128 x 128 photographs only.
 
     Attributes:
         iterations: of the search.
@@ -103,7 +103,7 @@ class ROG(GradientMatching):
         if reason is not None:
             return reason
         for kind, path in (("decoder", self.decoder), ("enhancer", self.enhancer)):
-            if path is not None and (misfit := generators.load(path, kind).misfit(view.task.input_shape)):
+            if path is not None and (misfit := image_networks.load(path, kind).misfit(view.task.input_shape)):
                 return NotApplicable(f"the {kind} {path} does not fit: {misfit}")
         return None
 
@@ -112,7 +112,7 @@ class ROG(GradientMatching):
         shape = view.task.input_shape
         if self.decoder is None:
             return Upsampled(self.factor, shape[1:], self.clamp_upsampled)
-        decoder = generators.load(self.decoder, "decoder", view.dtype, view.device)
+        decoder = image_networks.load(self.decoder, "decoder", view.dtype, view.device)
         return Decoded(decoder, decoder.code(shape))
 
     def build_result(
@@ -125,5 +125,5 @@ class ROG(GradientMatching):
         if self.enhancer is None:
             return result
         assert isinstance(result.inputs, Tensor)
-        enhancer = generators.load(self.enhancer, "enhancer", result.inputs.dtype, result.inputs.device)
+        enhancer = image_networks.load(self.enhancer, "enhancer", result.inputs.dtype, result.inputs.device)
         return replace(result, inputs=enhancer(result.inputs).clamp(0, 1))

@@ -19,7 +19,7 @@ from attacks.hypernetworks.peel import Peel
 from benchmarks.common import publish, table
 from benchmarks.hyperfl.peel import error, uploaded
 from fl.client import Client
-from fl.data.partitions.base import DominantGroups
+from fl.data.partitions.partition import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models.hypernetworks.hypernetwork import Hypernetwork

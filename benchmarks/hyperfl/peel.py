@@ -21,7 +21,7 @@ from attacks.base import NotApplicable
 from attacks.hypernetworks.peel import Peel
 from benchmarks.common import publish, table
 from fl.client import Client
-from fl.data.partitions.base import DominantGroups
+from fl.data.partitions.partition import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork

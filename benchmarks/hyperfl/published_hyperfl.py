@@ -32,7 +32,7 @@ from eval.metrics.image import psnr
 from eval.metrics.matching import assign
 from fl.client import Client
 from fl.data import Dataset
-from fl.data.partitions.base import DominantGroups
+from fl.data.partitions.partition import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg

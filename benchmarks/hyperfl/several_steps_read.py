@@ -19,7 +19,7 @@ from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from benchmarks.hyperfl.peel import error
 from fl.client import Client
-from fl.data.partitions.base import DominantGroups
+from fl.data.partitions.partition import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL

@@ -3,7 +3,7 @@
 Run it by `python -m benchmarks.leakage.rog_spaces [--images N] [--steps N]` (needs HYPERLEAK_DATA).
 
 CIFAR-10 test images on the untrained sigmoid LeNet of Zhu et al., one step on one image in float32, no label given. The
-decoders and the enhancer are trained by `attacks.gradient_matching.engine.generators` on the training images of
+decoders and the enhancer are trained by `attacks.gradient_matching.engine.image_networks` on the training images of
 CIFAR-100, none of which is among the victims'. All attacks know the defense.
 """
 
@@ -20,7 +20,7 @@ import torch
 import fl.data
 import fl.models
 from attacks.base import build
-from attacks.gradient_matching.engine import generators
+from attacks.gradient_matching.engine import image_networks
 from benchmarks.common import publish, table
 from benchmarks.leakage.lti import DEFENSES, attacked, observed, part, shown
 from eval.metrics.statistics import mean_interval, paired_difference
@@ -39,10 +39,10 @@ def trained(folder: Path, steps: int) -> tuple[Networks, dict[str, float]]:
     paths, seconds = {}, {}
     for what, (kind, factor) in NETWORKS.items():
         began = time.process_time()
-        network = generators.train(kind, images, factor=factor, steps=steps)
+        network = image_networks.train(kind, images, factor=factor, steps=steps)
         seconds[what] = time.process_time() - began
         paths[what] = str(folder / f"{kind}{factor}.npz")
-        generators.save(network, Path(paths[what]), f"{PUBLIC}, {steps} steps, seed 0")
+        image_networks.save(network, Path(paths[what]), f"{PUBLIC}, {steps} steps, seed 0")
     return paths, seconds
 
 

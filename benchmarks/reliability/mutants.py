@@ -26,7 +26,7 @@ from eval.io import yaml12
 from eval.run.plan import prepare
 from fl.data import datasets
 from fl.data.augment import augmentations
-from fl.data.partitions.base import partitions
+from fl.data.partitions.partition import partitions
 from fl.method import methods
 from fl.models import models
 from fl.parametrization import parametrizations

@@ -15,7 +15,7 @@ from defenses import Defense
 from eval.audit import image_identity, update_sanity
 from eval.audit.input_shape import classes, said_for_the_command
 from eval.audit.user_model import Subject
-from eval.metrics.forward_error import MISMATCH, prediction_error
+from eval.metrics.update_prediction_error import MISMATCH, prediction_error
 from fl.capture import from_update
 from fl.method import Method
 from fl.runtime import tensor_archives

@@ -7,7 +7,7 @@ from itertools import islice, permutations
 
 import torch
 
-from eval.metrics.forward_error import prediction_error
+from eval.metrics.update_prediction_error import prediction_error
 from fl.types import Batch, Trace, Truth
 from fl.view import ServerView
 

@@ -15,7 +15,7 @@ from defenses import Defense
 from eval.audit.input_shape import classes, said_for_the_command
 from eval.io import yaml12
 from eval.io.errors import DAMAGED
-from eval.metrics.forward_error import prediction_error
+from eval.metrics.update_prediction_error import prediction_error
 from fl.capture import from_batch
 from fl.data import Source, datasets
 from fl.data.sources.stored import KEYS, read

@@ -29,9 +29,9 @@ def doctor(
         _whole(folder, json=json)
         return
     from eval.commands import doctor_checks
+    from fl.data.sources.benchmark_sets import remedy
     from fl.data.sources.download import WHERE
     from fl.data.sources.download import download as fetch
-    from fl.data.sources.named import remedy
     from fl.registry import UnknownNameError
 
     if source is not None and download is None:

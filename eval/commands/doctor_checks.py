@@ -77,7 +77,7 @@ def _folder() -> Check:
 
 
 def _datasets() -> list[Check]:
-    from fl.data.sources.named import available, remedy
+    from fl.data.sources.benchmark_sets import available, remedy
 
     found = [Check(f"data set {name}", FINE, "inside scikit-image") for name in ("faces", "photos")]
     for name, path in available().items():

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.commands.system_errors import explained
-from eval.io.paths import relative_to_cwd
 from eval.io.sanitize import shorten, visible
+from eval.io.shareable_paths import relative_to_cwd
 from fl.runtime.main_guard import UnguardedError
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import Any
 import attacks
 from defenses import defenses
 from eval.io.errors import IMPORTING
-from eval.io.paths import relative_to_cwd
+from eval.io.shareable_paths import relative_to_cwd
 from fl.data import datasets
 from fl.data.augment import augmentations
-from fl.data.partitions.base import partitions
+from fl.data.partitions.partition import partitions
 from fl.method import methods
 from fl.models import models
 from fl.registry import Registry

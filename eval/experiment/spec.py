@@ -10,7 +10,7 @@ from attacks.base import Attack
 from defenses import Defense
 from fl.data import Source
 from fl.data.augment import Augmentation
-from fl.data.partitions.base import Iid, Partitioner
+from fl.data.partitions.partition import Iid, Partitioner
 from fl.method import Method, methods
 from fl.models import Network
 from fl.ranges import Count, CountFrom0, Length, PositiveShare, Range, Seed, Share

@@ -68,7 +68,7 @@ def _names(setting: RunSettings) -> Iterator[tuple[Registry[Any], str]]:
     from attacks.base import attacks
     from defenses import defenses
     from fl.data import datasets
-    from fl.data.partitions.base import partitions
+    from fl.data.partitions.partition import partitions
     from fl.method import methods
     from fl.models import models
     from fl.parametrization import parametrizations

@@ -18,11 +18,11 @@ from attacks.parallel import AttackPool
 from eval.io import jsonl
 from eval.metrics import self_verification
 from eval.metrics.baselines import nearest_reference, representable_bound
-from eval.metrics.forward_error import forward_error, prediction_error
 from eval.metrics.image import psnr
 from eval.metrics.lineup import IdentificationLineup
 from eval.metrics.perceptual import Perceptual
 from eval.metrics.score import Row, score, score_without_truth
+from eval.metrics.update_prediction_error import forward_error, prediction_error
 from eval.metrics.validity_flags import TOLERANCE
 from eval.run.attack_checkpoint import AttackCheckpoint
 from eval.run.federation_data import Target

@@ -15,7 +15,7 @@ from eval.experiment.spec import FederationSpec, Observe, TaskSpec
 from fl.aggregated_view import Division
 from fl.data import Dataset
 from fl.data.augment import Augmentation
-from fl.data.partitions.base import Partition
+from fl.data.partitions.partition import Partition
 from fl.federation import ClientData
 from fl.registry import UnknownNameError
 from fl.seeds import stream

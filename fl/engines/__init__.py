@@ -11,10 +11,10 @@ import logging
 from typing import Literal, get_args
 
 from fl.client import Client
-from fl.engines.base import Engine
 from fl.engines.factored.engine import Factored
 from fl.engines.factored.engine import obstacle as factored_obstacle
 from fl.engines.process import Processes
+from fl.engines.sequential import Engine
 from fl.engines.vectorized import Vectorised
 from fl.engines.vectorized import obstacle as vectorized_obstacle
 from fl.runtime.main_guard import leave_if_unguarded

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from fl.engines.base import Engine
+from fl.engines.sequential import Engine
+from fl.runtime.interprocess_packing import Flat, Packed, flat, pack, unpack
 from fl.runtime.main_guard import UnguardedError
-from fl.runtime.packing import Flat, Packed, flat, pack, unpack
 from fl.runtime.workers import Workers, alike
 from fl.simulation.client_round import ClientState, Round
 from fl.simulation.federation_state import FederationState

@@ -21,7 +21,7 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from fl.client import Client, Defended, LocalResult, LossGradient
-from fl.engines.base import Engine
+from fl.engines.sequential import Engine
 from fl.local.optimizers import OptimState, optimise
 from fl.method import Step
 from fl.parametrization import Parametrization

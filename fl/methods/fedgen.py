@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fl.method import Download, ServerState, Step, methods
-from fl.methods.bases.server_optimizer import server_step
+from fl.methods.bases.server_step import server_step
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.feature_generator import STATISTICS, FeatureGenerator
 from fl.parametrization import Parametrization

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl.method import Download, ServerState, methods
-from fl.methods.bases.server_optimizer import server_step
+from fl.methods.bases.server_step import server_step
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.dropout import drawn, drops, masks
 from fl.models.hypernetworks.server_hypernetwork import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl.method import Download, ServerState, mean, methods
 from fl.methods.bases.personal_models import averaged, ended
-from fl.methods.bases.server_optimizer import server_step
+from fl.methods.bases.server_step import server_step
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.attention_hypernetwork import AttentionHypernetwork
 from fl.parametrization import Parametrization

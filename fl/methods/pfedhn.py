@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from fl.method import Download, ServerState, methods
-from fl.methods.bases.server_optimizer import server_step
+from fl.methods.bases.server_step import server_step
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.server_hypernetwork import (
     EMBEDDINGS,

@@ -55,7 +55,7 @@ class Workers:
         number: of processes.
         begin: called in each of them first, with `given`.
         given: what it gets. It goes through a pipe that a process which ends while it starts never reads: what is not
-            in tensors has to be small (`fl.runtime.packing.flat`).
+            in tensors has to be small (`fl.runtime.interprocess_packing.flat`).
     """
 
     def __init__(self, number: int, begin: Callable[..., None] | None = None, *given: object) -> None:

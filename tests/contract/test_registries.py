@@ -14,7 +14,7 @@ from defenses import defenses
 from eval.report.glossary import citations
 from fl.data import datasets
 from fl.data.augment import augmentations
-from fl.data.partitions.base import partitions
+from fl.data.partitions.partition import partitions
 from fl.method import methods
 from fl.models import models
 from fl.parametrization import parametrizations

@@ -13,7 +13,7 @@ from defenses import defenses
 from defenses.compose import Chain
 from defenses.noise import Noise
 from defenses.secagg import SecAgg
-from eval.metrics.forward_error import prediction_error
+from eval.metrics.update_prediction_error import prediction_error
 from fl.aggregated_view import Division, as_one
 from fl.client import Client
 from fl.defense import Defense

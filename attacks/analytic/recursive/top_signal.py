@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.analytic.recursive.bias_free_classifier import logit_gradients_without_bias
-from attacks.analytic.recursive.relu_separation import first_layer_with_signal, separate_images
+from attacks.analytic.recursive.relu_batch_separation import first_layer_with_signal, separate_images
 from attacks.analytic.recursive.softmax_separation import (
     ClassifierGradient,
     is_underdetermined,
@@ -101,7 +101,8 @@ def _batch_signals(
     """What flows back of each image of a batch, or why that can't be told.
 
     At the classifier, by the loss, where the server knows both (`attacks.analytic.recursive.softmax_separation`); else
-    at the first linear layer, by the bend of the (leaky) ReLU below it (`attacks.analytic.recursive.relu_separation`).
+    at the first linear layer, by the bend of the (leaky) ReLU below it
+    (`attacks.analytic.recursive.relu_batch_separation`).
     """
     start = _separate_at_classifier(view, stages, observed, unit, count)
     if isinstance(start, str):

@@ -12,7 +12,7 @@ from scipy.special import gammaincinv
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.base import Partition, Partitioner, partitions
+from fl.data.partitions.partition import Partition, Partitioner, partitions
 from fl.ranges import Count, Range, Seed
 from fl.seeds import derive, stream
 

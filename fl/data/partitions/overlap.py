@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.base import Partition
+from fl.data.partitions.partition import Partition
 from fl.types import Batch
 
 MOST = 5

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fl.client import Client, LocalResult, LossGradient
 from fl.defense import overrides
-from fl.engines.base import Engine
 from fl.engines.factored.heads import Heads
 from fl.engines.factored.merging import merged
+from fl.engines.sequential import Engine
 from fl.gradient import autograd_derivative
 from fl.local.optimizers import OptimState, clipped, optimise
 from fl.method import Method, Step

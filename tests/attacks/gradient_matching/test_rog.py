@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import attacks
 import fl.data
 from attacks.base import NotApplicable, Reconstruction
-from attacks.gradient_matching.engine import generators
+from attacks.gradient_matching.engine import image_networks
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS
@@ -172,8 +172,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder, images = tmp_path_factory.mktemp("trained"), smooth(256, 8).float()
     paths = {}
     for kind in ("decoder", "enhancer"):
-        network = generators.train(kind, images, factor=2, steps=80)
-        generators.save(network, folder / f"{kind}.npz", "smooth images")
+        network = image_networks.train(kind, images, factor=2, steps=80)
+        image_networks.save(network, folder / f"{kind}.npz", "smooth images")
         paths[kind] = str(folder / f"{kind}.npz")
     return paths
 
@@ -192,22 +192,22 @@ def test_a_trained_decoder_can_be_searched_and_an_enhancer_follows(trained: dict
     assert sharper.inputs is not None
     assert sharper.knowledge == ("public images (decoder)", "public images (enhancer)")
     assert sharper.objective == found.objective
-    network = generators.load(trained["enhancer"], "enhancer")
+    network = image_networks.load(trained["enhancer"], "enhancer")
     assert torch.equal(sharper.inputs, network(found.inputs).clamp(0, 1))
 
 
 def test_an_enhancer_sharpens_what_it_was_trained_on() -> None:
     phase = 6.3 * torch.rand(128, 1, 1, 1, generator=stream(0, "stripes"))
     images = 0.5 + 0.4 * torch.sign(torch.sin(phase + torch.arange(8) * 0.5)).expand(-1, 1, 8, 8)
-    network = generators.train("enhancer", images[:96], factor=2, steps=120)
+    network = image_networks.train("enhancer", images[:96], factor=2, steps=120)
     blurred = best_decodable(images[96:], 2)
     assert psnr(network(blurred).clamp(0, 1), images[96:]).mean() > psnr(blurred, images[96:]).mean() + 1
 
 
 def test_training_and_files_repeat_bit_for_bit(trained: dict[str, str], tmp_path: Path) -> None:
-    network = generators.train("decoder", smooth(256, 8).float(), factor=2, steps=80)
-    kept = generators.load(trained["decoder"], "decoder")
-    assert generators.load(trained["decoder"], "decoder") is kept
+    network = image_networks.train("decoder", smooth(256, 8).float(), factor=2, steps=80)
+    kept = image_networks.load(trained["decoder"], "decoder")
+    assert image_networks.load(trained["decoder"], "decoder") is kept
     for name, value in network.state_dict().items():
         assert torch.equal(value, kept.state_dict()[name])
     assert not any(p.requires_grad for p in kept.parameters())
@@ -217,12 +217,12 @@ def test_a_missing_or_wrong_file_says_how_to_make_one(trained: dict[str, str], t
     view, _ = one_step(worlds.task(), worlds.images(1, "file"))
     with pytest.raises(
         ValueError,
-        match=r"python -m attacks.gradient_matching.engine.generators decoder --dataset .* --out nowhere.npz",
+        match=r"python -m attacks.gradient_matching.engine.image_networks decoder --dataset .* --out nowhere.npz",
     ):
         attacks.build({"name": "rog", "decoder": "nowhere.npz"})(view)
     with pytest.raises(
         ValueError,
-        match=r"got a trained decoder; make one with: python -m attacks.gradient_matching.engine.generators enhancer",
+        match=r"got a trained decoder; make one with: python -m [a-z_.]+ enhancer",
     ):
         attacks.build({"name": "rog", "enhancer": trained["decoder"]})(view)
     np.savez(tmp_path / "else.npz", weights=np.zeros(3))
@@ -232,7 +232,7 @@ def test_a_missing_or_wrong_file_says_how_to_make_one(trained: dict[str, str], t
     (tmp_path / "empty.npz").touch()
     for name in ("else.npz", "list.npz", "array.npy", "text.npz", "empty.npz"):
         with pytest.raises(ValueError, match="make one with"):
-            generators.load(str(tmp_path / name), "decoder")
+            image_networks.load(str(tmp_path / name), "decoder")
 
 
 def test_networks_for_other_images_are_refused(trained: dict[str, str]) -> None:
@@ -252,7 +252,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="clamp_pixels"):
         attacks.build({"name": "rog", "decoder": "d.npz", "clamp_pixels": True})
     with pytest.raises(ValueError, match="expected factor 1, 2 or 4, got 3"):
-        generators.Decoder(1, 3)
+        image_networks.Decoder(1, 3)
     images = torch.rand(4, 1, 10, 9, generator=stream(0, "x"))
     for kind, steps, word in (
         ("decoder", 1, "multiples of 4, not 10 x 9"),
@@ -260,14 +260,14 @@ def test_bad_settings_are_refused() -> None:
         ("x", 1, "'x'"),
     ):
         with pytest.raises(ValueError, match=word):
-            generators.train(kind, images, factor=4, steps=steps)
+            image_networks.train(kind, images, factor=4, steps=steps)
 
 
 def test_the_command_trains_on_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "decoder.npz"
-    generators.main(["decoder", "--dataset", "faces", "--out", str(out), "--steps", "2", "--factor", "2"])
+    image_networks.main(["decoder", "--dataset", "faces", "--out", str(out), "--steps", "2", "--factor", "2"])
     assert str(out) in capsys.readouterr().out
-    assert generators.load(str(out), "decoder").factor == 2
+    assert image_networks.load(str(out), "decoder").factor == 2
 
 
 def test_the_authors_lenet_has_no_bias_in_its_linear_layers() -> None:

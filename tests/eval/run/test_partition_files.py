@@ -16,7 +16,7 @@ from eval.report.results_table import to_markdown
 from eval.report.sections import partition_notes
 from eval.run import results, runner
 from eval.run.run_directory import RunDir
-from fl.data.partitions.base import Partition
+from fl.data.partitions.partition import Partition
 
 SHARED = "federation.partition={name: dominant, clients: 4, groups: [[0], [1]], disjoint: false, train_size: 60, "
 SHARED += "test_size: 20}"

@@ -19,7 +19,7 @@ from eval.privacy import claim_rows, reconstruction_robustness
 from eval.run import privacy_claims, results, runner
 from eval.run.privacy_claims import BOUND, EPSILON, OF_UPDATE
 from eval.run.run_directory import RunDir
-from fl.data.partitions.base import Partition, Partitioner
+from fl.data.partitions.partition import Partition, Partitioner
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.privacy.accounting import Charge, spent
 

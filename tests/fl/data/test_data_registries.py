@@ -2,7 +2,7 @@
 
 from fl.data import datasets
 from fl.data.augment import augmentations
-from fl.data.partitions.base import partitions
+from fl.data.partitions.partition import partitions
 
 
 def test_nothing_is_missing() -> None:

@@ -17,15 +17,15 @@ from fl.client import Client
 from fl.data.augment import CropFlip
 from fl.defense import Defense, overrides
 from fl.engines import Factored, Processes, choose
-from fl.engines.base import Engine
 from fl.engines.factored.heads import Heads
+from fl.engines.sequential import Engine
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork, head_bias, head_weight
 from fl.runtime import workers
-from fl.runtime.packing import flat, pack, unpack
+from fl.runtime.interprocess_packing import flat, pack, unpack
 from fl.simulation.client_round import Round
 from fl.tensors import LowRank, Term, dense
 from fl.types import Phase, Task

@@ -20,7 +20,7 @@ from fl.client import Client
 from fl.data.augment import CropFlip
 from fl.defense import Defense
 from fl.engines import Factored, Processes, Vectorised, choose, process, vectorized
-from fl.engines.base import Engine
+from fl.engines.sequential import Engine
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.dp_fedavg import DPFedAvg

@@ -13,7 +13,7 @@ from support.compare import assert_near, assert_same
 
 import fl.simulation.uploads
 from fl.client import Client
-from fl.engines.base import Engine
+from fl.engines.sequential import Engine
 from fl.federation import ClientData, Federation
 from fl.method import Method, mean
 from fl.methods.dp_fedavg import DPFedAvg

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.base import DominantGroups, Iid, Partition
 from fl.data.partitions.dominant_classes import CHARACTERS, TRIPLES
 from fl.data.partitions.hyperfl_published import sequential_slices
 from fl.data.partitions.overlap import lines, report
+from fl.data.partitions.partition import DominantGroups, Iid, Partition
 from fl.seeds import stream
 from fl.types import Batch
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.base import Partition, partitions
 from fl.data.partitions.label_skew import Dirichlet, Shards, dirichlet
+from fl.data.partitions.partition import Partition, partitions
 from fl.seeds import stream
 from fl.types import Batch
 

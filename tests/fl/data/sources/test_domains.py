@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from fl.data import Dataset, Groups, load
-from fl.data.partitions.base import Partition, partitions
-from fl.data.partitions.leave_out import LeaveOneOut, dealt
+from fl.data.partitions.leave_one_domain_out import LeaveOneOut, dealt
+from fl.data.partitions.partition import Partition, partitions
 from fl.data.sources.stored import VARIABLE, DatasetMissingError
 from fl.registry import UnknownNameError
 from fl.types import Batch

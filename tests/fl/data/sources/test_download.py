@@ -11,8 +11,8 @@ from PIL import Image
 
 from fl.data import datasets, load
 from fl.data.sources import download as downloads
+from fl.data.sources.benchmark_sets import available
 from fl.data.sources.download import download, names
-from fl.data.sources.named import available
 from fl.data.sources.stored import DatasetMissingError, Npz, folder, read, save
 from fl.registry import UnknownNameError
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset, Groups
-from fl.data.partitions.base import Partition, Partitioner, partitions
+from fl.data.partitions.partition import Partition, Partitioner, partitions
 from fl.ranges import Count, CountFrom0, Seed
 from fl.registry import UnknownNameError
 from fl.seeds import stream

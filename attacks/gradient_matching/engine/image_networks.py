@@ -1,6 +1,6 @@
 """Small networks that know what pictures look like.
 
-Make one by `python -m attacks.gradient_matching.engine.generators decoder --dataset cifar10 --out D`.
+Make one by `python -m attacks.gradient_matching.engine.image_networks decoder --dataset cifar10 --out D`.
 
 A decoder makes images from codes, an enhancer sharpens what a search has found. Both are trained on public images in a
 few minutes on one core, and kept in one file of plain arrays.
@@ -186,7 +186,7 @@ def load(path: str, kind: str, dtype: torch.dtype = torch.float32, device: torch
     Raises:
         ValueError: there is no such file, or it holds something else; says how to make one.
     """
-    recipe = f"python -m attacks.gradient_matching.engine.generators {kind} --dataset cifar10 --out {path}"
+    recipe = f"python -m attacks.gradient_matching.engine.image_networks {kind} --dataset cifar10 --out {path}"
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"expected a trained {kind} at {path}, got no file; make one with: {recipe}")

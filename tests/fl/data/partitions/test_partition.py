@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset, load
-from fl.data.partitions.base import DominantGroups, Iid, Partition, iid, partitions
 from fl.data.partitions.dominant_classes import CHARACTERS, TRIPLES, class_counts, dominant_groups, published_groups
+from fl.data.partitions.partition import DominantGroups, Iid, Partition, iid, partitions
 from fl.registry import UnknownNameError
 from fl.seeds import stream
 from fl.types import Batch

@@ -9,7 +9,7 @@ import torch
 from support.compare import assert_near
 from torch.nn.utils import clip_grad_norm_
 
-from fl.methods.bases.server_optimizer import server_step
+from fl.methods.bases.server_step import server_step
 from fl.seeds import stream
 from fl.tensors import Tensors
 from fl.types import Group, Phase

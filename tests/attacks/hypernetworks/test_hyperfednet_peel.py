@@ -14,7 +14,7 @@ from support.matrix import COLUMNS
 import attacks
 from attacks.base import NotApplicable, Reconstruction
 from attacks.hypernetworks.filter_equations import FilterUpdate
-from attacks.hypernetworks.filters import HyperFedNetPeel, PartlyKnownWeights
+from attacks.hypernetworks.hyperfednet_peel import HyperFedNetPeel, PartlyKnownWeights
 from fl.client import Client
 from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
