@@ -21,7 +21,7 @@ class Reconstruction:
         private: recovered private tensors by the names of `ServerView.private`, and a recovered extractor under
             `extractor/name`.
         knowledge: what it used or handed on beside the shared parameters, the update, the sizes of the batches, the
-            schedule and the defence, e.g. "labels".
+            schedule and the defense, e.g. "labels".
         verified: whether the attack could check its own success without the truth; None if it can't tell.
         fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
             among levels of 8 bits; None if it can't tell.

@@ -239,7 +239,7 @@ class _Check:
 
     def _darker(self, images: Tensor) -> Iterator[Tensor]:
         """The images darker and brighter: what another step size for a layer's bias makes of them."""
-        mean, _ = self.view.task.normalisation(images)
+        mean, _ = self.view.task.normalization(images)
         for middle in [torch.zeros_like(mean), *([mean] if bool(mean.any()) else [])]:
             for change in (-BRIGHTNESS_CHANGE, BRIGHTNESS_CHANGE):
                 yield middle + (images - middle) * (1 + change)

@@ -34,16 +34,16 @@ class Chain(Defense):
             clients are aggregated (`secagg`) before the last.
     """
 
-    plain: ClassVar[str] = "several defences work on the update, one after the other."
+    plain: ClassVar[str] = "several defenses work on the update, one after the other."
 
     parts: tuple[Defense, ...]
 
     def __post_init__(self) -> None:
         if not self.parts:
-            raise ValueError("expected at least 1 defence in a chain, got none")
+            raise ValueError("expected at least 1 defense in a chain, got none")
         changing = [part.name for part in self.members() if overrides(part, "gradient")]
         if len(changing) > 1:
-            raise ValueError(f"expected at most 1 defence that changes the gradient, got {', '.join(changing)}")
+            raise ValueError(f"expected at most 1 defense that changes the gradient, got {', '.join(changing)}")
         if early := [part.name for part in self.members()[:-1] if part.group > 1]:
             raise ValueError(
                 f"expected {early[0]} once, as the last of a chain: each client's update is defended before the mean "

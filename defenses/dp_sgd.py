@@ -171,7 +171,7 @@ class DPSGD(Defense):
             return f"{method.name} sends or keeps more than its parameters, which alone move by noisy gradients"
         for part in beside:
             if overrides(part, "transform_batch"):
-                return f"the defence {part.name} mixes images, and what is clipped then is no single image's gradient"
+                return f"the defense {part.name} mixes images, and what is clipped then is no single image's gradient"
         return ""
 
 

@@ -18,7 +18,7 @@ from fl.client import of_client
 from fl.defense import Defense
 from fl.gradient import Gradient
 from fl.method import Method, Step
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.models.building_blocks.layers import Classifier
 from fl.network import Network
 from fl.ranges import Weight, Width
@@ -67,7 +67,7 @@ class Bottleneck(nn.Module):
             self.encoder, self.decoder = nn.Linear(features, 2 * latent), nn.Linear(latent, features)
         self.sample = Sample()
         for layer in (self.encoder.to_empty(device="cpu"), self.decoder.to_empty(device="cpu")):
-            initialise(layer, generator)
+            initialize(layer, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """What the decoder makes of the sample."""

@@ -18,7 +18,7 @@ from fl.types import Task
 class SecAgg(Defense):
     """Bonawitz et al., CCS 2017: masks that cancel in the sum hide every single update from the server.
 
-    What the protocol does to numbers is not modelled (it rounds them to a finite ring, and copes with clients that drop
+    What the protocol does to numbers is not modeled (it rounds them to a finite ring, and copes with clients that drop
     out): the server is given the exact mean over a group, weighted by the clients' numbers of images. Training is as
     without it. An attacker searches for the images, and the private tensors, of the whole group.
 

@@ -79,7 +79,7 @@ def combine(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) 
     """The view of a group, and its truth, from what would be seen of each client alone.
 
     Args:
-        seen: of every client, all under the same method, defence and threat model and in the same round.
+        seen: of every client, all under the same method, defense and threat model and in the same round.
         weights: of the clients in the server's mean, in any unit.
 
     Raises:

@@ -67,13 +67,13 @@ def from_batch(
         threat: what the server knows beside the update.
         num_classes: K; by default what the model returns.
         head: prefix of the classifier's parameters; by default the last `nn.Linear`.
-        mean: per channel (C,), of the normalisation inside `model`; 0 by default. Attacks work in normalised pixels,
+        mean: per channel (C,), of the normalization inside `model`; 0 by default. Attacks work in normalized pixels,
             so step sizes and total variation mean what their papers say only with `mean` and `std`.
         std: per channel (C,), likewise; 1 by default.
         seed: of all randomness.
 
     Raises:
-        ValueError: images, labels or model do not fit each other (says which), or the defence takes several clients.
+        ValueError: images, labels or model do not fit each other (says which), or the defense takes several clients.
     """
     check_settings(method, defense, threat)
     check_alone(defense)
@@ -127,7 +127,7 @@ def from_update(
         buffers: the model's shared buffers as the server sent them; the model's own by default.
         threat: what the server knows beside; `knows_labels` follows from `labels`.
         head: prefix of the classifier's parameters; by default the last `nn.Linear`.
-        mean: per channel (C,), of the normalisation inside `model`; 0 by default (see `from_batch`).
+        mean: per channel (C,), of the normalization inside `model`; 0 by default (see `from_batch`).
         std: per channel (C,), likewise; 1 by default.
         kind: "update", or "gradient" for one that was sent before a step of plain SGD was made of it. That is a claim
             that the numbers are no difference of weights: they are taken as exact however small they are. A difference
@@ -143,7 +143,7 @@ def from_update(
     task = _task(
         _trainable(model, shared if isinstance(shared, Mapping) else ()), input_shape, num_classes, head, mean, std
     )
-    keep_inputs(task.model, _grey(task, 1))
+    keep_inputs(task.model, _gray(task, 1))
     client = Client(task, method or _one_step(task.model), defense or Defense())
     if method is None:  # what nobody stated is not known to be plain SGD
         threat = replace(threat or ThreatModel(), knows_optimizer=False)
@@ -151,8 +151,8 @@ def from_update(
     params = client.method.initial(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, known = _captured(client, params, scopes, update, shared, buffers, kind)
-    check_shape(task.model, _grey(task, batch_size), task.num_classes)
-    check_training(client, _grey(task, batch_size), default=method is None)
+    check_shape(task.model, _gray(task, batch_size), task.num_classes)
+    check_training(client, _gray(task, batch_size), default=method is None)
     return ServerView(
         method=client.method,
         defense=client.defense,
@@ -271,7 +271,7 @@ def _task(
     )
 
 
-def _grey(task: Task, count: int) -> Tensor:
+def _gray(task: Task, count: int) -> Tensor:
     """Images to try the network on, where there are none."""
     return torch.full((count, *task.input_shape), 0.5).to(next(iter(task.parameters.values())))
 

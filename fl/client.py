@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fl.defense import Defense
 from fl.gradient import DRAWN, Derivative, Gradient, autograd_derivative, for_buffers, func_derivative
-from fl.local.optimizers import OptimState, optimise
+from fl.local.optimizers import OptimState, optimize
 from fl.method import Method
 from fl.network import Network
 from fl.tensors import Payloads, Tensors, combine, dense, flatten, sub, zeros
@@ -25,13 +25,13 @@ Batches = Sequence[Iterable[Sequence[Batch]]]
 
 @dataclass(frozen=True, eq=False)
 class Client:
-    """A task, a method and a defence together: everything a local rule needs but the data.
+    """A task, a method and a defense together: everything a local rule needs but the data.
 
     Attributes:
         base: the task as given.
         method: the federated method.
-        defense: the client's defence.
-        task: the task with the network the method and the defence make of it.
+        defense: the client's defense.
+        task: the task with the network the method and the defense make of it.
 
     Raises:
         ValueError: if the model draws random numbers that no one could replay (dropout in train mode).
@@ -76,7 +76,7 @@ class Client:
             return self.predictor
         model = copy.deepcopy(self.predictor)
         for module in filter(concerned, model.modules()):
-            module.forward = partial(_normalise_apart, module)  # type: ignore[arg-type]
+            module.forward = partial(_normalize_apart, module)  # type: ignore[arg-type]
         return model
 
     def scopes(self, names: Mapping[str, object]) -> dict[str, Scope]:
@@ -89,7 +89,7 @@ class Client:
         return type(self.method).draw is not Method.draw or type(self.defense).draw is not Defense.draw
 
     def draw(self, batch: Batch, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """The random numbers of a step on `batch`: the method's, and those of the defence under `defense/buffer`."""
+        """The random numbers of a step on `batch`: the method's, and those of the defense under `defense/buffer`."""
         own = self.defense.draw(batch, self.task, generator)
         return {**self.method.draw(batch, self.task, generator), **{DRAWN + name: x for name, x in own.items()}}
 
@@ -98,10 +98,10 @@ class Client:
         return Network(self.predictor, self.method.parametrization.network(params, self.task), buffers)
 
 
-def _normalise_apart(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
-    normalised = functional.batch_norm(inputs, None, None, training=True, eps=norm.eps)
+def _normalize_apart(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
+    normalized = functional.batch_norm(inputs, None, None, training=True, eps=norm.eps)
     shape = (-1, *[1] * (inputs.ndim - 2))
-    return normalised * norm.weight.view(shape) + norm.bias.view(shape)
+    return normalized * norm.weight.view(shape) + norm.bias.view(shape)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class LossGradient(Gradient):
         return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
 
     def value(self, params: Tensors, batch: Batch) -> Tensor:
-        """The loss itself, which no defence touches; running statistics stay as they are."""
+        """The loss itself, which no defense touches; running statistics stay as they are."""
         network = self.network(self.weights(params))
         network = replace(network, buffers={name: value.clone() for name, value in network.buffers.items()})
         return (self.loss or self.client.method.loss)(network, batch, self.step)
@@ -266,12 +266,12 @@ def local_update(
         memory: what the client remembers.
         draws: the method's random numbers; None takes the method's guess.
         round: number of the round.
-        generator: for the defence's noise; None leaves the noise out.
+        generator: for the defense's noise; None leaves the noise out.
         track: whether running statistics are updated (in the simulator).
         derivative: how gradients are taken.
         phases: of the training; None are those of the method in this round.
         secrets: random numbers by (phase, step) that go before those of `draws`.
-        guided: whether the defence's `guide` stands for its `gradient`, as in a search.
+        guided: whether the defense's `guide` stands for its `gradient`, as in a search.
 
     Returns:
         Differences, private state and buffers after training; nothing that came in is changed.
@@ -321,7 +321,7 @@ class _Training:
             if phase.keeps is not None:
                 base = replace(base, kept={**base.kept, phase.keeps: grads})
                 continue
-            params, state = optimise(phase, groups, params, grads, state)
+            params, state = optimize(phase, groups, params, grads, state)
             taken += 1
         return params, base, taken
 
@@ -344,7 +344,7 @@ class _Training:
         step: Step,
         fixed: dict[str, Tensor] | None,
     ) -> Tensors:
-        """The method's direction for a step, along gradients as the defence hands them over."""
+        """The method's direction for a step, along gradients as the defense hands them over."""
         client, looks = self.client, step.phase is not None and step.phase.keeps is not None
         still = client.stackable if self.derivative is func_derivative else client.predictor
         model = client.task.model if self.track and not looks else still  # a look leaves running statistics alone
@@ -355,7 +355,7 @@ class _Training:
 
 @dataclass(frozen=True)
 class Defended:
-    """A gradient as the defence hands it to the method."""
+    """A gradient as the defense hands it to the method."""
 
     raw: LossGradient
     defense: Defense

@@ -1,4 +1,4 @@
-"""What a defence may do to a client, and what an attacker who knows it does about that; nothing until overridden."""
+"""What a defense may do to a client, and what an attacker who knows it does about that; nothing until overridden."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ defenses: Registry[Defense] = Registry("defense", "defenses")
 @defenses.register("none")
 @dataclass(frozen=True, kw_only=True)
 class Defense:
-    """The base of every defence, and no defence at all.
+    """The base of every defense, and no defense at all.
 
     A hook that draws noise does so from the generator it is handed. A prediction hands it none: then the hook returns
     what it would without the noise, so that an attacker can differentiate through the rest.
@@ -40,7 +40,7 @@ class Defense:
         return max((part.group for part in self.members() if part is not self), default=1)
 
     def members(self) -> tuple[Defense, ...]:
-        """The defences it is made of: itself, but for a chain."""
+        """The defenses it is made of: itself, but for a chain."""
         return (self,)
 
     def check(self, method: Method, task: Task) -> None:
@@ -65,7 +65,7 @@ class Defense:
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
         """Random numbers of one step, each for the buffer of the network of its name; none without a generator.
 
-        They are recorded, so that a round can be replayed. To an attacker who knows the defence they are private
+        They are recorded, so that a round can be replayed. To an attacker who knows the defense they are private
         tensors of the client like any other, `draws/phase/step/defense/buffer`, to be searched for.
         """
         return {}
@@ -75,7 +75,7 @@ class Defense:
         return grad(params, batch)
 
     def guide(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
-        """What a search of an attacker who knows the defence takes for `gradient`, where that costs it too much."""
+        """What a search of an attacker who knows the defense takes for `gradient`, where that costs it too much."""
         return self.gradient(grad, params, batch, None)
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
@@ -86,15 +86,15 @@ class Defense:
         """What a real client sends instead of `update`: what chance there is follows from no seed that anybody knows.
 
         In experiments it does, by public names, so that figures can be had again; that protects nobody. This draws a
-        seed from the operating system, of which torch keeps 32 bits: a defence that hides something by what it draws
+        seed from the operating system, of which torch keeps 32 bits: a defense that hides something by what it draws
         overrides it.
         """
         return self.transform_update(update, torch.Generator().manual_seed(secrets.randbits(63)))
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """What a search of an attacker who knows the defence compares with `observed`, in place of `predicted`.
+        """What a search of an attacker who knows the defense compares with `observed`, in place of `predicted`.
 
-        A guide and no prediction: it need not be what the defence would send (`transform_update` without a generator
+        A guide and no prediction: it need not be what the defense would send (`transform_update` without a generator
         is that), but its distance from `observed` should fall smoothly towards the truth. Names may be fewer than all.
         """
         return predicted
@@ -128,7 +128,7 @@ class Defense:
         return next((one for one in said if one is not None), None)
 
     def weights(self, observed: Tensors) -> dict[str, float]:
-        """How much an attacker who knows the defence trusts each tensor: factors on both sides of its objective."""
+        """How much an attacker who knows the defense trusts each tensor: factors on both sides of its objective."""
         return dict.fromkeys(observed, 1.0)
 
     def deviations(self, observed: Tensors) -> dict[str, float]:
@@ -138,16 +138,16 @@ class Defense:
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown(Defense):
-    """What is left of a defence for an attacker who does not know it: the network, whose weights it sees.
+    """What is left of a defense for an attacker who does not know it: the network, whose weights it sees.
 
     Attributes:
-        wrapped: the defence.
+        wrapped: the defense.
     """
 
     wrapped: Defense
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """As the defence does."""
+        """As the defense does."""
         return self.wrapped.wrap_model(model)
 
 

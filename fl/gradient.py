@@ -15,11 +15,11 @@ from fl.types import Batch, Step
 
 Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
 DRAWN = "defense/"
-"""Before the names of what a defence draws for a step."""
+"""Before the names of what a defense draws for a step."""
 
 
 def for_buffers(model: nn.Module, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a step's draws, by the method or the defence, is meant for buffers of `model`, by the buffer's name."""
+    """What of a step's draws, by the method or the defense, is meant for buffers of `model`, by the buffer's name."""
     if not draws:  # as for most methods, in every step
         return {}
     known = {name for name, _ in model.named_buffers()}

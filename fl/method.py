@@ -104,7 +104,7 @@ class Method:
     def beside(self) -> Method | None:
         """The rule by which a client trains a whole model of its own beside what it sends, and predicts by it, or None.
 
-        That model starts as the initial one, sees the same batches and stays with the client, so that no defence but
+        That model starts as the initial one, sees the same batches and stays with the client, so that no defense but
         the network of one touches it, and a server's view knows nothing of it. The rule finds the parameters that the
         server sent in `step.received["sent"]`. Clients that never take part have no such model.
         """

@@ -26,15 +26,15 @@ def predict(
 ) -> Tensors:
     """What the server would have observed if `candidate` were the truth: differentiable in all its tensors.
 
-    Everything follows from the view's own settings. Noise that the defence draws afresh is left out.
+    Everything follows from the view's own settings. Noise that the defense draws afresh is left out.
 
     Args:
         view: what the server knows.
         candidate: the guess.
         derivative: how gradients are taken; `func_derivative` under `vmap`.
         client: the view's local rule where the caller has built it already; the view builds its own otherwise.
-        defended: whether a known defence changes the finished update; what it does during training it always does.
-        guided: whether the defence's `guide` stands for its `gradient`, as in a search.
+        defended: whether a known defense changes the finished update; what it does during training it always does.
+        guided: whether the defense's `guide` stands for its `gradient`, as in a search.
 
     Returns:
         By the names of `view.update`.

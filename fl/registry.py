@@ -62,7 +62,7 @@ def close(name: str, known: Collection[str]) -> str | None:
 
 
 def _slips(a: str, b: str) -> int:
-    """How many characters to insert, delete, replace or swap with a neighbour until `a` is `b`."""
+    """How many characters to insert, delete, replace or swap with a neighbor until `a` is `b`."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):

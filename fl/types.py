@@ -34,7 +34,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Batch:
-    """Labelled images.
+    """Labeled images.
 
     Attributes:
         inputs: (B, C, H, W) in [0, 1].
@@ -78,7 +78,7 @@ class Task:
         input_shape: (C, H, W).
         num_classes: K.
         head: prefix of the names of the classifier's parameters, e.g. `"head."`.
-        mean: per-channel mean of the model's own normalisation, (0,) * C without one.
+        mean: per-channel mean of the model's own normalization, (0,) * C without one.
         std: per-channel standard deviation of it, (1,) * C without one.
     """
 
@@ -106,7 +106,7 @@ class Task:
         """The buffers of the model's state by name."""
         return {n: value.detach() for n, value in self.model.named_buffers() if _is_state(self.model, n)}
 
-    def normalisation(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def normalization(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """`mean` and `std` (C, 1, 1) each, where `like` lies and of its type; as networks, to single precision."""
         mean, std = (torch.tensor(x, dtype=torch.float32).to(like).view(-1, 1, 1) for x in (self.mean, self.std))
         return mean, std
@@ -160,12 +160,12 @@ class Phase:
 
     Attributes:
         groups: what moves, and how.
-        optimizer: one of `OPTIMIZERS` ("adamw" is Adam whose decay stays out of the normalised step), as torch.optim
+        optimizer: one of `OPTIMIZERS` ("adamw" is Adam whose decay stays out of the normalized step), as torch.optim
             has it with its default constants, fresh at the start of the phase.
         momentum: of SGD.
         nesterov: Nesterov's form of it.
         epochs: passes over the client's data; exactly one of `epochs` and `steps` is set.
-        steps: optimiser steps, cycling through the data.
+        steps: optimizer steps, cycling through the data.
         batch_size: images per batch; None is all of them.
         sampler: "shuffle", "poisson" (each image independently, at rate batch_size / n) or "sequential".
         batches_per_step: batches one step looks at (two for Per-FedAvg).
@@ -222,7 +222,7 @@ class Trace:
 
     Attributes:
         order: indices into `inputs` and `labels`.
-        inputs: every image fed, after augmentation and the defence's own changes (N, C, H, W).
+        inputs: every image fed, after augmentation and the defense's own changes (N, C, H, W).
         labels: theirs.
         indices: which images of the client's data set they come from (N,).
         draws: the method's own random numbers.

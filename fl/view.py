@@ -30,7 +30,7 @@ class ThreatModel:
         knows_schedule: number and size of the local steps.
         knows_order: which image was in which step.
         knows_randomness: the method's own random numbers.
-        knows_defense: the defence and its settings (an adaptive attacker).
+        knows_defense: the defense and its settings (an adaptive attacker).
         knows_optimizer: what clients train by. Where it is not known, views name plain SGD, and no result counts as
             verified unless the whole update bears out that it was.
         knows_private_init: the values private tensors started from before the first round.
@@ -87,7 +87,7 @@ class ServerView:
 
     Attributes:
         method: the federated method, with its settings.
-        defense: the client's defence, with its settings.
+        defense: the client's defense, with its settings.
         task: the network's architecture; weights and buffers that are not shared are zero in it.
         threat: what is known beside the update.
         shared: what the server sent (parameters by name).

@@ -40,7 +40,6 @@ FILE = re.compile(r"# ([\w/]+)\.py\n")
 PLURALS = {
     "method": "methods",
     "attack": "attacks",
-    "defence": "defenses",
     "defense": "defenses",
     "data set": "datasets",
     "network": "models",

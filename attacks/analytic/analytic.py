@@ -25,14 +25,14 @@ class Analytic(Attack):
     """Reads the input of the first linear layer with a bias off its gradient (Geiping et al., NeurIPS 2020, Prop. 3.1).
 
     The gradients are sums over the images, gW = sum of delta x^T, gb = sum of delta. One image: x = gW^T gb / |gb|^2,
-    after any number of steps on it; where a defence is known, the rank-one fit of what it let through, each tensor at
+    after any number of steps on it; where a defense is known, the rank-one fit of what it let through, each tensor at
     its trust. Several images, one step: a neuron that a ReLU silences for all images but one has x = gW_r / gb_r for
     that one. Which neurons do is not in the gradient, but can be checked: the network, given x and a label, sends back
     a signal u of its own, and u x^T is one of the gradient's summands only if taking it away lowers the rank by one,
     that is, if u lies in the columns of gW and x^T gW^+ u = 1 (Wedderburn, 1934). Only images that pass are handed out,
     with that label. Where the layer is given the image, x is it; else its input goes under `features`.
 
-    An unknown defence may have shortened weight and bias apart: then a rank-one fit does not show how bright x is, and
+    An unknown defense may have shortened weight and bias apart: then a rank-one fit does not show how bright x is, and
     a single image counts as verified only if the network sends back the observed signal for it.
 
     Threat model: an honest server with the layer's update, and for several images all weights.

@@ -46,14 +46,14 @@ SMALLEST = 1e-9
 class April(Attack):
     """Solves for the patches of one image by the gradients of position embedding and patch layer (Lu et al., 2022).
 
-    A vision transformer adds a learnt number to each of the D numbers of each of its T tokens z = W x_t + b + p_t. So
+    A vision transformer adds a learned number to each of the D numbers of each of its T tokens z = W x_t + b + p_t. So
     dL/dp is what flows back into the tokens, and dL/dW = sum over t of (dL/dp_t) x_t^T: linear equations for the
     patches, D for the T unknowns of each place in a patch. They fix the picture if the T signals are independent, which
     takes T <= D. Attention, labels and classifier above play no part.
 
     Both parameters are found by what the network does with them (`attacks.network.operation_trace`): the layer is a
     convolution, or a linear layer that is given patches; between its outputs and the sum with the embedding anything
-    affine may stand, such as a class token put before the others, and between image and layer a normalisation and a new
+    affine may stand, such as a class token put before the others, and between image and layer a normalization and a new
     order.
 
     Threat model: an honest-but-curious server that knows the weights and sees one step on one image.
@@ -174,7 +174,7 @@ class Tokens:
                 break
             else:
                 above.append(segment)
-        return NotApplicable("no learnt position embedding is added to tokens that one layer makes of the image")
+        return NotApplicable("no learned position embedding is added to tokens that one layer makes of the image")
 
     @classmethod
     def _found(
@@ -269,7 +269,7 @@ class Tokens:
         }
 
     def pixels(self, patches: Tensor) -> Tensor:
-        """The pixels (1, n) behind patches (T, F); what no patch holds is grey, what several do their mean."""
+        """The pixels (1, n) behind patches (T, F); what no patch holds is gray, what several do their mean."""
         if self.graph.nodes[self.layer].operation == "convolution":
             columns, size = patches.mT[None], tuple(self._given.shape[2:])
             whole, often = (

@@ -56,7 +56,7 @@ class Cascade(Attack):
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
     fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
-    they often leave a choice, so that most colour images are not verified for a few pixels in the corners. Where
+    they often leave a choice, so that most color images are not verified for a few pixels in the corners. Where
     pooling never looked (corners of flat regions) a pixel counts as fixed if moving it, whatever else moves that no
     equation fixes, would have made another output the largest. What neither fixes comes from a smooth prior.
 
@@ -68,7 +68,7 @@ class Cascade(Attack):
     the end: its input is returned under `features/layer`, image by image, and no picture.
 
     Where the server kept earlier rounds on the same images, and the last one's result is not verified, each is tried,
-    the oldest first, until one is: a network gives away less of images the better it has learnt them. `note` says of
+    the oldest first, until one is: a network gives away less of images the better it has learned them. `note` says of
     which round the picture is, and so is `verified`; that the last round fed the same is taken for granted.
     """
 
@@ -185,7 +185,7 @@ def _unsupported(stages: Sequence[Stage]) -> str | None:
             f"what lies between the image and {first.name} ({_module_names(first.before)}) loses or mixes its numbers"
         )
     if isinstance(first.layer, nn.Conv2d) and input_statistics(first) is None:
-        return f"the normalisation before {first.name} ({_module_names(first.before)}) differs from place to place"
+        return f"the normalization before {first.name} ({_module_names(first.before)}) differs from place to place"
     for below, stage in zip([None, *stages], stages, strict=False):
         if isinstance(stage.layer, nn.Conv2d) and tuple(stage.layer.dilation) != (1, 1):
             return f"{stage.name} is dilated, which is not handled; see the attack rconv"
@@ -201,7 +201,7 @@ def _module_names(modules: Iterable[nn.Module]) -> str:
 
 
 SUPPORTED = (
-    "it takes at most one normalisation and one pooling whose windows do not overlap, averages before activations"
+    "it takes at most one normalization and one pooling whose windows do not overlap, averages before activations"
 )
 """What may stand between two layers."""
 

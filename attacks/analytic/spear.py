@@ -43,7 +43,7 @@ class Spear(Attack):
     chosen, the bias gradient D 1 fixes their scales, and columns are replaced as long as that raises the sparsity
     score: the share of neurons and images with D = 0 exactly where W x + b <= 0. At 1, the attack knows that it is
     right. Rounding of the weights can hide small signals and keep the score below 1; then it knows where the network,
-    given X and some labels, sends back D. Only that counts where the defence is unknown, which may have shortened
+    given X and some labels, sends back D. Only that counts where the defense is unknown, which may have shortened
     weight and bias apart. The draws needed double with every image. What counts as zero follows from the noise in the
     gradient, estimated from its singular values beyond the batch size. It also says how far the inputs can be off:
     where that is more than half a percent of one, or images have drowned in it, the result is not `verified`.

@@ -189,7 +189,7 @@ class Energy:
 
     def constants(self, view: ServerView) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the normalization."""
-        return view.task.normalisation(torch.empty(0, dtype=view.dtype, device=view.device))
+        return view.task.normalization(torch.empty(0, dtype=view.dtype, device=view.device))
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
         """The weighted term."""

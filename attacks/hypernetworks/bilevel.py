@@ -64,9 +64,9 @@ class Bilevel(Attack):
         lower_init: where theta starts: "output" at h(v) of the dummy v, "normal" at N(0, 1) as DLG's labels do,
             from where the search ended far from the embedding in every trial on a small network.
         iterations: of the search for the image.
-        lr: step size of the image, in normalised units (signed Adam, divided by ten at 3/8, 5/8 and 7/8).
+        lr: step size of the image, in normalized units (signed Adam, divided by ten at 3/8, 5/8 and 7/8).
         head_lr: step size of the classifier (Adam).
-        tv_weight: weight of the total variation, in normalised units.
+        tv_weight: weight of the total variation, in normalized units.
         restarts: of both levels; the smallest objective wins, of each the smallest of its last eighth.
         max_parallel_trials: trials (views and restarts) evaluated at once, at most; fewer where that is faster.
         memory_limit_gib: GiB that a batch's evaluation may keep, by an estimate: fewer trials share a batch then;

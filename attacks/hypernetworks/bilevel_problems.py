@@ -110,7 +110,7 @@ class Upper:
         view: the server's.
         extractor: recovered, by the network's names.
         labels: (N,) known ones, or drawn.
-        tv: weight of the total variation, in normalised units.
+        tv: weight of the total variation, in normalized units.
         moves: whose gradient is wanted: "images" or "classifier"; the others' is zero.
     """
 
@@ -136,7 +136,7 @@ class Upper:
         }
 
     def start(self, draw: torch.Generator) -> Variables:
-        """Images from N(0, 1) in normalised units, and a classifier: as sent, else biases 0 and N(0, 1 / fan-in)."""
+        """Images from N(0, 1) in normalized units, and a classifier: as sent, else biases 0 and N(0, 1 / fan-in)."""
         task = self.view.client.task
         made = {INPUTS: torch.randn(len(self.labels), *task.input_shape, generator=draw)}
         for name, like in task.parameters.items():

@@ -27,10 +27,10 @@ class LatentPayload(Attack):
 
     The server holds the autoencoder and receives `v - mean E(x)` (`hfedf-latent`), so it knows the mean latent vector z
     itself. Its decoder already makes an image of z; from there it searches for the image x with E(x) = z, by Adam on
-    |E(x) - z|^2 / |z - E(grey)|^2 + tv * TV(x). Of one image that is the image, as far as so few numbers tell; of
+    |E(x) - z|^2 / |z - E(gray)|^2 + tv * TV(x). Of one image that is the image, as far as so few numbers tell; of
     several it is one image with their mean latent vector, returned for each of them.
 
-    A known defence that clips or prunes the latent vector, or sends its signs, hides it. Noise and rounding do not:
+    A known defense that clips or prunes the latent vector, or sends its signs, hides it. Noise and rounding do not:
     the image is then that of what came.
 
     Labels are not looked for. The update of the network itself is left aside: `ig` predicts both.
@@ -41,7 +41,7 @@ class LatentPayload(Attack):
     Attributes:
         iterations: of Adam; 0 returns what the decoder makes.
         lr: its step size, in pixels.
-        tv_weight: weight of total variation, in units of the model's normalisation as for `ig`.
+        tv_weight: weight of total variation, in units of the model's normalization as for `ig`.
     """
 
     plain: ClassVar[str] = "finds an image whose short code is the one that the client sent."
@@ -76,9 +76,9 @@ class LatentPayload(Attack):
             return NotApplicable(reason)
         wanted = dense(view.shared[LATENT]) - dense(view.update[LATENT])
         encoder = _encoder(view, len(wanted))
-        grey = wanted.new_full((1, *view.task.input_shape), 0.5)
+        gray = wanted.new_full((1, *view.task.input_shape), 0.5)
         with torch.no_grad():
-            image, scale = encoder.decoder(wanted[None]), (encoder.encoder(grey)[0] - wanted).square().sum()
+            image, scale = encoder.decoder(wanted[None]), (encoder.encoder(gray)[0] - wanted).square().sum()
         found, history = self._search(encoder, wanted, scale, image, wanted.new_tensor(view.task.std))
         count = view.batch_size or 1
         return Reconstruction(found.expand(count, *found.shape[1:]).clone(), None, history[-1], tuple(history))
@@ -115,14 +115,14 @@ def _sent(view: ServerView) -> bool:
 
 
 def _altered(view: ServerView) -> str | None:
-    """Why a known defence does not let the latent vector through as it is, up to noise and rounding; or None."""
+    """Why a known defense does not let the latent vector through as it is, up to noise and rounding; or None."""
     defense, sent = view.client.defense, dense(view.update[LATENT])
     if overrides(defense, "gradient"):
-        return f"the defence {view.defense.name} changes the step that puts the latent vector in the update"
+        return f"the defense {view.defense.name} changes the step that puts the latent vector in the update"
     probe = 2 * torch.where(sent != 0, sent, sent.abs().max().clamp_min(1.0))  # what is clipped comes back shorter
     passed = dense(defense.passed({LATENT: probe}, view.update)[LATENT])
     if bool(((passed - probe).abs() > 1e-3 * probe.abs()).any()):
-        return f"the defence {view.defense.name} has shortened or left out the latent vector: its own size is lost"
+        return f"the defense {view.defense.name} has shortened or left out the latent vector: its own size is lost"
     return None
 
 

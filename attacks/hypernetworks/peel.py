@@ -52,9 +52,9 @@ class Peeled:
         embedding: (embedding,) float64, or None where the update says nothing of it.
         route: which layer gave the activations: "trunk", "heads", or "biases" if no unit was active.
         residual: what the equations of that route leave of the update, relative to it; for "biases" how far, relative
-            to them, the extractor may be off by activations too small to be told from rounding. Where the defence is
+            to them, the extractor may be off by activations too small to be told from rounding. Where the defense is
             unknown, no less than the relative distance of the activations that both layers give.
-        complete: whether every number of the solution shows in the update: a known defence may have cut some.
+        complete: whether every number of the solution shows in the update: a known defense may have cut some.
     """
 
     hypernet_view: HypernetView
@@ -123,7 +123,7 @@ class Peel(ViewRewriter):
     - with no unit active theta_k = b_k, which the server holds; the embedding then does nothing and can't be read.
       Whether that is so is decided by how large an activation could hide in the rounding of the update.
 
-    Of an update that a known defence has pruned, the fits take the entries that were sent.
+    Of an update that a known defense has pruned, the fits take the entries that were sent.
 
     Of a network with generated adapters (hyperfl-lpm) it gives these and their gradient: the rest is known to all. In
     one step it also reads what layers were given (`attacks.hypernetworks.layer_inputs`).
@@ -227,7 +227,7 @@ class Peel(ViewRewriter):
 def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> float:
     """How far the activations that both layers give are apart, relative to the larger ones; 1 where one says nothing.
 
-    The equations of one layer leave a factor open between tensors, which an unknown defence may have shortened apart.
+    The equations of one layer leave a factor open between tensors, which an unknown defense may have shortened apart.
     """
     if embedding is None or not bool(heads.any()):
         return 1.0
@@ -276,7 +276,7 @@ def _may_be_clipped(hypernet: HypernetView) -> bool:
     if group.max_norm is None:
         return False
     if type(view.client.defense) is not Defense or any(group.owns(name) for name in view.private):
-        return True  # a defence may have shortened it, or what is private made up for the rest
+        return True  # a defense may have shortened it, or what is private made up for the rest
     length = norm({name: value for name, value in hypernet.change.items() if group.owns(name)})
     return float(length) >= 0.999 * group.max_norm * phase.first_step(group)
 

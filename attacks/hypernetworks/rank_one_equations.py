@@ -194,7 +194,7 @@ class HypernetUpdate:
         """How large, relative to |b|, the part W a of theta = W a + b may be although the head weights seem at rest.
 
         With |db| = |g|, an activation a moves them by |g| |a|, which can hide below what rounding leaves of W;
-        infinite where a defence may have cut it.
+        infinite where a defense may have cut it.
         """
         if self.sent is not None:
             return math.inf
@@ -340,7 +340,7 @@ class LayerGradientFusion:
         bias: db (n,).
         start: mean square of an entry of the layer's weight and of its bias, which rounding is relative to. An exact
             outer product counts as rounded like the bias, since no update is exact that is sent as numbers.
-        sent: 1 where an entry was sent, 0 where a known defence cut it: of the weight (n, m), of the bias (n,); None if
+        sent: 1 where an entry was sent, 0 where a known defense cut it: of the weight (n, m), of the bias (n,); None if
             nothing is cut.
     """
 
@@ -442,7 +442,7 @@ def _is_outer_products(value: Value) -> bool:
 
 
 def _sent_masks(change: Tensors, passed: Callable[[Tensors], Tensors]) -> dict[str, Tensor] | None:
-    """1 where something passes a known defence, 0 elsewhere; None if it cuts nothing."""
+    """1 where something passes a known defense, 0 elsewhere; None if it cuts nothing."""
     ones: Tensors = {n: torch.ones_like(c) for n, c in change.items() if isinstance(c, Tensor)}
     seen = {n: (dense(value) != 0).double() for n, value in passed(ones).items()}
     if all(bool(mask.all()) for mask in seen.values()):

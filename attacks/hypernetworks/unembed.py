@@ -31,14 +31,14 @@ class EmbeddingNetworks(nn.Module):
 
     def __init__(self, net: ZeroNet | JoinedNet) -> None:
         super().__init__()
-        self.normalise, self.extractor, self.noisy = (
-            copy.deepcopy(part) for part in (net.embedder.normalise, net.embedder.extractor, net.embedder.noisy)
+        self.normalize, self.extractor, self.noisy = (
+            copy.deepcopy(part) for part in (net.embedder.normalize, net.embedder.extractor, net.embedder.noisy)
         )
         self.joined = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """What both return (B, 2 P), from pixels (B, C, H, W)."""
-        x = self.normalise(x)
+        x = self.normalize(x)
         return self.joined(torch.cat([self.extractor(x), self.noisy(x)], -1))
 
 
@@ -103,7 +103,7 @@ class Unembed(ViewRewriter):
         assert isinstance(e, dict)
         if self.part == "extractor":
             model: nn.Module = nn.Sequential()
-            model.add_module("normalise", copy.deepcopy(net.embedder.normalise))
+            model.add_module("normalize", copy.deepcopy(net.embedder.normalize))
             model.add_module("extractor", copy.deepcopy(net.embedder.extractor))
             layer, delta = f"extractor.{LAST}", signals[: view.method.embedding]
         else:
@@ -127,7 +127,7 @@ def _network(view: ServerView) -> ZeroNet | JoinedNet:
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             if name in known:
                 value.copy_(dense(known[name]))
-    assert isinstance(model, ZeroNet | JoinedNet)  # a defence that puts layers around it is refused before
+    assert isinstance(model, ZeroNet | JoinedNet)  # a defense that puts layers around it is refused before
     return model
 
 

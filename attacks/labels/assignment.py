@@ -52,7 +52,7 @@ def order_matters(view: ServerView) -> bool:
     """Whether it matters which image has which of the labels read off, which come in a row.
 
     So it is where the known order says which image is in which small batch, and in a group that is not one client with
-    all images: where clients take several steps, are clipped or normalise by their own batch, it matters whose image
+    all images: where clients take several steps, are clipped or normalize by their own batch, it matters whose image
     has which.
     """
     if view.parts and isinstance(as_one(view), str):

@@ -13,7 +13,7 @@ from torch.func import vmap
 
 from fl.defense import overrides
 from fl.gradient import func_derivative
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.predict import predict
 from fl.runtime.digests import digest
 from fl.seeds import stream
@@ -242,7 +242,7 @@ def _network(inputs: int, width: int, outputs: int, seed: int) -> nn.Module:
         hidden = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
         network = nn.Sequential(*hidden, nn.Linear(width, outputs), nn.Sigmoid())
     network.to_empty(device="cpu")
-    initialise(network, stream(seed, "start"))
+    initialize(network, stream(seed, "start"))
     return network
 
 

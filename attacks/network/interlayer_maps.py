@@ -53,7 +53,7 @@ class ReplayedMap(nn.Module):
 
 
 class ElementwiseAffine(ReplayedMap):
-    """Each number times a number of its own plus another: a normalisation, batch norm in evaluation mode."""
+    """Each number times a number of its own plus another: a normalization, batch norm in evaluation mode."""
 
     def by_channel(self) -> tuple[Tensor, Tensor] | None:
         """Factor and shift of each channel (C,); None where they differ from place to place."""

@@ -127,13 +127,13 @@ def _as_pixel_scaling(run: Map, taken: Tensor, given: Tensor) -> nn.Module | Non
         return None
     offset, top = run(torch.zeros_like(taken)), run(torch.ones_like(taken))
     slope = top - offset
-    grey = [torch.rand(taken.shape, generator=stream(key, "pixels"), dtype=torch.float64).to(taken) for key in range(4)]
-    straight = all(torch.allclose(run(x), offset + slope * x, rtol=1e-10, atol=1e-12) for x in grey)
+    gray = [torch.rand(taken.shape, generator=stream(key, "pixels"), dtype=torch.float64).to(taken) for key in range(4)]
+    straight = all(torch.allclose(run(x), offset + slope * x, rtol=1e-10, atol=1e-12) for x in gray)
     if not straight or not bool(slope.all()):
         return None
     if not bool(offset.any()) and bool((slope == 1).all()):
         return nn.Identity()
-    beyond = 7 * grey[0] - 3
+    beyond = 7 * gray[0] - 3
     if torch.allclose(run(beyond), offset + slope * beyond, rtol=1e-10, atol=1e-12):
         return None  # by its own operations, to the bit
     return _as_scaling(lambda x: offset + slope * x, taken)

@@ -53,7 +53,7 @@ class FirstStep(ViewRewriter):
     returned; `verified` only if no more than 1e-5 of the update is left. Of up to four images whose place in the round
     or whose label an attack leaves open all arrangements are simulated.
 
-    Threat model: an honest server that knows the local optimiser, the schedule, and the order of the batches unless
+    Threat model: an honest server that knows the local optimizer, the schedule, and the order of the batches unless
     every step feeds all images; the classifier is shared, and labels are known or read off its update.
 
     Attributes:

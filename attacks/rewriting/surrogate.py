@@ -17,7 +17,7 @@ from attacks.update.training_phases import (
     freeze_untrained,
     training_phases,
 )
-from fl.local.optimizers import OptimState, optimise
+from fl.local.optimizers import OptimState, optimize
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.parametrization import Parametrization
@@ -45,7 +45,7 @@ class Surrogate(ViewRewriter):
     is lost. The paper searches for the network's place as well; here it is a setting: a quarter of the way was nearest
     to the truth in most of the rounds measured, half of it where steps are short and the loss falls evenly.
 
-    Threat model: an honest server that knows the local optimiser, and the number of images or `images`.
+    Threat model: an honest server that knows the local optimizer, and the number of images or `images`.
 
     Attributes:
         along: the network's place on the line from the one sent (0) to the one returned (1).
@@ -175,5 +175,5 @@ def total_step_size(phases: Sequence[Phase], schedule: Schedule | None, owners: 
         free, state = {"": replace(owner, max_norm=None)}, OptimState()
         for step in ((1,),) if schedule is None else schedule[p]:
             grads = {"": zero + float(any(step))}
-            params, state = optimise(phase, free, params, grads, state)  # type: ignore[arg-type, assignment]
+            params, state = optimize(phase, free, params, grads, state)  # type: ignore[arg-type, assignment]
     return -float(params[""])

@@ -20,7 +20,7 @@ def single_step_obstacle(view: ServerView, *, batches: bool = False) -> str | No
     if type(view.method.parametrization) is not Parametrization:
         return "the network's weights are generated: peel it first"
     if overrides(view.defense, "wrap_model"):
-        return f"the defence {view.defense.name} puts layers of its own into the network"
+        return f"the defense {view.defense.name} puts layers of its own into the network"
     if not view.task.head:
         return "the network has no classifier to cut off"
     steps = [step for steps in training_phases(view)[1] or () for step in steps]
@@ -43,5 +43,5 @@ def exact_step_gradient(view: ServerView, *, batches: bool = False) -> Tensors |
     if (reason := single_step_obstacle(view, batches=batches)) is not None:
         return NotApplicable(reason)
     if not view.client.defense.keeps_ratios():
-        return NotApplicable(f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update")
+        return NotApplicable(f"the defense {view.defense.name} leaves no ratio of a weight's to a bias's update")
     return ObservedUpdate(view).gradient

@@ -39,7 +39,7 @@ def deviation_from_loss_gradient(view: ServerView) -> str | None:
 
 
 def adaptive_optimizer_obstacle(phases: Iterable[Phase]) -> str | None:
-    """That an optimiser of local training divides every number by a size of its own, or None where it is SGD.
+    """That an optimizer of local training divides every number by a size of its own, or None where it is SGD.
 
     Its step is then no multiple of a gradient, and no equation of gradients holds for it.
     """

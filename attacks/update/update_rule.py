@@ -2,7 +2,7 @@
 
 The gradient of a layer has entries of all sizes, and its layers are as long as they come. Rules that treat numbers or
 tensors one by one leave marks of their own: one size for all entries (signs, the first step of Adam and its like), many
-entries at one bound (clipping by value), tensors of one length (clipping or normalising by tensor), lengths in
+entries at one bound (clipping by value), tensors of one length (clipping or normalizing by tensor), lengths in
 proportion to the weights (LARS, LAMB), sums of zero in every row (centralised gradients), few levels (bits).
 """
 
@@ -56,7 +56,7 @@ def is_sign_compressed(view: ServerView) -> bool:
 def guess_update_rule(view: ServerView) -> str:
     """In words, what made the update, where that is no step of SGD, and what to state; empty where it may be one.
 
-    Where the view's own settings say as much (an adaptive optimizer, a defence), nothing is said.
+    Where the view's own settings say as much (an adaptive optimizer, a defense), nothing is said.
 
     Args:
         view: of an update; whether its optimizer was stated does not matter.
@@ -138,11 +138,11 @@ def _sees_signs(tensors: Sequence[_TensorUpdate]) -> str:
     if high > (1 + LOOSE_SIZE_TOLERANCE) * low:
         return (
             "signs with a size of each tensor's own (scaled signs, LAMB): entries of a tensor are of one size; for "
-            "scaled signs state the defence signsgd"
+            "scaled signs state the defense signsgd"
         )
     return (
         f"signs, or the first step of an adaptive optimizer (Adam, AdamW, RMSprop, Adagrad): nearly all entries are of "
-        f"one size, {high:.2g}; state that optimizer (method fedavg, optimizer: adam, lr: {high:.2g}) or the defence "
+        f"one size, {high:.2g}; state that optimizer (method fedavg, optimizer: adam, lr: {high:.2g}) or the defense "
         f"signsgd"
     )
 
@@ -174,8 +174,8 @@ def _sees_clipping_by_tensor(tensors: Sequence[_TensorUpdate]) -> str:
     if len(same) < MIN_EQUAL_TENSORS:
         return ""
     return (
-        f"clipping or normalising by tensor: {len(same)} of {len(lengths)} tensors have the same norm, {same[0]:.3g}; "
-        f"state the defence clip with scope: tensor and max_norm: {same[0]:.3g}"
+        f"clipping or normalizing by tensor: {len(same)} of {len(lengths)} tensors have the same norm, {same[0]:.3g}; "
+        f"state the defense clip with scope: tensor and max_norm: {same[0]:.3g}"
     )
 
 
@@ -205,7 +205,7 @@ def _sees_quantization(tensors: Sequence[_TensorUpdate]) -> str:
         return ""
     return (
         f"numbers sent in few bits: {large[0].name} has {levels[0]} sizes, a step apart, in {len(large[0].sizes)} "
-        "entries; state the defence (quantize, qsgd)"
+        "entries; state the defense (quantize, qsgd)"
     )
 
 

@@ -182,7 +182,7 @@ def document(rows: list[dict[str, Any]], first: dict[str, int], timed_on: str) -
         "off where the classifier is shared: median (number of images) and labels that are right. `cascade` uses no "
         "total variation, the searches their default of 3e-3.",
         "",
-        hyperfl_conditions("scaled", "0.02 (for grey networks the authors have 0.01)"),
+        hyperfl_conditions("scaled", "0.02 (for gray networks the authors have 0.01)"),
         "",
         *table([*head, "ig: median dB", "ig: labels right"], body),
     ]

@@ -90,7 +90,7 @@ def document(rows: list[dict[str, Any]], first: int) -> list[str]:
         "batch, one thread. Exact images count as 100 dB. A batch is refused if its images can't be told "
         "apart, and stopped where a layer above the pixels is left far from its equations: neither has a picture.",
         "",
-        hyperfl_conditions("scaled", "0.02 (for grey networks the authors have 0.01)"),
+        hyperfl_conditions("scaled", "0.02 (for gray networks the authors have 0.01)"),
         "",
         *table(head, [[*map(str, group), *line(own, group[2])] for group, own in groups.items()]),
     ]

@@ -145,15 +145,15 @@ def document(known: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
     return [
         "# Where exact inversion ends",
         "",
-        "`cascade` (FedAvg) and `peel+cascade` (HyperFL, scaled heads) on HyperFL's untrained networks, colour for "
-        "CIFAR-10, grey for the others: one step on one image, no label, no classifier. `peel` averages the "
+        "`cascade` (FedAvg) and `peel+cascade` (HyperFL, scaled heads) on HyperFL's untrained networks, color for "
+        "CIFAR-10, gray for the others: one step on one image, no label, no classifier. `peel` averages the "
         "gradient over all that a hypernetwork's update says of it. Noise in units of each tensor's root mean square; "
         "prune: share removed. Test images from that number on. Wrongly verified: a pixel is off by more than 3/255. "
         "CPU seconds of `cascade`, one thread. `ig` knows the same, with total variation 1e-4, and searches for so "
         "many steps; labels right are of those that it tells (- where none was kept). Rows were measured one by one: "
         "the line at the end names the last machine.",
         "",
-        hyperfl_conditions("scaled", "0.02 (for grey networks the authors have 0.01)"),
+        hyperfl_conditions("scaled", "0.02 (for gray networks the authors have 0.01)"),
         "",
         *table(head, body),
     ]

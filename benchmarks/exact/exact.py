@@ -44,13 +44,13 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-COLOUR, GREY = {"input_shape": (3, 32, 32), "normalize": True}, {"input_shape": (1, 28, 28), "normalize": True}
+COLOR, GRAY = {"input_shape": (3, 32, 32), "normalize": True}, {"input_shape": (1, 28, 28), "normalize": True}
 CASES = (
-    Case("analytic", "mlp", "cifar10", 1, COLOUR),
-    Case("analytic", "mlp", "cifar10", 8, COLOUR),
-    Case("spear", "mlp", "cifar10", 4, COLOUR),
-    Case("spear", "mlp", "cifar10", 8, COLOUR),
-    Case("spear", "mlp", "fashion_mnist", 8, GREY),
+    Case("analytic", "mlp", "cifar10", 1, COLOR),
+    Case("analytic", "mlp", "cifar10", 8, COLOR),
+    Case("spear", "mlp", "cifar10", 4, COLOR),
+    Case("spear", "mlp", "cifar10", 8, COLOR),
+    Case("spear", "mlp", "fashion_mnist", 8, GRAY),
     *(Case(attack, "lenet-zhu", "cifar10") for attack in ("rgap", "rconv", "cascade")),
     *(Case(attack, "hyperfl-grey", "fashion_mnist") for attack in ("rgap", "rconv", "cascade")),
 )
@@ -110,7 +110,7 @@ def document(cases: list[tuple[Case, list[dict[str, Any]]]]) -> list[str]:
     return [
         "# Exact attacks on the networks they are defined for",
         "",
-        "Untrained networks, one step of FedAvg of size 1 in float32, no defence, label unknown. Test images from "
+        "Untrained networks, one step of FedAvg of size 1 in float32, no defense, label unknown. Test images from "
         f"number {FIRST} on, victim i with the network of seed i. PSNR ends at 100 dB, which pixels exact to 8 bits "
         "need not reach. CPU seconds of a victim, one thread. `analytic` hands out of a batch only images that some "
         "neuron sees alone.",

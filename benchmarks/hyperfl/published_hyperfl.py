@@ -256,7 +256,7 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         "Algorithm 1 trains the classifier for an epoch (SGD, 0.1) and then moves hypernetwork and embedding. The",
         "tables show what one client's first update gives away, with that epoch and with the classifier at rest",
         "(`head_epochs: 0`). Constants are the authors': momentum .5, weight decay 5e-4, clipping at 50, batches of",
-        "50. Hypernetwork and embedding move by 0.01 in grey and 0.02 in colour. The networks normalize their inputs.",
+        "50. Hypernetwork and embedding move by 0.01 in gray and 0.02 in color. The networks normalize their inputs.",
         "Uploads are differences of float32 weights. Networks are untrained. `cascade` uses no total variation, the",
         "searches their default of 3e-3. Clients have the published groups of classes, in CIFAR-10 592 images of the",
         "600 (there are no more) and in handwriting any 600.",

@@ -126,10 +126,10 @@ def of_peel(rows: Sequence[Row]) -> list[str]:
     """Errors by optimizer and local work."""
     body = []
     columns = ("extractor", "embedding", "mean", "start")
-    for (optimiser, work), mine in grouped(rows, "optimiser", "work"):
+    for (optimizer, work), mine in grouped(rows, "optimizer", "work"):
         errors = [written(mean_interval(mine, column), _short) for column in columns]
-        body.append([optimiser, work, *errors, f"{sum(row['verified'] for row in mine)} of {len(mine)}"])
-    head = ["optimiser", "local work", "extractor", "embedding", "gradient: mean along the round", "at the start"]
+        body.append([optimizer, work, *errors, f"{sum(row['verified'] for row in mine)} of {len(mine)}"])
+    head = ["optimizer", "local work", "extractor", "embedding", "gradient: mean along the round", "at the start"]
     return [
         f"HyperFL's split in {CLIENTS} clients of 600 images, batches of 50, the published step size and clipping, "
         "before any round. Relative errors, mean over clients with its interval. The gradient that is read off the "
@@ -185,7 +185,7 @@ FIGURES = [
     "images",
     "PSNR dB [95 %]",
     ">= 20 dB",
-    "mean colour dB",
+    "mean color dB",
     "labels right",
     "on their image",
     "CPU s an update",
@@ -209,8 +209,8 @@ def page(searches: Found, read: Mapping[str, Sequence[Row]]) -> list[str]:
         f"Searches are `ig` of {SEARCH['iterations']} iterations with TV {SEARCH['tv_weight']:g} ({SIGMOID_TV:g} on "
         "`lenet-zhu`): short ones, so that rows compare with each other and not with those of other pages. No labels "
         "are given. Reconstructions are assigned to the images they are nearest to; intervals are 95 % over "
-        "images, which takes those of one update as independent. *Mean colour* is what a guess of each image's own "
-        "mean colour would get; *labels right* counts a batch's labels in whatever order, *on their image* those that "
+        "images, which takes those of one update as independent. *Mean color* is what a guess of each image's own "
+        "mean color would get; *labels right* counts a batch's labels in whatever order, *on their image* those that "
         "came back with their image.",
         "",
         hyperfl_conditions("scaled", "as each table says, mostly 0.01"),
@@ -253,7 +253,7 @@ def over_the_floor(done: Done) -> Iterator[str]:
         mine = [(case, value) for case, value in done if (case.method, case.network) == (method, network)]
         ends = [min(mine, key=lambda one: one[0].images), max(mine, key=lambda one: one[0].images)]
         gains = [f"{written(gain(value['rows']), signed)} dB at B = {case.images}" for case, value in ends]
-        yield f"{method} on `{network}`, PSNR less that of the mean colour: {', '.join(gains)}."
+        yield f"{method} on `{network}`, PSNR less that of the mean color: {', '.join(gains)}."
 
 
 def gain(rows: Sequence[Row]) -> Interval:

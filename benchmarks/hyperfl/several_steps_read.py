@@ -43,7 +43,7 @@ PEELED: dict[str, dict[str, Any]] = {
     "1 epoch": {"epochs": 1},
     "5 epochs": {"epochs": 5},
 }
-OPTIMISERS: dict[str, dict[str, float]] = {
+OPTIMIZERS: dict[str, dict[str, float]] = {
     "plain": {"momentum": 0.0, "weight_decay": 0.0},
     "momentum .5, decay 5e-4": {"momentum": 0.5, "weight_decay": 5e-4},
 }
@@ -88,7 +88,7 @@ class Recorded(Hypernetwork):
 def peeled() -> list[Row]:
     """How far off `peel` is after a whole local round, client by client; errors relative, None where it has none."""
     data, rows = clients(), []
-    for optimiser, settings in OPTIMISERS.items():
+    for optimizer, settings in OPTIMIZERS.items():
         for work, length in PEELED.items():
             generator = Recorded(init="scaled", limit=LIMIT)
             method = HyperFL(lr=0.01, head_epochs=0, max_norm=LIMIT, parametrization=generator, **settings, **length)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def peeled() -> list[Row]:
             for number in range(CLIENTS):
                 view, truth = run.observe(number)
                 found = off(view, truth, task, generator.mean(settings["momentum"]))
-                rows.append({"optimiser": optimiser, "work": work, "image": number, **found})
+                rows.append({"optimizer": optimizer, "work": work, "image": number, **found})
     return rows
 
 

@@ -31,7 +31,7 @@ from fl.methods.fedavg import FedAvg
 from fl.types import Batch, Truth
 from fl.view import ThreatModel
 
-HEAD = ["defence", "images", "setting of", "knowing", "not knowing", "difference", "originals", "adapted settings"]
+HEAD = ["defense", "images", "setting of", "knowing", "not knowing", "difference", "originals", "adapted settings"]
 KEPT = (
     "defense",
     "images",
@@ -164,18 +164,18 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
     plain = [r for r in scored if (r["defense"], r["images"], r["known"]) == ("none", 1, True)]
     floor = mean_interval(plain, "floor_mean_psnr", image="update", run="place")
     lines = [
-        "# Every defence against an attacker who knows it",
+        "# Every defense against an attacker who knows it",
         "",
         *([] if len(body) == len(CASES) else ["**Incomplete: the run was not finished.**", ""]),
         f"PSNR in dB of `ig` ({search['iterations']} iterations, TV {search['tv_weight']:g}, one start) on {count} "
         "Fashion-MNIST test images, so many in one step of FedAvg as the second column says (of `secagg` one for each "
         "client), untrained LeNet of Zhu et al. (weights U(-0.5, 0.5)), labels unknown. `knowing` "
-        "adapts to the defence (`surrogate`, `weights`, private noise, and the settings of the last column), "
+        "adapts to the defense (`surrogate`, `weights`, private noise, and the settings of the last column), "
         "`not knowing` runs the same search as if there were none. The truth is what "
         "the client fed; `originals` compares with its own images, which differ under mixup and instahide. Intervals: "
-        f"95 % over updates. A mean colour per image scores {floor.value:.1f}. Few images, one network and "
+        f"95 % over updates. A mean color per image scores {floor.value:.1f}. Few images, one network and "
         "one seed (under mixup and instahide one for each update, which draw what is blended): differences of a few dB "
-        "say nothing, and what a defence costs in accuracy is not here.",
+        "say nothing, and what a defense costs in accuracy is not here.",
         "",
         "Under mixup an attacker who knows takes no label as certain and searches for the shares of both. From random "
         "ones that search ends elsewhere; from the whole labels that the update gives away (`labels: joint`; who does "
@@ -183,7 +183,7 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
         "itself half the time, and then whole labels are right.",
         "",
         "Which entries were pruned is read off zeros. A grid that is laid over them afterwards has no zero, so that "
-        "who knows both defences is no better off; pruned after it, the zeros are there. Rows are measured one by one "
+        "who knows both defenses is no better off; pruned after it, the zeros are there. Rows are measured one by one "
         "(`--only`); the machine is that of the last.",
         "",
         *table(HEAD, body),

@@ -163,7 +163,7 @@ def _report_idlg(
                 "median",
                 ">= 40 dB [95 %]",
                 "labels right",
-                "mean-colour floor",
+                "mean-color floor",
                 "CPU s",
             ],
             body,
@@ -191,35 +191,35 @@ def _line(data: list[Row], seconds: float) -> list[object]:
 ANCHORS: list[tuple[str, str, dict[str, Any], dict[str, Any], list[float | None]]] = [
     (
         "LeNet (Zhu), TV 1e-2, 4800 iterations",
-        "colour",
+        "color",
         {"name": "lenet-zhu", "normalize": True, "init": "redrawn"},
         {"iterations": 4800, "tv_weight": 1e-2},
         [19.1, 26.8, None, None],
     ),
     (
-        "HyperFL colour, TV 1e-6, 10,000 iterations",
-        "colour",
+        "HyperFL color, TV 1e-6, 10,000 iterations",
+        "color",
         {"name": "hyperfl-colour"},
         {"iterations": 10_000, "tv_weight": 1e-6},
         [12.0, 18.4, 13.9, 17.4],
     ),
     (
-        "HyperFL colour, TV 1e-4, 3000 iterations",
-        "colour",
+        "HyperFL color, TV 1e-4, 3000 iterations",
+        "color",
         {"name": "hyperfl-colour"},
         {"iterations": 3000, "tv_weight": 1e-4},
         [12.2, 17.9, 13.9, 18.8],
     ),
     (
-        "HyperFL grey, TV 1e-6, 10,000 iterations",
-        "grey",
+        "HyperFL gray, TV 1e-6, 10,000 iterations",
+        "gray",
         {"name": "hyperfl-grey"},
         {"iterations": 10_000, "tv_weight": 1e-6},
         [16.1, 19.2, 19.1, None],
     ),
     (
-        "HyperFL grey, TV 1e-4, 3000 iterations",
-        "grey",
+        "HyperFL gray, TV 1e-4, 3000 iterations",
+        "gray",
         {"name": "hyperfl-grey"},
         {"iterations": 3000, "tv_weight": 1e-4},
         [25.1, 18.1, 20.4, 36.5],
@@ -248,8 +248,8 @@ def run_ig() -> None:
     """IG on astronaut, chelsea, coffee and rocket beside the anchors, `STARTS` seeds in one stack."""
     out, lines, seconds = [], list[list[str]](), dict[str, float]()
     for what, mode, network, settings, anchor in ANCHORS:
-        images = fl.data.load("photos", mode=mode, size=32 if mode == "colour" else 28).train
-        task = fl.models.models.build(network).task(num_classes=62 if mode == "grey" else 10, seed=0)
+        images = fl.data.load("photos", mode=mode, size=32 if mode == "color" else 28).train
+        task = fl.models.models.build(network).task(num_classes=62 if mode == "gray" else 10, seed=0)
         victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, 0)
         views = [view for view, _ in victims]
         begin = time.process_time()
@@ -285,7 +285,7 @@ def _photographs(
         [what, "one start", *[f"{fmean(o):.1f} ({min(o):.1f} to {max(o):.1f})" for o in ours], f"{seconds:.0f}"],
         [what, f"best of {len(data)} by objective", *[f"{b:.1f}" for b in best], ""],
         [what, "anchor", *["-" if a is None else f"{a:.1f}" for a in anchor], ""],
-        [what, "mean-colour floor", *[f"{f:.1f}" for f in floors], ""],
+        [what, "mean-color floor", *[f"{f:.1f}" for f in floors], ""],
     ]
 
 
@@ -365,14 +365,14 @@ def beside_fedavg(
         f"# HyperFL beside FedAvg, {dataset}, batch 1, one step, untrained networks",
         "",
         *([] if complete else ["**Incomplete: the run was not finished; read the number of runs.**", ""]),
-        f"{IMAGES} test images x {SEEDS} seeds (network, hypernetwork and attack), scaled initialisation of the heads, "
+        f"{IMAGES} test images x {SEEDS} seeds (network, hypernetwork and attack), scaled initialization of the heads, "
         f"{iterations} iterations and TV {TV:g} (chosen on other images) for every search for images, {LOWER} for "
         "bilevel's embedding. The server knows neither label nor classifier nor embedding of HyperFL. FedAvg starts "
         "from the network's own initial weights, HyperFL from generated ones, whose scale is another: the differences "
         "hold that, too. [same_network.md](same_network.md) has both on the same weights. Intervals: 95 % "
         "over images and seeds.",
         "",
-        hyperfl_conditions("scaled", "0.01 in grey and 0.02 in colour, as published"),
+        hyperfl_conditions("scaled", "0.01 in gray and 0.02 in color, as published"),
         "",
         *table(["method: attack", "runs", "PSNR dB [95 %]", "median", "SSIM [95 %]", ">= 20 dB", "CPU s"], body),
         "",

@@ -43,7 +43,7 @@ DEFENSES: dict[str, dict[str, Any]] = {
 }
 
 NAMES = ("lti", "ig", "rog")
-HEAD = ["defence", *(f"`{name}`" for name in NAMES), "`lti` - `ig`", "`rog` - `ig`", *(f"`{n}`, s" for n in NAMES)]
+HEAD = ["defense", *(f"`{name}`" for name in NAMES), "`lti` - `ig`", "`rog` - `ig`", *(f"`{n}`, s" for n in NAMES)]
 
 
 def observed(images: Sequence[Batch], classes: int, defense: dict[str, Any]) -> list[ServerView]:
@@ -105,7 +105,7 @@ def verdict(found: Sequence[dict[str, Any]], first: str, second: str) -> str:
     labels = [label for label in DEFENSES if label != "none"]
     gaps = [paired_difference(part(found, label, first), part(found, label, second)) for label in labels]
     above, below = sum((gap.low or 0) > 0 for gap in gaps), sum((gap.high or 0) < 0 for gap in gaps)
-    return f"`{first}` is above `{second}` under {above} of the {len(labels)} defences and below it under {below}"
+    return f"`{first}` is above `{second}` under {above} of the {len(labels)} defenses and below it under {below}"
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def main() -> None:
         "# A learned inverter beside searches",
         "",
         f"PSNR in dB on {chosen.images} test images of Fashion-MNIST from number {chosen.first} on: untrained sigmoid "
-        "LeNet, FedAvg, one step on one image in float32, no label given; all attacks know the defence. `lti` learns "
+        "LeNet, FedAvg, one step on one image in float32, no label given; all attacks know the defense. `lti` learns "
         f"on {len(data.train)} training images, in {chosen.steps} steps on 64 imitated updates; `ig` takes "
         f"{search.iterations} iterations with a total variation of {search.tv_weight:g}, its default; `rog` its "
         f"default {rog.iterations} iterations on codes {rog.factor} times smaller on each side, total variation "

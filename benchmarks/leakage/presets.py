@@ -18,16 +18,16 @@ import attacks
 from attacks.base import Attack
 from benchmarks.common import RESULTS, publish, table
 from benchmarks.leakage.settings import added, data, of, own, words, written
-from benchmarks.leakage.sweeps import CHARACTERS, COLOUR, GREY, SIGMOID, Sweep, page_name
+from benchmarks.leakage.sweeps import CHARACTERS, COLOR, GRAY, SIGMOID, Sweep, page_name
 from eval.metrics.statistics import mean_interval, paired_difference
 
 FIRST, IMAGES, ROUNDS = 340, 16, 5
 CASES = (
-    ("rog", GREY, 0),
+    ("rog", GRAY, 0),
     ("rog", CHARACTERS, 0),
-    ("rog", GREY, ROUNDS),
-    ("ig", COLOUR, 0),
-    ("ig", COLOUR, ROUNDS),
+    ("rog", GRAY, ROUNDS),
+    ("ig", COLOR, 0),
+    ("ig", COLOR, ROUNDS),
     ("ig", SIGMOID, 0),
     ("ig", SIGMOID, ROUNDS),
 )

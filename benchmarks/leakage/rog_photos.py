@@ -30,7 +30,7 @@ HEAD = ["photograph", "PSNR dB", "SSIM", "label found", "bound of the codes", "a
 
 def measured(name: str, iterations: int) -> Row:
     """The scores of one photograph, with CPU seconds and the bound."""
-    images = fl.data.load("photos", mode="colour", size=SIDE, names=[name]).train
+    images = fl.data.load("photos", mode="color", size=SIDE, names=[name]).train
     task = fl.models.build("lenet-rog", num_classes=CLASSES, seed=0)
     victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, 0)
     attack = attacks.build({"name": "rog", "preset": "published", "iterations": iterations})

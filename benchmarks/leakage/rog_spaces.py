@@ -75,7 +75,7 @@ def document(rows: list[dict[str, Any]], names: list[str], training: dict[str, f
         "default, decoders without total variation. Codes are half a side for bicubic interpolation, and what was "
         f"found with them is enhanced. Networks trained on the training images of CIFAR-100, CPU seconds: {spent}.",
         "",
-        *table(["defence", *names, *apart], body),
+        *table(["defense", *names, *apart], body),
     ]
 
 

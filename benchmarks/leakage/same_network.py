@@ -37,7 +37,7 @@ CALLED = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 PEELED, CUT, PLAIN = "HyperFL: peel+ig", "FedAvg: headless+ig", "FedAvg: ig"
 Measured = dict[str, Any]
 """Of one set and initialization: what was searched, how many images and seeds, rows and CPU seconds by attack."""
-INITIALISATIONS = {"scaled": "scaled to the network's own", "published": "as published"}
+INITIALIZATIONS = {"scaled": "scaled to the network's own", "published": "as published"}
 
 
 def weighted(task: Task, truth: Truth) -> Task:
@@ -94,7 +94,7 @@ def section(name: str, init: str, measured: Measured) -> list[str]:
         gap = paired_difference(found[PEELED], found[key])
         pairs.append([f"{PEELED} minus {key}", f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"])
     return [
-        f"## {CALLED[name]}, heads of the hypernetwork {INITIALISATIONS[init]}",
+        f"## {CALLED[name]}, heads of the hypernetwork {INITIALIZATIONS[init]}",
         "",
         about,
         "",
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--tv", type=float, default=1e-2)
     parser.add_argument(
-        "--init", choices=list(INITIALISATIONS), action="append", help="of the heads; scaled by default"
+        "--init", choices=list(INITIALIZATIONS), action="append", help="of the heads; scaled by default"
     )
     parser.add_argument("--sets", choices=list(SETS), nargs="+", default=list(SETS))
     parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
@@ -140,9 +140,9 @@ def document(known: dict[str, dict[str, Measured]]) -> list[str]:
         "the same image. `peel+ig` and `headless+ig` search for the image alone, without classifier and label; `ig` on "
         "FedAvg knows the classifier and reads the label off. Intervals: 95 % over images and seeds. "
         "[hyperfl_fashion_mnist.md](hyperfl_fashion_mnist.md) compares other networks: there FedAvg starts from the "
-        "network's own initialisation, whose weights have another scale than generated ones.",
+        "network's own initialization, whose weights have another scale than generated ones.",
         "",
-        hyperfl_conditions("scaled", f"{LR:g} (in colour the authors have 0.02)"),
+        hyperfl_conditions("scaled", f"{LR:g} (in color the authors have 0.02)"),
         "",
     ]
     for name in SETS:

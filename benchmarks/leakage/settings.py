@@ -160,7 +160,7 @@ def report(found: Mapping[str, Found]) -> None:
         "number of iterations, which is that of the list. Labels are read off or searched for, as each attack has it. "
         "The default is that of the day on which the page was written; `published` is the preset of that name, in what "
         f"the grid varies. Networks are untrained, or trained by FedAvg among {CLIENTS} clients of {IMAGES} training "
-        f"images each (accuracy on {TESTED} test images). Defences are known to the attacker. HyperFL: scaled "
+        f"images each (accuracy on {TESTED} test images). Defenses are known to the attacker. HyperFL: scaled "
         "heads, step size 0.01, normalized inputs, classifier at rest ([published_hyperfl.md](published_hyperfl.md) "
         "has its whole algorithm). Every combination of",
         "",

@@ -176,43 +176,43 @@ STATISTICS: dict[str, Any] = {
 JOINT = {"tv": (1e-6, 1e-2), "private_lr": (0.01, {"embedding": 0.1})}
 SLOW = ({"tv": 1e-2, "private_lr": 0.01},)
 HYPERFL = HyperFL(lr=0.01, head_epochs=0, parametrization=Hypernetwork(init="scaled"), **STEP)
-GREY, COLOUR = ("hyperfl-grey", "fashion_mnist"), ("hyperfl-colour", "cifar10")
+GRAY, COLOR = ("hyperfl-grey", "fashion_mnist"), ("hyperfl-colour", "cifar10")
 CHARACTERS, SIGMOID = ("hyperfl-grey", "handwritten62"), ("lenet-zhu", "cifar10")
-NETWORKS = (GREY, COLOUR, SIGMOID)
-SIGMOID_GREY = ("lenet-zhu", "fashion_mnist")
+NETWORKS = (GRAY, COLOR, SIGMOID)
+SIGMOID_GRAY = ("lenet-zhu", "fashion_mnist")
 NOISE = {"name": "noise", "std": 0.1}
 LOWER = {"lower_iterations": 50}
 AUXILIARY = {"auxiliary": "fashion_mnist", "part": "train"}
 SWEEPS = (
-    Sweep("ig", *COLOUR, TV, 1000),
-    Sweep("ig", *GREY, TV, 1000),
+    Sweep("ig", *COLOR, TV, 1000),
+    Sweep("ig", *GRAY, TV, 1000),
     Sweep("ig", *CHARACTERS, TV, 1000),
     Sweep("ig", *SIGMOID, TV, 1000),
-    Sweep("ig", *COLOUR, STEPS, 500),
-    Sweep("ig", *GREY, STEPS, 500),
+    Sweep("ig", *COLOR, STEPS, 500),
+    Sweep("ig", *GRAY, STEPS, 500),
     Sweep("ig", *SIGMOID, STEPS, 500),
-    Sweep("ig", *GREY, BOTH, 1000, rounds=5),
-    *(Sweep("ig", *network, LONG, 3000) for network in (GREY, SIGMOID)),
-    *(Sweep("rog", *network, ROG, 500) for network in (GREY, COLOUR)),
-    *(Sweep("ig", *network, **BALANCE) for network in (*NETWORKS, CHARACTERS, SIGMOID_GREY)),
-    *(Sweep("ig", *network, **SMOOTH_BALANCE) for network in (SIGMOID, SIGMOID_GREY)),
-    *(Sweep("ig", *network, **BALANCE, rounds=5) for network in (GREY, SIGMOID)),
-    *(Sweep("ig", *network, **BALANCE, defense=NOISE) for network in (GREY, SIGMOID_GREY)),
+    Sweep("ig", *GRAY, BOTH, 1000, rounds=5),
+    *(Sweep("ig", *network, LONG, 3000) for network in (GRAY, SIGMOID)),
+    *(Sweep("rog", *network, ROG, 500) for network in (GRAY, COLOR)),
+    *(Sweep("ig", *network, **BALANCE) for network in (*NETWORKS, CHARACTERS, SIGMOID_GRAY)),
+    *(Sweep("ig", *network, **SMOOTH_BALANCE) for network in (SIGMOID, SIGMOID_GRAY)),
+    *(Sweep("ig", *network, **BALANCE, rounds=5) for network in (GRAY, SIGMOID)),
+    *(Sweep("ig", *network, **BALANCE, defense=NOISE) for network in (GRAY, SIGMOID_GRAY)),
     *(Sweep("ig", *network, **DISTANCES) for network in NETWORKS),
-    Sweep("ig", *GREY, **DISTANCES, rounds=5),
-    *(Sweep("peel+ig", *network, PEEL, 1000, HYPERFL) for network in (GREY, COLOUR)),
+    Sweep("ig", *GRAY, **DISTANCES, rounds=5),
+    *(Sweep("peel+ig", *network, PEEL, 1000, HYPERFL) for network in (GRAY, COLOR)),
     Sweep("rog", *SIGMOID, CODE, 500),
     *(Sweep("rog", *network, CODE, 500, rounds=5) for network in NETWORKS),
-    Sweep("rog", *GREY, CODE, 500, defense=NOISE),
-    *(Sweep("rog", *network, **CLAMPED) for network in (GREY, CHARACTERS, COLOUR)),
+    Sweep("rog", *GRAY, CODE, 500, defense=NOISE),
+    *(Sweep("rog", *network, **CLAMPED) for network in (GRAY, CHARACTERS, COLOR)),
     Sweep("rog", *CHARACTERS, **CLAMPED, defense=NOISE),
-    *(Sweep("joint", *network, JOINT, 300, HYPERFL, images=4, beside=SLOW) for network in (GREY, COLOUR)),
-    Sweep("joint", *GREY, {"private_lr": (0.01, 0.1, {"embedding": 0.3})}, 300, HYPERFL, images=4, published=False),
-    Sweep("bilevel", *GREY, BILEVEL, 300, HYPERFL, fixed=LOWER, images=4),
-    Sweep("bilevel", *COLOUR, {"tv": (1e-2,), "head_lr": (1e-2,)}, 300, HYPERFL, fixed=LOWER, images=4),
-    *(Sweep(name, *network, LBFGS, 500) for network in (SIGMOID, GREY) for name in ("dlg", "idlg")),
-    *(Sweep(name, *COLOUR, {"objective": ("l2", "cosine")}, 500, published=False) for name in ("dlg", "idlg")),
-    Sweep("lti", *SIGMOID_GREY, LTI, 300, fixed=AUXILIARY, published=False),
+    *(Sweep("joint", *network, JOINT, 300, HYPERFL, images=4, beside=SLOW) for network in (GRAY, COLOR)),
+    Sweep("joint", *GRAY, {"private_lr": (0.01, 0.1, {"embedding": 0.3})}, 300, HYPERFL, images=4, published=False),
+    Sweep("bilevel", *GRAY, BILEVEL, 300, HYPERFL, fixed=LOWER, images=4),
+    Sweep("bilevel", *COLOR, {"tv": (1e-2,), "head_lr": (1e-2,)}, 300, HYPERFL, fixed=LOWER, images=4),
+    *(Sweep(name, *network, LBFGS, 500) for network in (SIGMOID, GRAY) for name in ("dlg", "idlg")),
+    *(Sweep(name, *COLOR, {"objective": ("l2", "cosine")}, 500, published=False) for name in ("dlg", "idlg")),
+    Sweep("lti", *SIGMOID_GRAY, LTI, 300, fixed=AUXILIARY, published=False),
     *(Sweep("gradinversion", *net, GROUP, 300, images=4, beside=WITHOUT_GROUP) for net in NETWORKS),
     Sweep("gradinversion", "resnet20", "cifar10", iterations=300, images=8, options={"blocks": 1}, **STATISTICS),
 )

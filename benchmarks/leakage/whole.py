@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, str]] = {"ig": {}, "joint": {"preset": "published"
 """Of each attack."""
 
 
-def photographs(mode: Literal["colour", "grey"], size: int, device: str) -> Batch:
+def photographs(mode: Literal["color", "gray"], size: int, device: str) -> Batch:
     """Those that come with scikit-image, on the device."""
     pictures = fl.data.load("photos", mode=mode, size=size).train
     return Batch(pictures.inputs.to(device), pictures.labels.to(device))
@@ -71,7 +71,7 @@ def spent() -> float:
 def evaluation(name: str, number: int, iterations: int, *, compiled: bool) -> tuple[float, float]:
     """Seconds of the clock and of the CPUs that one attack takes in so many processes."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0)
-    views = victims(task, photographs("colour", 32, "cpu"), WHOLE[name], COUNT)
+    views = victims(task, photographs("color", 32, "cpu"), WHOLE[name], COUNT)
     attack = attacks.build({"name": name, **SETTINGS[name], "iterations": iterations, "compile": compiled})
     began, before = time.perf_counter(), spent()
     with closing(AttackPool(number, patience=0.0)) as spread:
@@ -100,7 +100,7 @@ def main() -> None:
     lines = [
         f"# {COUNT} images, {chosen.iterations:,} iterations, on {number} processes",
         "",
-        "HyperFL's colour network (CIFAR-10's), one step on one image each, single precision. Seconds of the clock "
+        "HyperFL's color network (CIFAR-10's), one step on one image each, single precision. Seconds of the clock "
         f"from views to results, {how}; and those of all processes on their {os.cpu_count()} cores.",
         "",
         *table(["attack", "method", "seconds", "minutes", "CPU seconds"], [_shown(name, rows[name]) for name in rows]),

@@ -25,7 +25,7 @@ IG_NOTE = (
     "Signed Adam at 0.1 with three decays, cosine, N(0, 1) start, box; {} iterations, TV {:g}, label known to all. "
     "invertinggradients returns its last iterate; breaching the best by the objective, ours the best of "
     "the last eighth. breaching's total variation also counts the border, as if the image went on in the data set's "
-    "mean colour."
+    "mean color."
 )
 
 
@@ -45,25 +45,25 @@ def ig(title: str, dataset: str, network: str, iterations: int, tv: float, **oth
     return replace(made, **others)
 
 
-COLOUR_ONLY = IG_NOTE.format(200, 1e-4) + " breaching's takes images of three channels only."
+COLOR_ONLY = IG_NOTE.format(200, 1e-4) + " breaching's takes images of three channels only."
 CASES = (
     ig(
-        "IG, sigmoid LeNet of Zhu et al. (redrawn, normalised), CIFAR-10",
+        "IG, sigmoid LeNet of Zhu et al. (redrawn, normalized), CIFAR-10",
         "cifar10",
         "lenet-zhu",
         300,
         1e-2,
         settings={"normalize": True, "init": "redrawn"},
     ),
-    ig("IG, HyperFL's colour network, CIFAR-10", "cifar10", "hyperfl-colour", 200, 1e-4),
+    ig("IG, HyperFL's color network, CIFAR-10", "cifar10", "hyperfl-colour", 200, 1e-4),
     ig(
-        "IG, HyperFL's grey network, Fashion-MNIST",
+        "IG, HyperFL's gray network, Fashion-MNIST",
         "fashion_mnist",
         "hyperfl-grey",
         200,
         1e-4,
         peers=("invertinggradients",),
-        notes=COLOUR_ONLY,
+        notes=COLOR_ONLY,
     ),
     Case(
         title="iDLG, sigmoid LeNet of Zhu et al., Fashion-MNIST",

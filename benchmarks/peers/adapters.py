@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.peers.sources import BREACHING, IDLG, IG, ROG, Source, execute, importable
-from benchmarks.peers.victims import Victim, normalised
+from benchmarks.peers.victims import Victim, normalized
 from fl.types import Task
 
 
@@ -97,7 +97,7 @@ def original_ig(setting: Setting) -> Peer:
         "lr_decay": True,
         "scoring_choice": "loss",
     }
-    model = normalised(setting.task)
+    model = normalized(setting.task)
 
     def run(victim: Victim) -> Run:
         with starting(victim.start()):
@@ -127,7 +127,7 @@ def breaching(setting: Setting) -> Peer:
         with contextlib.redirect_stdout(io.StringIO()):
             config = library.get_attack_config("invertinggradients", overrides=changes)
     logging.getLogger("breaching").setLevel(logging.WARNING)
-    model = normalised(setting.task).eval()
+    model = normalized(setting.task).eval()
     task = setting.task
     metadata = SimpleNamespace(modality="vision", shape=task.input_shape, mean=task.mean, std=task.std)
     weights = [p.detach() for p in model.parameters()]

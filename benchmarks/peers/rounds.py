@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fl.models
 from benchmarks.peers.sources import Source
-from benchmarks.peers.victims import normalised
+from benchmarks.peers.victims import normalized
 from benchmarks.performance.noise_data import BATCH, federation, images
 from fl.method import Method
 from fl.methods.dp_fedavg import DPFedAvg
@@ -55,7 +55,7 @@ class Setting:
     @property
     def plain_model(self) -> nn.Module:
         """The network for images that are normalized already."""
-        return normalised(self.task)
+        return normalized(self.task)
 
     def data(self) -> list[Batch]:
         """What each client holds, normalized: peers do it when they load images, ours in the network's first layer."""

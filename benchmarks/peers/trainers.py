@@ -42,7 +42,7 @@ class PFLlib(PeerTrainer):
     source = PFLLIB
     licence = "Apache-2.0"
     changes = (
-        "each client's optimiser, plain SGD there, is replaced by one with momentum and decay. Its server is not run, "
+        "each client's optimizer, plain SGD there, is replaced by one with momentum and decay. Its server is not run, "
         "so there is no aggregation in its figure. Clients read their images from disk in every round, as they do "
         "there, written as its own scripts write them (compressed npz)."
     )

@@ -71,8 +71,8 @@ def network(name: str, classes: int, settings: dict[str, object]) -> Task:
     return task
 
 
-def normalised(task: Task) -> nn.Module:
+def normalized(task: Task) -> nn.Module:
     """A copy of the network that takes normalized images, as peers search for them."""
     model = copy.deepcopy(task.model)
-    model.normalise = nn.Identity()
+    model.normalize = nn.Identity()
     return model

@@ -22,7 +22,7 @@ import fl.models
 from benchmarks.common import publish, table
 from fl.client import Client, LossGradient
 from fl.gradient import autograd_derivative
-from fl.local.optimizers import OptimState, optimise
+from fl.local.optimizers import OptimState, optimize
 from fl.method import Method, Step
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
@@ -76,7 +76,7 @@ class Stepper:
                     found = self.method.gradient(grad, params, [self.batch], step)
                 else:
                     found = self.way(grad, params, self.batch)
-                return optimise(phase, groups, params, found, OptimState())[0]
+                return optimize(phase, groups, params, found, OptimState())[0]
 
         return run
 

@@ -88,7 +88,7 @@ def rate(run: Callable[[int], None], iterations: int, count: int) -> float:
 KINDS = {"one": (1, False), f"{COUNT}": (COUNT, False), f"{COUNT}, compiled": (COUNT, True)}
 
 
-def searches(name: str, mode: Literal["colour", "grey"], size: int) -> dict[str, Any]:
+def searches(name: str, mode: Literal["color", "gray"], size: int) -> dict[str, Any]:
     """Image-iterations per second on one network, and the seconds until the first of each kind was ready."""
     task = fl.models.build(name, num_classes=10, seed=0).to(device="cuda")
     pictures = photographs(mode, size, "cuda")
@@ -105,14 +105,14 @@ def searches(name: str, mode: Literal["colour", "grey"], size: int) -> dict[str,
 def whole(name: str) -> dict[str, float]:
     """Seconds of 50 images and 10,000 iterations of one attack on the color network, recording included."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0).to(device="cuda")
-    views = victims(task, photographs("colour", 32, "cuda"), WHOLE[name], COUNT)
+    views = victims(task, photographs("color", 32, "cuda"), WHOLE[name], COUNT)
     attack = attacks.build({"name": name, **SETTINGS[name], "iterations": ITERATIONS, "max_parallel_trials": COUNT})
     taken = seconds(partial(attack.run, views, list(range(COUNT))))
     torch.cuda.empty_cache()
     return {f"{name} on {WHOLE[name].name}": taken}
 
 
-def exact(name: str, mode: Literal["colour", "grey"], size: int, device: str) -> dict[str, Any]:
+def exact(name: str, mode: Literal["color", "gray"], size: int, device: str) -> dict[str, Any]:
     """Seconds of the clock that `cascade` takes for an image on the device, the first one left out, and its answers."""
     task = fl.models.build(name, num_classes=10, seed=0).to(device=device)
     views = victims(task, photographs(mode, size, device), FedAvg(lr=1.0, steps=1, batch_size=None), EXACT[name])

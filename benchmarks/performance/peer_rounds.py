@@ -147,8 +147,8 @@ def page(measured: Mapping[str, Figures], turns: int) -> list[str]:
         f"{rounds.CLIP}, noise of {rounds.NOISE} times that, batches of one size from shuffled images (theirs, "
         "and `mode: as-published` of ours). CPU seconds per client of one thread, everything in turns in one process, "
         f"median [least, largest] of {turns} turns; how many times as long a side takes is counted turn by turn. What "
-        "else the machine does slows all sides down: read the ratios. Our network normalises the images at every "
-        "step; the peers' are normalised beforehand, as they do when they load them. PFLlib and pfl-research train "
+        "else the machine does slows all sides down: read the ratios. Our network normalizes the images at every "
+        "step; the peers' are normalized beforehand, as they do when they load them. PFLlib and pfl-research train "
         "the module of ours; all but ours keep images in torch's usual order, channels outermost.",
         "",
         "The last column: both sides trained for one epoch (12 steps) from the same weights, on the same images in "

@@ -31,10 +31,10 @@ from fl.seeds import stream
 from fl.types import Batch, Task
 from fl.view import ServerView
 
-NETWORKS: tuple[tuple[str, Literal["colour", "grey"], int], ...] = (
-    ("hyperfl-colour", "colour", 32),
-    ("lenet-zhu", "colour", 32),
-    ("hyperfl-grey", "grey", 28),
+NETWORKS: tuple[tuple[str, Literal["color", "gray"], int], ...] = (
+    ("hyperfl-colour", "color", 32),
+    ("lenet-zhu", "color", 32),
+    ("hyperfl-grey", "gray", 28),
 )
 STACKS = {
     **{f"stack of {count}": (count, False) for count in (1, 4, 16, 64)},

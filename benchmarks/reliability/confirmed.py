@@ -29,7 +29,7 @@ from benchmarks.reliability.page import Figure, record
 from benchmarks.reliability.rules import PLAIN, RULES, Grads, Rule
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
 from fl.view import ServerView
 
@@ -156,7 +156,7 @@ def captured(case: Case) -> tuple[ServerView, Tensor]:
     """The view of a case's update, and its images."""
     net, draw = NETS[case.net], stream(case.number, "update")
     model = net.build().eval()
-    initialise(model, draw)
+    initialize(model, draw)
     for norm in (module for module in model if isinstance(module, nn.BatchNorm2d)):
         norm.running_mean = 0.2 * torch.randn(norm.num_features, generator=draw)
         norm.running_var = 0.5 + torch.rand(norm.num_features, generator=draw)

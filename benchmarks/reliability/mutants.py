@@ -34,7 +34,7 @@ from fl.registry import Registry
 from fl.settings import described, fitted, hints
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-WRONG = ("key misspelt", "name unknown", "true", "text", "NaN", "mapping", "section left out", "key twice")
+WRONG = ("key misspelled", "name unknown", "true", "text", "NaN", "mapping", "section left out", "key twice")
 PERHAPS = ("zero", "minus one", "1e30", "10**12", "null", "empty list")
 VALUES: dict[str, Any] = {
     "true": True,
@@ -115,7 +115,7 @@ def mutated(data: dict[str, Any], kind: str, chance: random.Random) -> tuple[str
     for part in where[:-1]:
         place = place[part]
     key = str(where[-1])
-    if kind == "key misspelt":
+    if kind == "key misspelled":
         place[f"{key}_x"] = place.pop(where[-1])
         key = f"{key}_x"
     else:

@@ -82,7 +82,7 @@ def attention(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def transformer(c: int, k: int, act: nn.Module) -> nn.Module:
-    """A vision transformer of one layer, with a learnt position."""
+    """A vision transformer of one layer, with a learned position."""
 
     class ViT(nn.Module):
         def __init__(self) -> None:
@@ -330,7 +330,7 @@ def shuffled(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def prelu(c: int, k: int, act: nn.Module) -> nn.Module:
-    """Activations with a learnt slope."""
+    """Activations with a learned slope."""
     return nn.Sequential(conv(c, 6), nn.PReLU(6), conv(6, 6), nn.PReLU(6), nn.Flatten(), nn.Linear(384, k, bias=False))
 
 

@@ -76,7 +76,7 @@ def clamped_alike(weights: Grads, grads: Grads, lr: float, draw: torch.Generator
     return {name: lr * value.clamp(-bound, bound) for name, value in grads.items()}
 
 
-def centred(gradient: Tensor, weight: Tensor, draw: torch.Generator) -> Tensor:
+def centered(gradient: Tensor, weight: Tensor, draw: torch.Generator) -> Tensor:
     """Gradient centralization (Yong et al. 2020)."""
     if gradient.ndim == 1:
         return gradient
@@ -115,13 +115,13 @@ RULES: dict[str, Rule] = {
     "LARS": each(lars),
     "LAMB": each(lamb),
     "clipped by tensor": each(shortened),
-    "normalised by tensor": each(lambda g, w, draw: g / g.norm().clamp_min(1e-12)),
+    "normalized by tensor": each(lambda g, w, draw: g / g.norm().clamp_min(1e-12)),
     "clipped by value": clamped_alike,
     "clipped by value, share of the largest": each(clamped),
     "step sizes by layer": by_name(lambda name, place, draw: 2.0 ** -(place // 2)),
     "biases twice as fast": by_name(lambda name, place, draw: 2.0 if name.endswith("bias") else 1.0),
     "step sizes at random": by_name(lambda name, place, draw: 4.0 ** float(torch.rand((), generator=draw) - 0.5)),
-    "centralised": each(centred),
+    "centralised": each(centered),
     "largest tenth": each(largest),
     "4 bits": each(in_bits),
     "decay of 0.05": decayed,

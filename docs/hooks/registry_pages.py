@@ -58,7 +58,7 @@ def pages() -> dict[str, str]:
         found[f"reference/{kind}/index.md"] = _overview(kind, entries)
         found |= {f"reference/{kind}/{name}.md": _entry(kind, about, registry) for name, about in entries.items()}
     found["reference/config.md"] = _config_page()
-    found["reference/configs.md"] = _catalogue_page()
+    found["reference/configs.md"] = _catalog_page()
     found["reference/cli.md"] = _command_page()
     return found
 
@@ -162,7 +162,7 @@ TOP = {
     "method": "How clients train.",
     "defense": "What they do to their update.",
     "attack": "What the server makes of it.",
-    "task": "What is learnt.",
+    "task": "What is learned.",
     "federation": "Who learns it, and for how long.",
     "threat": "What the server knows beside the update.",
     "observe": "Which updates it is given.",
@@ -171,7 +171,7 @@ TOP = {
 _COLUMNS = ("key", "type", "default", "meaning")
 
 
-def _catalogue_page() -> str:
+def _catalog_page() -> str:
     rows = [(f"`{name}`", escape(config_catalog.title(name))) for name in config_catalog.names()]
     text = "# Configs that come with hyperleak\n\n`hyperleak show NAME` says how many cells one comes to, "
     text += "`hyperleak run NAME` runs it. The first folders of a name may be left out.\n\n"

@@ -182,9 +182,9 @@ def of_rows(
 
     Args:
         name: of the subject.
-        rows: of one method under one defence.
+        rows: of one method under one defense.
         threat: what the attacker knows.
-        defended: whether there is a defence.
+        defended: whether there is a defense.
         labels: that every attack recovered, update by update.
     """
     groups: dict[str, list[Row]] = {}

@@ -72,7 +72,7 @@ def _taken(probe: nn.Module) -> set[Shape]:
 
 
 def _run(probe: nn.Module, shape: Shape) -> object:
-    """What the model returns for a grey image; the global random numbers stay as they were."""
+    """What the model returns for a gray image; the global random numbers stay as they were."""
     like = next(iter(probe.parameters()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return probe(torch.full((1, *shape), 0.5).to(like))

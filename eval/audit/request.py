@@ -346,7 +346,7 @@ def make_folder(path: Path | None) -> None:
 
 
 def _defense(text: str) -> dict[str, Any]:
-    """Settings of a defence, given by name or as YAML, where a list of several is their chain."""
+    """Settings of a defense, given by name or as YAML, where a list of several is their chain."""
     value = yaml12.parse(text)
     return {"name": "chain", "parts": value} if isinstance(value, list) else yaml12.named(text)
 

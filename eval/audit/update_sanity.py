@@ -26,7 +26,7 @@ def doubt(view: ServerView) -> str:
     Where signs and sizes show another rule than SGD (`attacks.update.update_rule`), that is it. Else labels are asked:
     The gradient of cross entropy in the classifier's bias is the mean of softmax - one-hot over the images (Zhao et
     al. 2020, Eq. 3). It sums to zero, and only the images' own classes are negative in it; so do sums of it over
-    steps of SGD. Whether that holds for this model and method is asked of their own prediction of grey images.
+    steps of SGD. Whether that holds for this model and method is asked of their own prediction of gray images.
 
     Args:
         view: of a captured update.
@@ -38,10 +38,10 @@ def doubt(view: ServerView) -> str:
         return ""
     sent = classifier_tensors(view, view.shared)[1]
     rounding = 4 * torch.finfo(view.dtype).eps * (float(sent.abs().max()) if sent is not None and view.rounded else 0.0)
-    grey = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
+    gray = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
     with torch.no_grad():
         usual = classifier_tensors(
-            view, predict(view, Candidate(grey, torch.zeros(size, dtype=torch.int64, device=view.device)))
+            view, predict(view, Candidate(gray, torch.zeros(size, dtype=torch.int64, device=view.device)))
         )
     if usual[1] is None or _odd(usual[1], size, rounding):
         return ""

@@ -58,7 +58,7 @@ Images = Annotated[
     str | None,
     typer.Option(
         help="True images for MODULE:FUNCTION or --update: a data set by name or settings, or an .npz file of images, "
-        "uint8 [N, H, W, 1 or 3] or [N, H, W] for grey, and labels, integers [N] that count the model's outputs from 0."
+        "uint8 [N, H, W, 1 or 3] or [N, H, W] for gray, and labels, integers [N] that count the model's outputs from 0."
     ),
 ]
 Attacks = Annotated[
@@ -69,7 +69,7 @@ Attacks = Annotated[
     ),
 ]
 Defense = Annotated[
-    str, typer.Option(help="The client's defence, likewise; several one after the other: '[noise, prune]'.")
+    str, typer.Option(help="The client's defense, likewise; several one after the other: '[noise, prune]'.")
 ]
 Count = Annotated[
     int | None,
@@ -82,7 +82,7 @@ Count = Annotated[
 BatchSize = Annotated[int, typer.Option(min=1, help="Images in one update.")]
 Rounds = Annotated[int, typer.Option(min=0, help="Rounds of training before the attack, with --method.")]
 InputShape = Annotated[str | None, typer.Option(help="C,H,W of the images behind --update.")]
-Mean = Annotated[str, typer.Option(help="Of the normalisation inside your model, per channel: 0.5,0.5,0.5.")]
+Mean = Annotated[str, typer.Option(help="Of the normalization inside your model, per channel: 0.5,0.5,0.5.")]
 Std = Annotated[str, typer.Option(help="Likewise.")]
 MaxPsnr = Annotated[float | None, typer.Option(help="Exit with 3 if an image comes closer, in dB.")]
 MaxSsim = Annotated[float | None, typer.Option(help="Exit with 3 if an image is more similar, from -1 to 1.")]

@@ -55,11 +55,11 @@ def run(
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL", help="Leave out a method, an attack or a defence. Repeatable."),
+        typer.Option(metavar="LABEL", help="Leave out a method, an attack or a defense. Repeatable."),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL", help="Of methods, attacks or defences run this one alone. Repeatable."),
+        typer.Option(metavar="LABEL", help="Of methods, attacks or defenses run this one alone. Repeatable."),
     ] = None,
     import_: Imports = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default results/NAME.")] = None,

@@ -187,7 +187,7 @@ def _print_config(screen: Console, about: dict[str, Any]) -> None:
     if about["unread"]:
         asks = " ".join(f"--import {shlex.quote(module)}" for module in about["unread"])
         line(screen, f"note: its own code is not run to show it; {asks} runs it, and shows what it adds")
-    for kind, words in (("method", "methods"), ("defense", "defences"), ("attack", "attacks")):
+    for kind, words in (("method", "methods"), ("defense", "defenses"), ("attack", "attacks")):
         line(screen, f"{words}: {', '.join(about[kind]) or 'none'}")
     if about["cells"] is None:
         return

@@ -1,4 +1,4 @@
-"""Parts of an experiment: some of its methods, defences and attacks, and the published figures of these."""
+"""Parts of an experiment: some of its methods, defenses and attacks, and the published figures of these."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def select_entries(experiment: Experiment, without: Sequence[str] = (), only: Se
 
     Args:
         experiment: after its sweep, without published figures.
-        without: labels of methods, defences or attacks, as they stand in the config or as a sweep has made them.
+        without: labels of methods, defenses or attacks, as they stand in the config or as a sweep has made them.
         only: likewise; of a kind that one of them is of, these alone stay.
 
     Raises:
         UnknownNameError: nothing is called so; says what is close.
-        ValueError: no method or no defence is left.
+        ValueError: no method or no defense is left.
     """
     if not without and not only:
         return experiment

@@ -34,7 +34,7 @@ from fl.view import ThreatModel
 
 T = TypeVar("T")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9+_.=@-]{0,199}")
-"""What a method, a defence or an attack may be called in results: files are named by it."""
+"""What a method, a defense or an attack may be called in results: files are named by it."""
 LABEL_WORDS = "at most 200 letters, digits, '+', '-', '_', '.', '=' and '@'"
 
 SECTIONS: dict[str, Any] = {
@@ -430,7 +430,7 @@ def _first_of_methods(experiment: Experiment, key: str, value: Any) -> tuple[str
 
 
 def _inside(value: Any, key: str) -> list[dict[str, Any]]:
-    """The settings one level down; of a list of entries, those labelled `key` or made of it, by `key`."""
+    """The settings one level down; of a list of entries, those labeled `key` or made of it, by `key`."""
     if isinstance(value, dict):
         return [value]
     if not isinstance(value, list):

@@ -37,7 +37,7 @@ NEEDED: Mapping[Accuracy, tuple[str, ...]] = {
 @declared("task")
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """What is learnt.
+    """What is learned.
 
     Attributes:
         dataset: the images.
@@ -162,7 +162,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Generic[T]):
-    """A method, a defence or an attack under the label it has in results.
+    """A method, a defense or an attack under the label it has in results.
 
     Attributes:
         label: its name, or what the config calls it by `as`.

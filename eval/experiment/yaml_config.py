@@ -8,7 +8,7 @@ federation: {partition: {name: iid, clients: 4}, rounds: 5}
 method:                                  # one or several; `as` gives an entry its own label
   - {name: fedavg, lr: 0.05}
   - {name: hyperfl, parametrization: {name: hypernetwork, init: scaled}}
-defense: none                            # every method is trained under every defence
+defense: none                            # every method is trained under every defense
 attack:                                  # `against` names the methods it is run on; without any: accuracy and cost
   - {name: ig, against: fedavg}
   - peel+ig

@@ -2,9 +2,9 @@
 
 Four guesses, each of them scored by every metric (see `eval.metrics.score`):
 
-- `mean`: one colour everywhere, the true image's own mean colour; the best any constant picture can do, so an upper
+- `mean`: one color everywhere, the true image's own mean color; the best any constant picture can do, so an upper
   bound on what an attack that recovers no structure reaches.
-- `grey`: 0.5 everywhere.
+- `gray`: 0.5 everywhere.
 - `noise`: uniform noise, from the seed given.
 - `nearest`: the image of a reference set that is closest to the truth by MSE. The choice is made with the truth, so
   it bounds what an attacker scores who only hands out pictures he had before. The reference set stands for the

@@ -121,7 +121,7 @@ def in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
     """Which candidate's update is likeliest under Gaussian noise of one size: the closest to the observed one.
 
     The strongest of all tests where the noise of a single step is all that hides the image, and where nothing private
-    is unknown: each candidate brings its own private tensors. It maximises <g, g_z> - |g_z|^2 / 2.
+    is unknown: each candidate brings its own private tensors. It maximizes <g, g_z> - |g_z|^2 / 2.
     """
     score = _likelihood(view.update, _sent(view, candidates[0]))
     scores = [score(_sent(view, candidate)) for candidate in candidates]
@@ -132,8 +132,8 @@ def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bo
     """Whether the update of the true image is closest to the observed one, which `unreplayed` has no objection to.
 
     Each candidate's update is what the client would have sent had it held that image alone, by the attacker's own model
-    of training. Of one image under a known defence, the squared distance is the likelihood under noise of one size. Of
-    several the others stand in the way, and an unknown defence may have changed the length: there it is the cosine.
+    of training. Of one image under a known defense, the squared distance is the likelihood under noise of one size. Of
+    several the others stand in the way, and an unknown defense may have changed the length: there it is the cosine.
 
     Args:
         view: what the server knows and sees.
@@ -177,7 +177,7 @@ def replay_obstacle(view: ServerView) -> str:
     if not view.update:
         return "nothing is sent"
     if overrides(view.defense, "transform_batch"):
-        return f"the defence {view.defense.name} changes the images before they are fed"
+        return f"the defense {view.defense.name} changes the images before they are fed"
     return ""
 
 

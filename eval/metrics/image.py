@@ -1,9 +1,9 @@
 """How close a reconstruction is to an image: MSE, PSNR, SSIM and the SSIM variants that papers print under one name.
 
-Every metric takes reconstructions `a` and true images `b`, both floating point (N, C, H, W) on de-normalised pixels,
+Every metric takes reconstructions `a` and true images `b`, both floating point (N, C, H, W) on de-normalized pixels,
 and returns one float64 number per image (N,), on the CPU; whole batches are computed where the true images are.
 Reconstructions are clamped to [0, 1] first, as a picture would be when it is saved; true images have to lie there
-already, so that a forgotten de-normalisation or a 0-255 range is an error instead of a good score.
+already, so that a forgotten de-normalization or a 0-255 range is an error instead of a good score.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def prepare(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"expected images of one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
     if b.numel() and (b.min() < -_ROUNDING or b.max() > 1 + _ROUNDING):
         low, high = b.min().item(), b.max().item()
-        raise ValueError(f"expected truth with pixels in [0, 1], got [{low:.4g}, {high:.4g}]; undo the normalisation")
+        raise ValueError(f"expected truth with pixels in [0, 1], got [{low:.4g}, {high:.4g}]; undo the normalization")
     return a.detach().to(b.device, torch.float64).clamp(0, 1), b.detach().double().clamp(0, 1)
 
 
@@ -89,7 +89,7 @@ def ssim_uniform7(a: Tensor, b: Tensor) -> Tensor:
 def ssim_rog(a: Tensor, b: Tensor) -> Tensor:
     """SSIM over one window as large as the image, as the code of ROG (Yue et al., USENIX Security 2023) defines it.
 
-    Colour images are converted to YCrCb and weighted 0.8, 0.1 and 0.1. Its values lie far above those of `ssim`.
+    Color images are converted to YCrCb and weighted 0.8, 0.1 and 0.1. Its values lie far above those of `ssim`.
 
     Returns:
         (N,) in [-1, 1].
@@ -161,7 +161,7 @@ def _global(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ycrcb(images: Tensor) -> Tensor:
-    """ITU-R BT.601 luminance and colour differences, offset to [0, 1]."""
+    """ITU-R BT.601 luminance and color differences, offset to [0, 1]."""
     red, green, blue = images.unbind(1)
     y = 0.299 * red + 0.587 * green + 0.114 * blue
     return torch.stack((y, (red - y) * 0.713 + 0.5, (blue - y) * 0.564 + 0.5), 1)

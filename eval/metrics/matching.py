@@ -1,7 +1,7 @@
 """Which reconstruction stands for which true image: one assignment per batch, made here and nowhere else.
 
 The order of a batch is not in its gradient, so reconstructions are matched to the truth before scoring. The match
-minimises the mean MSE over one-to-one assignments, and every metric is then taken in that order. Matching looks at the
+minimizes the mean MSE over one-to-one assignments, and every metric is then taken in that order. Matching looks at the
 truth; it belongs to scoring and no attack may call it.
 """
 

@@ -112,7 +112,7 @@ class Lpips:
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """Distance of each pair of images; 0 for equal ones, larger is farther.
 
-        Pixels are mapped from [0, 1] to [-1, 1], grey images repeated to three channels, and images with a side below
+        Pixels are mapped from [0, 1] to [-1, 1], gray images repeated to three channels, and images with a side below
         32 pixels resized to 64x64 bilinearly (AlexNet needs 31 pixels).
 
         Args:

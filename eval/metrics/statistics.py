@@ -35,7 +35,7 @@ Rows = Sequence[Mapping[str, Any]]
 Data = Rows | ArrayLike
 
 THRESHOLDS = (20, 25, 30)
-"""dB from which a reconstruction counts as a success, from recognisable to near exact."""
+"""dB from which a reconstruction counts as a success, from recognizable to near exact."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ MISMATCH = 1e-2
 def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientState, download: Download) -> float:
     """How far the attacker's own model of training is from what was observed, given the truth.
 
-    No one can predict noise, so where the defence draws any, both are taken without it: training is run once more on
-    the client's side, and the defence itself says what is expected of it.
+    No one can predict noise, so where the defense draws any, both are taken without it: training is run once more on
+    the client's side, and the defense itself says what is expected of it.
     """
     with torch.no_grad():
         predicted, observed = predict(view, truth.candidate()), view.update
@@ -42,7 +42,7 @@ def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) ->
         scaled: whether the step size is unknown: the prediction is then taken times the positive factor that fits best.
 
     Returns:
-        The relative error; None where it can't be told, as the defence draws noise, private tensors are not known, or
+        The relative error; None where it can't be told, as the defense draws noise, private tensors are not known, or
         nothing says which images are whose in a group.
     """
     hidden = set(view.private) - set(truth.private)
@@ -61,7 +61,7 @@ def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) ->
 
 
 def _draws(defense: Defense, update: Tensors) -> bool:
-    """Whether the defence may draw noise on the way to this update."""
+    """Whether the defense may draw noise on the way to this update."""
     noise = stream(0, "probe")
     untouched = noise.get_state()
     defense.transform_update(update, noise)
@@ -69,7 +69,7 @@ def _draws(defense: Defense, update: Tensors) -> bool:
 
 
 def _noiseless(trace: Trace, client: Client, state: ClientState, download: Download, number: int) -> Tensors:
-    """What the client would have sent in round `number` without its defence's noise."""
+    """What the client would have sent in round `number` without its defense's noise."""
     return local_update(
         client,
         download.shared,

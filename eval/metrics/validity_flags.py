@@ -14,9 +14,9 @@ FLAGS = {
     "unmatched": "There were fewer reconstructions than true images; the images left over count as failures.",
     "extra-candidates": "There were more reconstructions than true images; scoring kept those that match best.",
     "objective-never-improved": "A search never got below the objective it started from; its settings fail here.",
-    "below-floor": "Mean PSNR is below that of each image's mean colour: by PSNR no image content is shown to leak.",
+    "below-floor": "Mean PSNR is below that of each image's mean color: by PSNR no image content is shown to leak.",
     "labels-given": "The threat model gives the attacker the labels; label accuracy says nothing.",
-    "defence-known": "The attacker knows the defence and its settings, and adapts to it.",
+    "defense-known": "The attacker knows the defense and its settings, and adapts to it.",
     "forward-mismatch": "The attacker's model of training does not give the observed update on the true data.",
     "single-image": "All figures come from one image; there is no interval and no general statement.",
     "lpips-missing": "LPIPS was asked for and is not available; the rows say what to do.",
@@ -33,7 +33,7 @@ def flags(
     *,
     histories: Iterable[Sequence[float]] = (),
     labels_given: bool = False,
-    defence_known: bool = False,
+    defense_known: bool = False,
     forward_error: float | None = None,
     tolerance: float = TOLERANCE,
     image: str = "image",
@@ -44,7 +44,7 @@ def flags(
         rows: from `eval.metrics.score.score`, over any number of images and seeds.
         histories: the objective step by step, one sequence per search; analytic attacks have none.
         labels_given: the threat model's `knows_labels`.
-        defence_known: there is a defence and the threat model says `knows_defense`.
+        defense_known: there is a defense and the threat model says `knows_defense`.
         forward_error: relative error of `predict(view, truth)` against `view.update`, where it was measured.
         tolerance: of `forward_error`.
         image: column that tells images apart across the whole experiment.
@@ -66,7 +66,7 @@ def flags(
         "objective-never-improved": any(_stuck(history) for history in searches),
         "below-floor": _below_floor(rows),
         "labels-given": labels_given,
-        "defence-known": defence_known,
+        "defense-known": defense_known,
         "forward-mismatch": forward_error is not None and not forward_error <= tolerance,
         "single-image": len({row[image] for row in rows}) == 1,
         "lpips-missing": any(name.startswith("lpips_") for name in missing),
@@ -89,7 +89,7 @@ def audit_flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool) -> 
         rows,
         histories=[[math.nan if value is None else value for value in row.get("history") or ()] for row in rows],
         labels_given=threat.knows_labels,
-        defence_known=defended and threat.knows_defense,
+        defense_known=defended and threat.knows_defense,
         forward_error=max((math.inf if error is None else error for error in errors), default=None),
         tolerance=tolerance_of(rows),
         image="picture",
@@ -103,6 +103,6 @@ def _stuck(history: Sequence[float]) -> bool:
 
 
 def _below_floor(rows: Sequence[Row]) -> bool:
-    """Whether the mean PSNR of the images there are lies below that of their mean colours."""
+    """Whether the mean PSNR of the images there are lies below that of their mean colors."""
     gains = [row["psnr"] - row["floor_mean_psnr"] for row in rows if row["psnr"] is not None]
     return bool(gains) and fmean(gains) < 0

@@ -1,9 +1,9 @@
-"""An audit of noisy steps, a method's or a defence's: canaries in or out by the toss of a coin, told apart by them.
+"""An audit of noisy steps, a method's or a defense's: canaries in or out by the toss of a coin, told apart by them.
 
 Each canary is a record whose gradient points along a coordinate of its own and is longer than the clip (Nasr et al.,
 USENIX Security 2023, call it a Dirac canary), so that its part of a step has the greatest length there may be, and none
 disturbs another. A small federation of the method itself trains on them, one step a round, and the auditor reads every
-step: batches, clipping, noise and its keys are those of the method (clipping and noise those of the defence). Where
+step: batches, clipping, noise and its keys are those of the method (clipping and noise those of the defense). Where
 clients are protected, by the server, canaries are clients (`eval.privacy.client_canaries`). What an audit proves of
 epsilon is a lower bound, to be held against the one that is claimed.
 
@@ -136,12 +136,12 @@ def audit_defense(
     seed: int = 0,
     significance: float = SIGNIFICANCE,
 ) -> CanaryAudit:
-    """`audit` of the noisy steps of a client's defence (`dp-sgd`), at the rate that its claim charges.
+    """`audit` of the noisy steps of a client's defense (`dp-sgd`), at the rate that its claim charges.
 
-    What other defences do to the update comes after the noise, and is left out.
+    What other defenses do to the update comes after the noise, and is left out.
 
     Args:
-        client: method and defence.
+        client: method and defense.
         sizes: the clients' numbers of images.
         rounds: that a client takes part in.
         canaries: how many; more show more.
@@ -241,7 +241,7 @@ def single_step_method(method: Private, rate: float) -> Steps:
 
 
 def single_step_defense(defense: DPSGD, rate: float) -> Steps:
-    """The noisy steps of a defence, each record drawn at `rate`."""
+    """The noisy steps of a defense, each record drawn at `rate`."""
     tiny = 1e-9 / defense.clip**2
     one = replace(defense, denominator=1.0)
     return Steps(

@@ -241,7 +241,7 @@ class ResultGroup:
             judged,
             histories=[[math.nan if value is None else value for value in history] for history in histories],
             labels_given=bool(setting.threat.get("knows_labels", False)),
-            defence_known=setting.defense_name(self.defense) != "none" and bool(knows),
+            defense_known=setting.defense_name(self.defense) != "none" and bool(knows),
             forward_error=max(math.inf if error is None else error for error in errors),
             tolerance=validity_flags.tolerance_of(judged),
             image=IMAGE,

@@ -49,7 +49,7 @@ SSIM = "SSIM: similarity of structures, 1 for equal images."
 LPIPS = "LPIPS: perceptual distance, 0 for equal images."
 RATES = "≥20, ≥30: share of images whose PSNR reaches that. Labels: share of images whose class was recovered."
 ACCURACY = (
-    "Accuracy: what the method learnt: share of each client's test images that the aggregated model of {when} gets "
+    "Accuracy: what the method learned: share of each client's test images that the aggregated model of {when} gets "
     "right, with the client's own private weights, mean over clients."
 )
 NAMED = (

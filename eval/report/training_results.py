@@ -1,4 +1,4 @@
-"""What methods learnt, with intervals, and what they sent: from `rounds.jsonl` and the rows of attacks."""
+"""What methods learned, with intervals, and what they sent: from `rounds.jsonl` and the rows of attacks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The parts of a run that are computed once: trainings, and attacks on what they send.
 
-A *training cell* is one method under one defence from one seed; an *attack cell* is one attack on what the watched
+A *training cell* is one method under one defense from one seed; an *attack cell* is one attack on what the watched
 clients of such a training send after so many rounds. A cell is known by a hash of everything its numbers depend on: the
 settings, the data, the kind of device and the version of this package; labels and the other cells of a config are not
 among them. So a cell that is finished stays finished, whatever is added around it. A setting that has been renamed is
@@ -58,7 +58,7 @@ def training_cell(
     seed: int,
     public: Sequence[str] = (),
 ) -> Cell:
-    """The cell of one training; `public` are digests of the data sets that method and defence name."""
+    """The cell of one training; `public` are digests of the data sets that method and defense name."""
     return Cell(
         {
             "kind": "training",
@@ -183,7 +183,7 @@ def _public(digests: Sequence[str]) -> dict[str, list[str]]:
 
 
 def dataset_sources(settings: object) -> Iterator[Source]:
-    """The data sets that a method, defence or attack names among its settings, in their order."""
+    """The data sets that a method, defense or attack names among its settings, in their order."""
     if isinstance(settings, Source):
         yield settings
     elif isinstance(settings, tuple | list):
@@ -207,16 +207,16 @@ def _as_before(attack: dict[str, Any], defense: object) -> dict[str, Any]:
 
 
 def _known(threat: dict[str, Any]) -> dict[str, Any]:
-    """A threat model's settings; without a known optimiser, as in cells from before it could be unknown."""
+    """A threat model's settings; without a known optimizer, as in cells from before it could be unknown."""
     return {key: value for key, value in threat.items() if key != "knows_optimizer" or not value}
 
 
 CHOSE_OPTIMIZER = frozenset({"hfedf", "hfedf-latent", "hyperfedzero", "hypergenfl"})
-"""Methods whose settings named an optimiser when the others' did not yet."""
+"""Methods whose settings named an optimizer when the others' did not yet."""
 
 
 def _without_optimizer(method: dict[str, Any]) -> dict[str, Any]:
-    """A method's settings without an optimiser of SGD, as in cells from before there was a choice."""
+    """A method's settings without an optimizer of SGD, as in cells from before there was a choice."""
     if method.get("optimizer") != "sgd" or method["name"] in CHOSE_OPTIMIZER:
         return method
     return {key: value for key, value in method.items() if key != "optimizer"}
@@ -281,7 +281,7 @@ def _package() -> hashlib._Hash:
 
 
 def _spec(defense: Defense) -> dict[str, Any]:
-    """A defence's settings; one that is not registered (made in Python) is known by its class and fields."""
+    """A defense's settings; one that is not registered (made in Python) is known by its class and fields."""
     try:
         return defenses.spec(defense, first_names=True)
     except ValueError:

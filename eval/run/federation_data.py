@@ -61,7 +61,7 @@ class FederationData:
     """Images, clients and the network they train.
 
     Attributes:
-        task_spec: what is learnt.
+        task_spec: what is learned.
         augment: how images are changed before they are fed in training; None leaves them.
         dataset: all images, on the device.
         partition: who holds which.

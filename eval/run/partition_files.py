@@ -1,8 +1,8 @@
 """Who holds which images in a run, left for readers: lists, the same in words, and whether clients share any.
 
 `partitions/1.json` has the index lists and their digest as `fl.data.partitions.partition.Partition.load` reads them,
-beside them the methods that were trained on them; `partitions/1.txt` says it in words. A run has one of each for every data
-set that it splits and every way in which it does; neither depends on what was computed, or where.
+beside them the methods that were trained on them; `partitions/1.txt` says it in words. A run has one of each for every
+data set that it splits and every way in which it does; neither depends on what was computed, or where.
 """
 
 from __future__ import annotations

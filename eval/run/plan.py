@@ -72,7 +72,7 @@ class AttackTask:
 
 @dataclass(frozen=True, eq=False)
 class TrainingTask:
-    """One method under one defence from one seed, and the attacks on it.
+    """One method under one defense from one seed, and the attacks on it.
 
     Attributes:
         method: which, under its label.
@@ -318,7 +318,7 @@ class _PlanBuilder:
         return TrainingTask(method, defense, seed, world, own.federation, cell, tuple(watches), name)
 
     def _refuse(self, attack: Entry[Attack], scene: ObservationSpec, world: FederationData) -> None:
-        """Once for all seeds, methods and defences that are watched on the same images: others are read for it."""
+        """Once for all seeds, methods and defenses that are watched on the same images: others are read for it."""
         key = f"{attack.item!r} {id(world)} {[victim.key for victim in scene.victims]}"
         if key not in self.checked:
             watched = (member.data.inputs for victim in scene.victims for member in victim.group)
@@ -330,7 +330,7 @@ class _PlanBuilder:
         return f"{method}{defended}" + (f" (seed {seed})" if len(self.experiment.seeds) > 1 else "")
 
     def _public(self, *named: object) -> list[str]:
-        """Digests of the data that methods, defences or attacks name, as they are now."""
+        """Digests of the data that methods, defenses or attacks name, as they are now."""
         found = []
         for source in dataset_sources(named):
             key = json.dumps(datasets.spec(source))

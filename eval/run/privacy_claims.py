@@ -1,6 +1,6 @@
 """What differential privacy a training may claim, and what follows of it for the attacks: plain data for a run's files.
 
-A claim is that of the method, or else of its defence, for the rounds that clients took part in. What an attacker of one
+A claim is that of the method, or else of its defense, for the rounds that clients took part in. What an attacker of one
 update sees of a record is more than that update: the weights it was sent come from rounds in which the record took
 part. Both are charged before anything is said of what an attack can reach.
 """
@@ -55,7 +55,7 @@ def privacy_claim(training: TrainingTask, rounds: Sequence[Row], *, audit: bool 
     """The columns of `PrivacyStatement`, with the rounds charged and what an audit by canaries found.
 
     Args:
-        training: whose method and defence.
+        training: whose method and defense.
         rounds: its rows of `rounds.jsonl`.
         audit: whether to audit, which takes some 10 ms for every noisy step of a client, at client level 0.1 s a round.
 
@@ -90,10 +90,10 @@ def participations(rounds: Sequence[Row], until: int | None = None) -> Counter[i
 def privacy_statement(
     training: TrainingTask, method: Method, sizes: Sequence[int], rounds: int
 ) -> PrivacyStatement | None:
-    """What a method of the training claims under its defence, or the defence where the method claims nothing.
+    """What a method of the training claims under its defense, or the defense where the method claims nothing.
 
     Args:
-        training: whose task and defence.
+        training: whose task and defense.
         method: as it is trained, or as it is watched.
         sizes: the clients' numbers of images.
         rounds: how many a client took part in, at most.
@@ -107,7 +107,7 @@ def privacy_statement(
 
 
 def _audited(training: TrainingTask, sizes: Sequence[int], rounds: int) -> canaries.CanaryAudit:
-    """By canaries, of the noisy steps of the method or of the defence, whichever claims something."""
+    """By canaries, of the noisy steps of the method or of the defense, whichever claims something."""
     method, defense = training.method.item, training.defense.item
     if isinstance(method, Private):
         return canaries.audit(method, sizes, rounds, seed=training.seed)
@@ -138,7 +138,7 @@ class IdentificationBounds:
 
     @cached_property
     def claims(self) -> PrivacyStatement | None:
-        """What method or defence claim for one round of one image; None where there is nothing to be said."""
+        """What method or defense claim for one round of one image; None where there is nothing to be said."""
         return privacy_statement(self.training, self.training.method.item, [1], 1)
 
     def of(self, watch: AttackTask, rows: Sequence[Row]) -> list[Row]:

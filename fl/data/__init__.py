@@ -33,7 +33,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labelled images for training and testing.
+    """Labeled images for training and testing.
 
     Attributes:
         train: inputs (N, C, H, W) float32 in [0, 1], labels (N,) int64.

@@ -15,14 +15,14 @@ from fl.engines.factored.engine import Factored
 from fl.engines.factored.engine import obstacle as factored_obstacle
 from fl.engines.process import Processes
 from fl.engines.sequential import Engine
-from fl.engines.vectorized import Vectorised
+from fl.engines.vectorized import Vectorized
 from fl.engines.vectorized import obstacle as vectorized_obstacle
 from fl.runtime.main_guard import leave_if_unguarded
 from fl.runtime.workers import START
 
 log = logging.getLogger(__name__)
 EngineName = Literal["auto", "loop", "factored", "vmap"]
-SPECIAL = {"factored": (Factored, factored_obstacle), "vmap": (Vectorised, vectorized_obstacle)}
+SPECIAL = {"factored": (Factored, factored_obstacle), "vmap": (Vectorized, vectorized_obstacle)}
 """Engines that do not apply to every client, best first, and what tells why."""
 
 

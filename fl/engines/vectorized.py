@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fl.client import Client, Defended, LocalResult, LossGradient
 from fl.engines.sequential import Engine
-from fl.local.optimizers import OptimState, optimise
+from fl.local.optimizers import OptimState, optimize
 from fl.method import Step
 from fl.parametrization import Parametrization
 from fl.privacy.gaussian_noise import Drawing, Noise
@@ -33,7 +33,7 @@ from fl.types import Batch, Phase
 
 log = logging.getLogger(__name__)
 State = dict[str, Any]
-"""What a step changes: "params" that move, the optimiser's "first" and "second" moments, the model's "buffers"."""
+"""What a step changes: "params" that move, the optimizer's "first" and "second" moments, the model's "buffers"."""
 REFUSALS = (AttributeError, RuntimeError, TypeError)
 """What comes of a rule that `vmap` can't take, or that draws from `_Streams` as if it were a generator."""
 
@@ -45,11 +45,11 @@ def obstacle(client: Client) -> str | None:
     return None
 
 
-class Vectorised(Engine):
+class Vectorized(Engine):
     """Clients stacked, `chunk` at a time; equal to the loop up to rounding, running statistics included.
 
-    Noise that a defence adds to single gradients is stacked where it is drawn by `fl.privacy.dp_sgd`: each client's
-    comes from its own generator, in the loop's order. A defence that draws from the generator itself, and whatever else
+    Noise that a defense adds to single gradients is stacked where it is drawn by `fl.privacy.dp_sgd`: each client's
+    comes from its own generator, in the loop's order. A defense that draws from the generator itself, and whatever else
     `vmap` refuses, sends the chunk through the loop; the log says why, once. A private gradient holds that of every
     image of every client of a stack: a smaller `chunk` needs less memory.
     """
@@ -241,7 +241,7 @@ class _Stack:
         if self.phase.keeps is not None:
             return {**state, "kept": grads}
         optim = OptimState(s, state["first"], state["second"])
-        params, optim = optimise(self.phase, groups, params, grads, optim)
+        params, optim = optimize(self.phase, groups, params, grads, optim)
         moved = {name: params[name] for name in groups}
         return {"params": moved, "first": optim.first, "second": optim.second, "buffers": buffers}
 

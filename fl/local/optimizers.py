@@ -1,4 +1,4 @@
-"""Functional optimisers: the arithmetic of torch.optim on named, possibly structured parameters, differentiable."""
+"""Functional optimizers: the arithmetic of torch.optim on named, possibly structured parameters, differentiable."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fl.types import Group, Phase
 
 @dataclass(frozen=True)
 class OptimState:
-    """What an optimiser carries from one step to the next."""
+    """What an optimizer carries from one step to the next."""
 
     step: int = 0
     first: Tensors = field(default_factory=dict)
     second: Tensors = field(default_factory=dict)
 
 
-def optimise(
+def optimize(
     phase: Phase, groups: dict[str, Group], params: Tensors, grads: Tensors, state: OptimState
 ) -> tuple[Tensors, OptimState]:
     """One step of `phase.optimizer`: clip each group, add the decay, move.
@@ -64,7 +64,7 @@ def _sgd(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Tensors,
 
 
 def _adaptive(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Tensors, OptimState]:
-    """A step of an optimiser that divides every number by a size of its own, with torch.optim's default constants."""
+    """A step of an optimizer that divides every number by a size of its own, with torch.optim's default constants."""
     for name, g in directions.items():
         if isinstance(g, LowRank):
             raise TypeError(

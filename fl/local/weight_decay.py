@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from fl.local.optimizers import OptimState, optimise
+from fl.local.optimizers import OptimState, optimize
 from fl.tensors import LowRank, Tensors, add, dense
 from fl.types import Group, Phase, Schedule
 
@@ -14,8 +14,8 @@ from fl.types import Group, Phase, Schedule
 def decay_shares(phases: Sequence[Phase], schedule: Schedule | None, names: Iterable[str]) -> dict[str, float]:
     """The share of each parameter that local SGD or AdamW takes off by weight decay alone.
 
-    SGD is linear in gradients and parameters, and AdamW's decay never enters its normalised steps, so
-    `update = share * before + what the gradients make`. The share is what the phases' own optimiser takes off the
+    SGD is linear in gradients and parameters, and AdamW's decay never enters its normalized steps, so
+    `update = share * before + what the gradients make`. The share is what the phases' own optimizer takes off the
     number 1 when every gradient is zero.
 
     Args:
@@ -25,7 +25,7 @@ def decay_shares(phases: Sequence[Phase], schedule: Schedule | None, names: Iter
 
     Returns:
         By name, 0 where nothing decays; names whose share can't be told are left out: Adam, RMSprop and Adagrad mix the
-        decay into their normalised steps, and an unknown schedule leaves the number of steps open where `Phase.steps`
+        decay into their normalized steps, and an unknown schedule leaves the number of steps open where `Phase.steps`
         does not say it.
     """
     counts = [phase.steps for phase in phases] if schedule is None else [len(steps) for steps in schedule]
@@ -54,7 +54,7 @@ def without_decay(
         update: an observed or predicted one, by name.
         shared: the parameters it starts from.
         shares: by name, as `decay_shares` gives them; tensors that it or the update lacks stay as they are.
-        surrogate: what a known defence lets through of the decay's part; None is all of it.
+        surrogate: what a known defense lets through of the decay's part; None is all of it.
     """
     made: Tensors = {}
     for name, share in shares.items():
@@ -82,5 +82,5 @@ def _left(phase: Phase, group: Group, count: int) -> float:
     params, state = {"": torch.ones((), dtype=torch.float64)}, OptimState()
     zero = {"": torch.zeros((), dtype=torch.float64)}
     for _ in range(count):
-        params, state = optimise(phase, {"": group}, params, dict(zero), state)  # type: ignore[arg-type, assignment]
+        params, state = optimize(phase, {"": group}, params, dict(zero), state)  # type: ignore[arg-type, assignment]
     return float(params[""])

@@ -28,7 +28,7 @@ class Centaur(Private, FedAvg):
     """
 
     plain: ClassVar[str] = (
-        "clients share the layers that recognise shapes, trained under random noise, and keep the last layer, their "
+        "clients share the layers that recognize shapes, trained under random noise, and keep the last layer, their "
         "classifier, to themselves."
     )
     personal: ClassVar[bool] = True

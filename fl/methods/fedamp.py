@@ -33,7 +33,7 @@ class FedAMP(KeepsModels):
     it predicts.
 
     The distance is that of the shared parameters; running statistics go with them. Our choices: local training starts
-    at u_i, as the paper's minimisation does not say where it starts (from w_i instead, in PFLlib); where the others
+    at u_i, as the paper's minimization does not say where it starts (from w_i instead, in PFLlib); where the others
     would count for more than 1 together, as equal models easily do, they are scaled to 1, since the paper's analysis
     needs a mean; the model of a client that does not take part stays as it is; alpha is the same in all rounds. The
     paper's heuristic for deep networks, HeurFedAMP, with softmaxes of cosines, is not here. The paper's own constants

@@ -48,7 +48,7 @@ class FedAvg(Method):
         self.check_optimizer()
 
     def check_optimizer(self) -> None:
-        """Refuse an optimiser that the method or its other settings can't go with.
+        """Refuse an optimizer that the method or its other settings can't go with.
 
         Raises:
             ValueError: says which and what to set.

@@ -1,4 +1,4 @@
-"""FedBN: batch normalisation stays with the client, everything else is shared."""
+"""FedBN: batch normalization stays with the client, everything else is shared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FedBN(FedAvg):
         batch_size: images per step.
     """
 
-    plain: ClassVar[str] = "as fedavg, but each client keeps to itself how its layers scale and centre their inputs."
+    plain: ClassVar[str] = "as fedavg, but each client keeps to itself how its layers scale and center their inputs."
 
     batch_size: Count | None = 32
 

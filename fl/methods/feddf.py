@@ -29,7 +29,7 @@ class FedDF(PublicImages):
     Constants are those of the authors' code for ResNet-8 on CIFAR-10, where x is CIFAR-100 or downsampled ImageNet:
     local SGD at step size 0.1 without momentum and decay, 40 epochs of batches of 64; on the server Adam at 1e-3 for
     10,000 steps, gradients clipped at 5. Batches of 128 are the default of its solver; with real images it takes the
-    clients' size. It stops once 1,000 steps bring nothing more on labelled images that the server holds beside, a tenth
+    clients' size. It stops once 1,000 steps bring nothing more on labeled images that the server holds beside, a tenth
     of all training images, and returns the best network by them: here all steps are taken, so `server_steps` is worth
     choosing. Teachers judge in evaluation mode; the student trains in that of the clients, which moves batch-norm
     statistics.

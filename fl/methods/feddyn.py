@@ -24,9 +24,9 @@ SLOPE = "slope"
 @methods.register("feddyn")
 @dataclass(frozen=True, kw_only=True)
 class FedDyn(FedAvg):
-    """Dynamic regularisation (Acar et al., ICLR 2021, Algorithm 1).
+    """Dynamic regularization (Acar et al., ICLR 2021, Algorithm 1).
 
-    A client minimises L_k(w) - <g_k, w> + alpha / 2 |w - w_t|^2. At the minimum w_k the gradient of L_k is g_k less
+    A client minimizes L_k(w) - <g_k, w> + alpha / 2 |w - w_t|^2. At the minimum w_k the gradient of L_k is g_k less
     alpha (w_k - w_t): its next g_k. The server adds up the same, h = h - alpha / m sum of (w_k - w_t) over the round's
     clients, m being the number of all, and sends the plain mean of the w_k, less h / alpha. Only the parameters travel.
     All g_k and h start at zero. A server that kept every upload knows g_k; a view of one round has it as private.
@@ -45,7 +45,7 @@ class FedDyn(FedAvg):
     """
 
     plain: ClassVar[str] = (
-        "as fedavg, but a spring and a steady push, learnt from earlier rounds, keep clients from going their own ways."
+        "as fedavg, but a spring and a steady push, learned from earlier rounds, keep clients from going their own way."
     )
 
     alpha: Positive = 0.01

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl.method import Download, ServerState, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.network import Network
 from fl.parametrization import Parametrization
 from fl.ranges import Count, CountFrom0, Range, StepSize, Weight
@@ -27,7 +27,7 @@ TURNS, SEED = "turns", "seed"
 @methods.register("fedensemble")
 @dataclass(frozen=True, kw_only=True)
 class FedEnsemble(FedAvg):
-    """Fed-ensemble, generalisation by ensembles of models (Shi et al., 2021).
+    """Fed-ensemble, generalization by ensembles of models (Shi et al., 2021).
 
     The server holds `members` networks, which start from different values. In a round each client receives and trains
     one, and the server takes FedAvg's mean of each network over the clients that had it; one that nobody had stays. In
@@ -121,7 +121,7 @@ def _name(member: int) -> str:
 def _fresh(params: Tensors, task: Task, generator: torch.Generator) -> Tensors:
     """Parameters of the same network, drawn anew."""
     model = copy.deepcopy(task.model).cpu()  # numbers are drawn on the CPU, wherever they go
-    initialise(model, generator)
+    initialize(model, generator)
     drawn = dict(model.named_parameters())
     return {name: drawn[name].detach().to(dense(value).device) for name, value in params.items()}
 

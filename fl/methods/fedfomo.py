@@ -38,7 +38,7 @@ class _Mix(Phase):
 @methods.register("fedfomo")
 @dataclass(frozen=True, kw_only=True)
 class FedFomo(KeepsModels):
-    """First-order model optimisation (Zhang et al., ICLR 2021).
+    """First-order model optimization (Zhang et al., ICLR 2021).
 
     From the second round on the server sends client i its last model, the one from which it had trained it, theta, and
     up to `downloads` last models of others that sent one in the round before. Each model theta_n among these, its own
@@ -47,7 +47,7 @@ class FedFomo(KeepsModels):
     w_n (theta_n - theta). It sends the trained model, and all w_n, which the server adds to row i of a matrix P. The
     others are drawn epsilon-greedily: each with probability epsilon at random, else the next best in P.
 
-    **Clients see each other's models**, and what they say of them are losses on private images, which no defence
+    **Clients see each other's models**, and what they say of them are losses on private images, which no defense
     touches before they are weights. In numbers, one model and 1 + `downloads` weights travel up, 2 + `downloads` models
     down; a client could keep its own two, which the server knows, or can work out, anyway.
 

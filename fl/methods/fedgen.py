@@ -54,7 +54,7 @@ class FedGen(FedAvg):
     2 % a round; clients take 20 steps of batches of 32 at 0.01. Noise is N(0, I), which the code's comment says; it
     draws from U(0, 1). It counts labels in the batches that were fed, here in all of a client's images; y' come from
     all classes, on the server from those that some client of the round has (more than one image, in the code). Its
-    clients' optimiser and step sizes that fall by 1 % a round are not there: this is FedAvg's SGD. Teachers are the
+    clients' optimizer and step sizes that fall by 1 % a round are not there: this is FedAvg's SGD. Teachers are the
     classifiers alone. It could not be checked against the paper's text which of these terms the paper has; without
     `beta` the clients' loss is cross entropy on images and on features.
 
@@ -263,7 +263,7 @@ def _probabilities(labels: Tensor, classes: int, like: Tensor) -> Tensor:
 def _trust(server: ServerState, uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
     """Each client's share of the round's images of each label (clients, K), and where there are any (K,), 0 or 1.
 
-    A defence may have put noise into what clients sent: what is below zero counts for nothing, and where nothing is
+    A defense may have put noise into what clients sent: what is below zero counts for nothing, and where nothing is
     left of a label, clients count alike.
     """
     sent = dense(server.shared[SHARES])

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.network import Network
 from fl.parametrization import Parametrization
 from fl.ranges import Count, Range, Weight
@@ -34,7 +34,7 @@ FIRST = "experts.0."
 @methods.register("fedjets")
 @dataclass(frozen=True, kw_only=True)
 class FedJETs(FedAvg):
-    """FedJETs, just-in-time personalisation by a mixture of experts (Dun et al., 2023).
+    """FedJETs, just-in-time personalization by a mixture of experts (Dun et al., 2023).
 
     A network that stays as it is, the common expert, gives every image its features; a gate, one linear layer, makes of
     them a score for each of `experts` networks. A client receives and trains the gate and the `chosen` experts with the
@@ -59,7 +59,7 @@ class FedJETs(FedAvg):
     """
 
     plain: ClassVar[str] = (
-        "several networks specialise; a common gate sends each client to those that fit its pictures, and each picture "
+        "several networks specialize; a common gate sends each client to those that fit its pictures, and each picture "
         "to one of them."
     )
 
@@ -150,10 +150,10 @@ class FedJETs(FedAvg):
         model = copy.deepcopy(task.model).cpu()  # numbers are drawn on the CPU, wherever they go
         mixture = next(module for module in model.modules() if isinstance(module, Mixture))
         like = next(iter(task.parameters.values()))
-        initialise(mixture.gate, generator)
+        initialize(mixture.gate, generator)
         own: Payloads = {GATE: {n: p.detach().to(like) for n, p in mixture.gate.named_parameters(prefix=GATE)}}
         for k in range(self.experts):
-            initialise(mixture.experts[0], generator)
+            initialize(mixture.experts[0], generator)
             own[_name(k)] = {n: v.detach().clone().to(like.device) for n, v in mixture.experts[0].state_dict().items()}
         own[SCORES] = {SCORES: torch.zeros(clients, self.experts, dtype=like.dtype)}
         return replace(server, shared={}, buffers={}, own=own)
@@ -223,7 +223,7 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList([copy.deepcopy(task.model) for _ in range(chosen)])
         self.register_buffer("ids", torch.arange(chosen, device=like.device))
         self.register_buffer("anchor", like.new_zeros(()))
-        initialise(self.gate, stream(0, "fedjets"))
+        initialize(self.gate, stream(0, "fedjets"))
         self.gate.to(like.device)  # numbers are drawn on the CPU, wherever they go
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""FedLAW: the server learns, on labelled images of its own, how much each client counts and how far weights shrink."""
+"""FedLAW: the server learns, on labeled images of its own, how much each client counts and how far weights shrink."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FedLAW(PublicImages):
 
     The server sends gamma * sum_i lambda_i w_i of the networks w_i that arrived, where lambda = softmax(x) and gamma =
     exp(y). In every round x and y start at FedAvg's weights and 0, and follow the cross entropy of that network on
-    labelled images of the server by Adam with betas (0.5, 0.999). gamma < 1 shrinks the whole network, as weight decay
+    labeled images of the server by Adam with betas (0.5, 0.999). gamma < 1 shrinks the whole network, as weight decay
     would. What travels is FedAvg's.
 
     Constants are those of the code: local SGD at step size 0.08, which its script lowers by 1 % a round (here it
@@ -34,7 +34,7 @@ class FedLAW(PublicImages):
     128 at 0.01, which is 0.005 for other data sets than CIFAR-10. There the server holds 2 % of the test images,
     equally many of each class, and scores on the others: with CIFAR-10, `part: test`, `images: 200` and a `test_limit`
     of 9800 for the task do that, the classes being as they come. Batch-norm statistics are FedAvg's mean to begin with,
-    and follow what the network sees while its weights are learnt; in the code the server's are never averaged. Its
+    and follow what the network sees while its weights are learned; in the code the server's are never averaged. Its
     other forms (squares in place of exponentials, first lambda and then gamma) are not there.
 
     Attributes:
@@ -52,7 +52,7 @@ class FedLAW(PublicImages):
     """
 
     plain: ClassVar[str] = (
-        "as fedavg, but the server tries out, on labelled pictures of its own, how much each client should count and "
+        "as fedavg, but the server tries out, on labeled pictures of its own, how much each client should count and "
         "how small the numbers of the network should be."
     )
 
@@ -91,7 +91,7 @@ class FedLAW(PublicImages):
         return server
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The mean with weights that are learnt; buffers as in FedAvg, and then as they are seen."""
+        """The mean with weights that are learned; buffers as in FedAvg, and then as they are seen."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after

@@ -14,9 +14,9 @@ from fl.types import Group, Phase, Scope, Task
 @methods.register("fedper")
 @dataclass(frozen=True, kw_only=True)
 class FedPer(FedAvg):
-    """Federated learning with personalisation layers (Arivazhagan et al., 2019, Algorithms 1 and 2).
+    """Federated learning with personalization layers (Arivazhagan et al., 2019, Algorithms 1 and 2).
 
-    Base layers (the extractor) and personalisation layers (the classifier) are trained together; the server averages
+    Base layers (the extractor) and personalization layers (the classifier) are trained together; the server averages
     the base layers only.
 
     Attributes:

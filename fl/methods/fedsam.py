@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 @methods.register("fedsam")
 @dataclass(frozen=True, kw_only=True)
 class FedSAM(FedAvg):
-    """FedAvg with sharpness-aware minimisation (Qu et al., ICML 2022, Algorithm 1; Caldarola et al., ECCV 2022).
+    """FedAvg with sharpness-aware minimization (Qu et al., ICML 2022, Algorithm 1; Caldarola et al., ECCV 2022).
 
     With g the gradient of a batch at w, a step goes along the gradient of the same batch at w + rho g / |g|, the norm
     being that of all parameters that move. Decay, clipping and momentum then act as in FedAvg. Both gradients are taken
-    in train mode, so that batch-norm statistics take in a batch twice, and a defence defends each.
+    in train mode, so that batch-norm statistics take in a batch twice, and a defense defends each.
 
     Constants are those of Caldarola et al.'s published script for CIFAR-10, which has rho to be chosen anew elsewhere.
     Their adaptive variant (FedASAM), their averaging of the server's weights and Qu et al.'s momentum (MoFedSAM) are

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.network import Network
 from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.seeds import stream
@@ -27,12 +27,12 @@ OWN = ("centre", "width", "scale")
 @methods.register("fedsr")
 @dataclass(frozen=True, kw_only=True)
 class FedSR(FedAvg):
-    """FedSR, a simple representation for domain generalisation (Nguyen et al., NeurIPS 2022).
+    """FedSR, a simple representation for domain generalization (Nguyen et al., NeurIPS 2022).
 
     What enters the classifier, features (B, D), goes through a further linear layer that gives mu and sigma (softplus)
     of z ~ N(mu, sigma^2), one draw for each image and step; z is classified. To the cross entropy come `l2` times the
     mean length |z|, and `cmi` times the mean over images of KL(N(C mu, (C sigma)^2) || N(r_y, s_y^2)), a bound on what
-    z tells of the image beyond its label y: centre r_y and width s_y (softplus) of a class, and C, are learnt. As in
+    z tells of the image beyond its label y: center r_y and width s_y (softplus) of a class, and C, are learned. As in
     the authors' code these stay with the client, and begin at 0, softplus(1) and 1; all else is averaged. Predictions
     are the mean of the softmax over `samples` draws.
 
@@ -111,7 +111,7 @@ class FedSR(FedAvg):
         params = super().initial(task, generator)
         name, head = _random(task.model)
         layer = nn.utils.skip_init(nn.Linear, head.encode.in_features, head.encode.out_features)
-        initialise(layer, generator)
+        initialize(layer, generator)
         fresh = {f"{name}.encode.{key}": value.detach() for key, value in layer.named_parameters()}
         fresh |= {f"{name}.{key}": torch.ones_like(getattr(head, key)) for key in ("width", "scale")}
         return {key: fresh[key].to(dense(value)) if key in fresh else value for key, value in params.items()}
@@ -131,8 +131,8 @@ class FedSR(FedAvg):
         name, _ = _random(network.model)
         noise = step.draws.get(f"{name}.noise")
         z = mu if noise is None else mu + noise * sigma
-        centre, width, scale = (network.weights[f"{name}.{key}"] for key in OWN)
-        far = divergence(scale * mu, scale * sigma, centre, functional.softplus(width), batch.labels)
+        center, width, scale = (network.weights[f"{name}.{key}"] for key in OWN)
+        far = divergence(scale * mu, scale * sigma, center, functional.softplus(width), batch.labels)
         plain = functional.cross_entropy(logits, batch.labels)
         return plain + self.l2 * z.norm(dim=1).mean() + self.cmi * far.mean()
 
@@ -166,7 +166,7 @@ class RandomHead(nn.Module):
         super().__init__()
         features, classes, like = classify.in_features, classify.out_features, classify.weight
         self.encode = nn.utils.skip_init(nn.Linear, features, 2 * features)
-        initialise(self.encode, generator)
+        initialize(self.encode, generator)
         self.encode.to(like)
         self.classify = classify
         self.centre = nn.Parameter(like.new_zeros(classes, features))
@@ -210,21 +210,21 @@ def represented(network: Network, inputs: Tensor) -> tuple[Tensor, Tensor, Tenso
     return logits, *halves(seen[0])
 
 
-def divergence(mu: Tensor, sigma: Tensor, centre: Tensor, width: Tensor, labels: Tensor) -> Tensor:
-    """KL(N(mu, sigma^2) || N(centre, width^2)) of each image from its class (B,); a mean where a label is of several.
+def divergence(mu: Tensor, sigma: Tensor, center: Tensor, width: Tensor, labels: Tensor) -> Tensor:
+    """KL(N(mu, sigma^2) || N(center, width^2)) of each image from its class (B,); a mean where a label is of several.
 
     Args:
         mu: (B, D).
         sigma: (B, D), of any sign.
-        centre: (K, D).
+        center: (K, D).
         width: (K, D), > 0.
         labels: (B,) int64, or (B, K) probabilities.
     """
     if labels.is_floating_point():
         mu, sigma = mu[:, None], sigma[:, None]
     else:
-        centre, width = centre[labels], width[labels]
-    far = ((sigma.square() + (mu - centre).square()) / width.square() - 1) / 2 + width.log() - sigma.abs().log()
+        center, width = center[labels], width[labels]
+    far = ((sigma.square() + (mu - center).square()) / width.square() - 1) / 2 + width.log() - sigma.abs().log()
     each = far.sum(-1)
     return (each * labels).sum(-1) if labels.is_floating_point() else each
 

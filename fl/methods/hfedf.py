@@ -36,7 +36,7 @@ Align = Literal["toward", "away", "off", "as-printed"]
 @methods.register("hfedf")
 @dataclass(frozen=True, kw_only=True)
 class HFedF(FedAvg):
-    """hFedF, model fusion by a hypernetwork for domain generalisation (Bartholet et al., 2024, Algorithms 1-4).
+    """hFedF, model fusion by a hypernetwork for domain generalization (Bartholet et al., 2024, Algorithms 1-4).
 
     Client i receives theta_i = h(v_i; phi) and returns what local SGD changed. The server pulls `sent - trained` of
     each client back through h, weights the results by how far each agrees with their mean (GradAlign), takes a step of
@@ -75,7 +75,7 @@ class HFedF(FedAvg):
 
     plain: ClassVar[str] = (
         "as pfedhn, but the server weights clients by how far they agree and moves slowly, so that images unlike any "
-        "client's are recognised, too."
+        "client's are recognized, too."
     )
 
     lr: StepSize = 1e-3

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.hfedf import HFedF
 from fl.models.building_blocks.dropout import drops
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.models.hfedf_autoencoder import Autoencoder
 from fl.models.hypernetworks.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, embedding_of
 from fl.ranges import Count, CountFrom0, Seed, StepSize, Width
@@ -96,7 +96,7 @@ class HFedFLatent(HFedF):
         with torch.device("meta"):
             autoencoder = Autoencoder(task.input_shape, size)
         autoencoder.to_empty(device="cpu")
-        initialise(autoencoder, torch.Generator().manual_seed(self.autoencoder_seed))
+        initialize(autoencoder, torch.Generator().manual_seed(self.autoencoder_seed))
         model.autoencoder = autoencoder.to(some)
         model.latent = nn.Parameter(some.new_zeros(size))
         return model

@@ -34,9 +34,9 @@ class HyperFedZero(FedAvg):
     The loss is cross entropy plus alpha var(sum of e over the batch) / mean(sum of e) plus beta mean(-e log e). At test
     time z = 0.
 
-    Not given in the paper, so ours: the layouts of f and noisy, the size of the chunks' embeddings, the initialisation
+    Not given in the paper, so ours: the layouts of f and noisy, the size of the chunks' embeddings, the initialization
     (PyTorch's default), the variance's divisor (P - 1), that the last mean runs over all entries of e (the formula has
-    no sum over them), that generated weights of normalisation layers are their distance from 1, and the optimiser:
+    no sum over them), that generated weights of normalization layers are their distance from 1, and the optimizer:
     plain SGD as in Algorithm 1 at the published step size is far from converged after the published 2,500 steps, so the
     default is Adam. Table 3's counts of parameters, which leave out f and noisy, come out with 32 numbers for every
     chunk beside 32 inputs of h; 16 of these are e, so we take 16.

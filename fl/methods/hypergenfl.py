@@ -48,7 +48,7 @@ class HyperGenFL(FedAvg):
     Clients train and send as in FedAvg. An attention hypernetwork on the server turns an embedding of each client that
     takes part into its share in the mean of every layer; hypernetwork and embeddings then step along what these shares
     do to the aggregate, whose gradient is taken to be theta_sent - theta_c, averaged over the clients. The paper's Eq.
-    15 and Algorithm 1 have the opposite sign, which moves the aggregate away from what clients learnt (distance
+    15 and Algorithm 1 have the opposite sign, which moves the aggregate away from what clients learned (distance
     "as-printed"); its Eq. 16 and 17 have this one.
 
     Figure 1 aggregates the models that just arrived; Algorithm 1 (lines 5 to 9), before training, the last models of
@@ -193,7 +193,7 @@ class HyperGenFL(FedAvg):
         )
 
     def _learned(self, server: ServerState, uploads: Sequence[Upload]) -> Payloads:
-        """Hypernetwork, embeddings and optimiser after a step (Eq. 10 and 11)."""
+        """Hypernetwork, embeddings and optimizer after a step (Eq. 10 and 11)."""
         own, clients = server.own[HYPERNETWORK], [upload.client for upload in uploads]
         hypernetwork, columns = self.hypernetwork(server), []
         for names in layers(server).values():

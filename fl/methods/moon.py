@@ -128,7 +128,7 @@ def represented(network: Network, inputs: Tensor, head: str) -> tuple[Tensor, Te
 
 
 def _classifier(model: nn.Module, head: str) -> nn.Module:
-    """The module whose parameters' names start with `head`, also where a defence put the network into another one."""
+    """The module whose parameters' names start with `head`, also where a defense put the network into another one."""
     found = next((module for name, module in model.named_modules() if head and _within(f"{name}.", head)), None)
     if found is None:
         raise ValueError(f"expected a network with a classifier, a module called {head.rstrip('.')!r}, got none")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @methods.register("per-fedavg")
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(FedAvg):
-    """Personalised FedAvg by meta-learning (Fallah et al., NeurIPS 2020, Algorithm 1).
+    """Personalized FedAvg by meta-learning (Fallah et al., NeurIPS 2020, Algorithm 1).
 
     Local steps follow the gradient of f(w - alpha grad f(w)): with v the gradient at w - alpha grad f(w), each on a
     batch of its own, "fo" takes v (first order); "hf" (Hessian-free) takes v - alpha d, where

@@ -31,7 +31,7 @@ EMBEDDING = "embedding"
 @methods.register("pfedla")
 @dataclass(frozen=True, kw_only=True)
 class PFedLA(KeepsModels):
-    """Layer-wised personalised federated learning (Ma et al., CVPR 2022, Figure 2).
+    """Layer-wised personalized federated learning (Ma et al., CVPR 2022, Figure 2).
 
     The server keeps each client's last model, a hypernetwork for each client and an embedding with it. Client i starts
     from a mean of all these models, in layer l with the shares alpha_i^l that its hypernetwork makes: a perceptron of
@@ -42,7 +42,7 @@ class PFedLA(KeepsModels):
     From the abstract and the figure are the order of these steps, a hypernetwork per client and shares per layer; the
     rest of the paper could not be checked. Perceptron, ReLU, the heads' start at U(0, 1) and zero, and all constants
     are those of an unofficial implementation (KarhouTam/pFedLA). Our choices: the step goes down the loss, so that the
-    mean moves to what clients learnt, while that code goes against it; a layer is a module that holds parameters, and
+    mean moves to what clients learned, while that code goes against it; a layer is a module that holds parameters, and
     running statistics go with it; a model is the one the client ended with; where ReLU leaves nothing of a layer the
     client gets its own; all hypernetworks start alike, embeddings from N(0, 1). HeurpFedLA, in which clients keep some
     layers to themselves, is not here.

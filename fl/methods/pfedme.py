@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @methods.register("pfedme")
 @dataclass(frozen=True, kw_only=True)
 class PFedMe(FedAvg):
-    """Personalised federated learning with Moreau envelopes (Dinh et al., NeurIPS 2020, Algorithm 1).
+    """Personalized federated learning with Moreau envelopes (Dinh et al., NeurIPS 2020, Algorithm 1).
 
     In every local step theta(w) = argmin f(theta; batch) + lam / 2 |theta - w|^2 is approached by `inner_steps` steps
     of gradient descent from w, and w moves by lr * lam * (w - theta). The server takes (1 - beta) w + beta times the

@@ -17,7 +17,7 @@ from fl.types import Group, Phase, Scope, Task
 @methods.register("ppsgd")
 @dataclass(frozen=True, kw_only=True)
 class PPSGD(Private, FedAvg):
-    """PPSGD (Bietti et al., ICML 2022, Algorithm 1): logits (w + theta_i) phi(x), all three learnt at once.
+    """PPSGD (Bietti et al., ICML 2022, Algorithm 1): logits (w + theta_i) phi(x), all three learned at once.
 
     Extractor and common classifier w are clipped together, get noise and are sent; the personal theta_i stays. The
     gradient of theta_i is that of w, so by default the noisy one serves both and costs nothing more. Bietti et al.

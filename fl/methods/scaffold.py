@@ -99,7 +99,7 @@ class Scaffold(FedAvg):
             way = {name: step.kept[AT_START][name] for name in own}
         elif steps:
             way = scaled(combine({name: step.start[name] for name in own}, params, -1.0), 1 / self._length(steps))
-        else:  # no step, nothing learnt
+        else:  # no step, nothing learned
             return {CONTROL: zeros(own, own)}, step.memory
         change = combine(way, step.received[CONTROL], -1.0)
         return {CONTROL: change}, {CONTROL: combine(own, change)}

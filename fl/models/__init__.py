@@ -9,7 +9,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import nn
 
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.models.building_blocks.layers import Classifier, Normalize, usual_statistics
 from fl.ranges import Positive, Width
 from fl.registry import Registry
@@ -36,7 +36,7 @@ class Network:
 
     Attributes:
         input_shape: (C, H, W) of the images.
-        normalize: whether the first layer normalises the pixels.
+        normalize: whether the first layer normalizes the pixels.
         mean: per-channel mean; `()` takes the usual one (MNIST's for one channel, CIFAR-10's for three).
         std: per-channel standard deviation, likewise.
     """
@@ -56,30 +56,30 @@ class Network:
         """The extractor: (B, C, H, W) to features (B, F)."""
         raise NotImplementedError
 
-    def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+    def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
         """Draw the initial parameters; PyTorch's default scheme unless a subclass says otherwise.
 
         All parameters and buffers come without values, but for those of the layer that normalizes pixels.
         """
-        initialise(model, generator)
+        initialize(model, generator)
 
     def task(self, *, num_classes: int, seed: int = 0) -> Task:
         """The network with its initial parameters, equal to `torch.manual_seed(seed)` followed by construction.
 
         Raises:
-            ValueError: fewer than two classes, images too small for the extractor, or `initialise` leaves something
+            ValueError: fewer than two classes, images too small for the extractor, or `initialize` leaves something
                 without a value.
         """
         if num_classes < 2:
             raise ValueError(f"expected at least 2 classes, got {num_classes}")
-        first = self._normalisation()
+        first = self._normalization()
         with torch.device("meta"):  # shapes only: nothing is drawn from the global generator
             model = Classifier(first, self.body(), self.input_shape, num_classes, bias=self.head_bias)
         model.to_empty(device="cpu")
         _unset(model)
         if first is not None:
-            first.reset_buffers()  # not left to `initialise`, which a subclass may override
-        self.initialise(model, torch.Generator().manual_seed(seed))
+            first.reset_buffers()  # not left to `initialize`, which a subclass may override
+        self.initialize(model, torch.Generator().manual_seed(seed))
         _check_set(model, getattr(self, "name", type(self).__name__))
         mean, std = first.values if first is not None else ((), ())
         return Task(model, self.input_shape, num_classes, "head.", mean, std)
@@ -88,7 +88,7 @@ class Network:
         """A hash of what `task` depends on beside settings and seed: nothing, for networks of this package."""
         return ""
 
-    def _normalisation(self) -> Normalize | None:
+    def _normalization(self) -> Normalize | None:
         if not self.normalize:
             return None
         if self.mean and self.std:
@@ -120,7 +120,7 @@ def _check_set(model: nn.Module, name: str) -> None:
         unset = value.isnan() if isinstance(mark, float) else value == mark
         if value.dtype != torch.bool and bool(unset.any()):
             raise ValueError(
-                f"network {name!r}: expected initialise to fill {key!r}, which has no value: `body` is built without "
+                f"network {name!r}: expected initialize to fill {key!r}, which has no value: `body` is built without "
                 "memory, and what constructors compute is lost; a network that comes with its values (timm's, say) is "
                 "given by a function that returns it, task.model: module:function"
             )

@@ -87,12 +87,12 @@ class FunctionNetwork(Network):
             head = head_of(model, self.head or None, num_classes)
         except ValueError as error:
             raise ValueError(f"task.model {self.function}: {error}") from error
-        first = self._normalisation()
+        first = self._normalization()
         channels, height, width = self.input_shape
         shape = (channels, height, width)
         if first is None:
             return Task(model, shape, num_classes, head, self.mean, self.std)
-        whole = nn.Sequential(OrderedDict(normalise=first, network=model))
+        whole = nn.Sequential(OrderedDict(normalize=first, network=model))
         return Task(whole, shape, num_classes, f"network.{head}", *first.values)
 
     def fingerprint(self, *, num_classes: int, seed: int) -> str:

@@ -46,7 +46,7 @@ class HFedFCnn(Network):
     """The client network of hFedF (Bartholet et al., 2024, Table 9): 928,199 parameters for seven classes.
 
     Two blocks of convolutions and max pooling, two Inception modules, adaptive pooling to 3x3, two linear layers; ReLU
-    where the table has it, so none between the linear layers. How pixels are normalised is not given in the paper.
+    where the table has it, so none between the linear layers. How pixels are normalized is not given in the paper.
 
     Attributes:
         channels: after the first and the second block.

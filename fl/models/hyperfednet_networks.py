@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl.models import Network, models
-from fl.models.building_blocks.initialization import initialise, initialise_uniform
+from fl.models.building_blocks.initialization import initialize, initialize_uniform
 from fl.models.building_blocks.layers import features
 from fl.models.lenet_zhu import BOUND
 from fl.ranges import Range, Width
@@ -108,9 +108,9 @@ class HFNLeNet(Network):
         layers |= {"act3": nn.Sigmoid(), "fc2": nn.Linear(120, 84), "act4": nn.Sigmoid()}
         return nn.Sequential(layers)
 
-    def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+    def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
         """Draw the initial parameters as `init` says."""
         if self.init == "uniform":
-            initialise_uniform(model, generator, BOUND)
+            initialize_uniform(model, generator, BOUND)
         else:
-            initialise(model, generator)
+            initialize(model, generator)

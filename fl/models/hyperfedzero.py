@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.per_sample import Given, PerSample
 from fl.models.hypernetworks.chunked import ChunkedHypernetwork, fitting_chunk
@@ -50,19 +50,19 @@ class Embedder(nn.Module):
     """f and noisy: images to the logarithms of their distribution embeddings e (HyperFedZero, Eq. 3).
 
     Args:
-        task: whose images and normalisation.
+        task: whose images and normalization.
         kind: layout of both networks.
         size: of an embedding, P.
     """
 
     def __init__(self, task: Task, kind: Kind, size: int) -> None:
         super().__init__()
-        self.normalise = Normalize(task.mean, task.std)
+        self.normalize = Normalize(task.mean, task.std)
         self.extractor, self.noisy = (extractor(kind, task.input_shape, size) for _ in range(2))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Logarithms of e (B, P) from pixels (B, C, H, W), with the noise z (B, P), or none."""
-        x = self.normalise(x)
+        x = self.normalize(x)
         scores = self.extractor(x)
         if z is not None:
             scores = scores + z * functional.softplus(self.noisy(x))
@@ -171,9 +171,9 @@ class JoinedNet(nn.Module):
 def draw_initial(model: ZeroNet | JoinedNet, generator: torch.Generator) -> None:
     """Fill a network: layers by PyTorch's default, chunk embeddings N(0, 1); the joined classifier keeps its own."""
     with torch.no_grad():
-        initialise(model.embedder, generator)
+        initialize(model.embedder, generator)
         if isinstance(model, ZeroNet):
-            initialise(model.hypernet.layers, generator)
+            initialize(model.hypernet.layers, generator)
             model.hypernet.chunks.copy_(torch.randn(model.hypernet.chunks.shape, generator=generator))
         else:
             weight = model.classifier.get_submodule(model.joined).get_parameter("condition")

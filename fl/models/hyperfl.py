@@ -31,7 +31,7 @@ def _extractor(convolutions: list[nn.Conv2d], input_shape: tuple[int, int, int])
 
 @models.register("hyperfl-grey")
 @dataclass(frozen=True, kw_only=True)
-class HyperFLGrey(Network):
+class HyperFLGray(Network):
     """HyperFL's network for EMNIST and Fashion-MNIST: two convolutions, 115,776 parameters before the head."""
 
     input_shape: tuple[Width, Width, Width] = (1, 28, 28)
@@ -43,7 +43,7 @@ class HyperFLGrey(Network):
 
 @models.register("hyperfl-colour")
 @dataclass(frozen=True, kw_only=True)
-class HyperFLColour(Network):
+class HyperFLColor(Network):
     """HyperFL's network for CIFAR-10 and CINIC-10: three convolutions, 106,400 parameters before the head."""
 
     input_shape: tuple[Width, Width, Width] = (3, 32, 32)

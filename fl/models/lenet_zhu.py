@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.building_blocks.initialization import initialise, initialise_uniform
+from fl.models.building_blocks.initialization import initialize, initialize_uniform
 from fl.ranges import Width
 
 BOUND = 0.5
@@ -24,7 +24,7 @@ class LeNetZhu(Network):
     Attributes:
         init: "uniform" draws every weight and bias from U(-0.5, 0.5), as DLG and iDLG do; "redrawn" draws PyTorch's
             default first and U(-0.5, 0.5) over it from the same generator, as where a constructor ends by redrawing
-            its weights (the victims of Geiping et al., who also normalise); "default" is PyTorch's.
+            its weights (the victims of Geiping et al., who also normalize); "default" is PyTorch's.
     """
 
     input_shape: tuple[Width, Width, Width] = (3, 32, 32)
@@ -42,9 +42,9 @@ class LeNetZhu(Network):
         layers["flatten"] = nn.Flatten()
         return nn.Sequential(layers)
 
-    def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+    def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
         """Draw the initial parameters as `init` says."""
         if self.init != "uniform":
-            initialise(model, generator)
+            initialize(model, generator)
         if self.init != "default":
-            initialise_uniform(model, generator, BOUND)
+            initialize_uniform(model, generator, BOUND)

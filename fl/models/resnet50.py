@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.models import resnet50
 
 from fl.models import Network, models
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.ranges import Width
 
 
@@ -23,7 +23,7 @@ class ResNet50(Network):
 
     HyperGenFL (Chen et al., CIKM 2025) has it on Fashion-MNIST, CIFAR-100 and Tiny-ImageNet and does not say how it
     begins. Its baseline MOON (Li et al., CVPR 2021) has the 3x3 stem of CIFAR's ResNets, and so has this one by
-    default: 23,500,352 parameters and a head on colour images.
+    default: 23,500,352 parameters and a head on color images.
 
     Attributes:
         stem: "small" begins with a 3x3 convolution of stride 1 and no pooling; "imagenet" with torchvision's 7x7
@@ -49,9 +49,9 @@ class ResNet50(Network):
                 module.inplace = False  # what is overwritten can't be differentiated twice
         return body
 
-    def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+    def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
         """Convolutions from N(0, 2 / (width^2 * channels out)) as torchvision draws them, the head by default."""
-        initialise(model, generator)
+        initialize(model, generator)
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 std = math.sqrt(2 / (module.out_channels * module.kernel_size[0] * module.kernel_size[1]))

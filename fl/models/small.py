@@ -31,7 +31,7 @@ class Tiny(Network):
     """One 3x3 convolution of 4 channels, LeakyReLU, 2x2 max pooling and a fully connected layer to 16 features.
 
     Attributes:
-        batch_norm: whether batch normalisation follows the convolution.
+        batch_norm: whether batch normalization follows the convolution.
     """
 
     input_shape: tuple[Width, Width, Width] = (1, 8, 8)

@@ -92,7 +92,7 @@ def _weighted(factors: Tensor, part: Tensor) -> Tensor:
 def obstacle(grad: LossGradient) -> str | None:
     """Why the per-sample gradients of what moves can't be read off the layers, or None."""
     if grad.loss is not None:
-        return "the defence changes the loss"
+        return "the defense changes the loss"
     if type(grad.client.method).loss is not Method.loss:
         return "the method's loss may look at more than what the network returns"
     if any(getattr(module, "inplace", False) for module in grad.model.modules()):

@@ -53,24 +53,24 @@ class PrivateGradient(LossGradient):
     def of_weights(
         self, weights: dict[str, Tensor], batch: Batch, derivative: Derivative = autograd_derivative
     ) -> dict[str, Tensor]:
-        """Noisy gradients with respect to the network's weights, for a defence that looks at these.
+        """Noisy gradients with respect to the network's weights, for a defense that looks at these.
 
         Raises:
             ValueError: the method clips the gradient of its parameters.
         """
         if self.privatization.at != "weights":
-            raise ValueError(f"{self.client.method.name}: expected no defence that changes single gradients")
+            raise ValueError(f"{self.client.method.name}: expected no defense that changes single gradients")
         bare = _AtWeights(**{**self._fields(), "derivative": derivative})
         found = self._private(bare, dict(weights), batch)
         return {name: dense(value) for name, value in found.items()}
 
     def check_per_sample(self) -> None:
-        """Refuse a defence that would clip once more.
+        """Refuse a defense that would clip once more.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(f"{self.client.method.name} clips every sample's gradient itself: leave such a defence out")
+        raise ValueError(f"{self.client.method.name} clips every sample's gradient itself: leave such a defense out")
 
     def _private(self, plain: LossGradient, params: Tensors, batch: Batch) -> Tensors:
         how = self.privatization

@@ -364,7 +364,7 @@ class Private(Method):
         if sigma == 0:
             return "no noise is added"
         if record_reader and self.mode != "client-level":
-            return f"the defence {record_reader} looks at the records beside the noisy gradients"
+            return f"the defense {record_reader} looks at the records beside the noisy gradients"
         if self.mode != "as-published":
             return ""
         shuffled = "batches of one size are accounted as if every record were drawn by itself"

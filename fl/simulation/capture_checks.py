@@ -134,7 +134,7 @@ def check_alone(defense: Defense | None) -> None:
     if defense is not None and defense.group > 1:
         name = next(part.name for part in defense.members() if part.group > 1)
         raise ValueError(
-            f"{name}: a single client's batch or update has no group; leave the defence out, or simulate a federation "
+            f"{name}: a single client's batch or update has no group; leave the defense out, or simulate a federation "
             "(hyperleak audit --method, fl.federation)"
         )
 
@@ -199,7 +199,7 @@ def check_images(inputs: Tensor, labels: Tensor) -> None:
     low, high = float(inputs.min()), float(inputs.max())
     if not (low >= 0 and high <= 1):
         raise ValueError(
-            f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalisation belongs into "
+            f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalization belongs into "
             "the model: give it numbers in [0, 1], and undo the scaling in its first layer"
         )
 

@@ -54,7 +54,7 @@ def settled(values: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Round:
-    """One client's round: what it sends, keeps and fed, and its result before the defence touched the update.
+    """One client's round: what it sends, keeps and fed, and its result before the defense touched the update.
 
     Attributes:
         trace: what was fed; empty where another process trained the client.
@@ -81,7 +81,7 @@ class Start:
         weight: what its upload counts in the server's mean (`Method.weight`).
         number: of the client.
         round: number of the round.
-        noise: for the defence.
+        noise: for the defense.
         phases: of the training.
     """
 
@@ -207,7 +207,7 @@ def _beside(start: Start) -> Payloads:
 
 
 def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator, augment: Augmentation | None) -> Trace:
-    """The images a client feeds; as they are, or batch by batch where augmentation or the defence change them."""
+    """The images a client feeds; as they are, or batch by batch where augmentation or the defense change them."""
     if augment is not None or overrides(client.defense, "transform_batch"):
         fed, index, changed = [], [], []
         position = 0
@@ -321,7 +321,7 @@ def _generated(client: Client, params: Tensors) -> dict[str, Tensor]:
 
 
 def _drawn(draws: Draws) -> dict[str, Tensor]:
-    """What the defence drew, step by step, as private tensors of the client."""
+    """What the defense drew, step by step, as private tensors of the client."""
     steps = {f"draws/{p}/{s}": drawn for p, steps in enumerate(draws) for s, drawn in enumerate(steps)}
     return {f"{step}/{name}": x for step, drawn in steps.items() for name, x in drawn.items() if name.startswith(DRAWN)}
 

@@ -40,7 +40,7 @@ def scores(run: FederationState) -> dict[str, tuple[float, ...]]:
 def accuracy_tuned(run: FederationState, number: int) -> float:
     """Accuracy on client `number`'s test images after it fine-tuned what it would receive now; changes nothing.
 
-    What is tuned stays with the client, so no defence enters but the network of one, nor a private method's clipping
+    What is tuned stays with the client, so no defense enters but the network of one, nor a private method's clipping
     and noise (`Method.unreleased`). The accuracy is a figure of the experiment, which no client sends: a guarantee of
     what clients send does not cover it.
     """

@@ -110,7 +110,7 @@ def test_fused_attention_is_searched_through(attack: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.block(x[:, 0]).mean(1))
 
-    model = chains.initialised(Attending().eval())
+    model = chains.initialized(Attending().eval())
     view, _ = from_batch(model, torch.rand(1, 1, 8, 8, generator=stream(0, "x")).double(), torch.tensor([1]))
     found = build({"name": attack, "iterations": 3})(view)
     assert isinstance(found, Reconstruction)

@@ -78,7 +78,7 @@ def test_a_number_of_images_below_one_is_refused() -> None:
     ids=["list", "two", "too large", "negative", "float", "of four classes"],
 )
 def test_labels_that_are_not_the_images_are_refused(attack: str, labels: Tensor, said: str) -> None:
-    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
     view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
     with pytest.raises(ValueError, match=re.escape(said)):
         build(attack)(replace(view, labels=labels))
@@ -87,7 +87,7 @@ def test_labels_that_are_not_the_images_are_refused(attack: str, labels: Tensor,
 
 
 def test_a_client_that_fed_no_image_is_not_refused_but_not_found_out() -> None:
-    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
     view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
     view = replace(view, batch_size=0, schedule=(((0,),),))
     assert build("analytic")(view) == NotApplicable("no image was fed")
@@ -168,10 +168,10 @@ def test_settings_of_all_attacks_are_finite(attack: str, settings: tuple[str, ..
 
 
 def test_a_dark_picture_is_not_verified_a_level_off() -> None:
-    """Errors are relative to normalised numbers, which of a dark picture are far larger than its pixels."""
+    """Errors are relative to normalized numbers, which of a dark picture are far larger than its pixels."""
     layers = [Normalize((0.5,), (0.25,)), nn.Conv2d(1, 12, 5, 2, 2), nn.Sigmoid(), nn.Conv2d(12, 12, 5, 1, 2)]
     layers += [nn.Sigmoid(), nn.Conv2d(12, 12, 5, 1, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(192, 5)]
-    model = chains.initialised(nn.Sequential(*layers), seed=4).float()
+    model = chains.initialized(nn.Sequential(*layers), seed=4).float()
     image = 0.02 * torch.rand(1, 1, 8, 8, generator=stream(4, "d"))
     view = from_batch(model, image, torch.tensor([1]))[0]
     rough = {n: dense(v).half().float() for n, v in view.update.items()}
@@ -184,7 +184,7 @@ def test_a_dark_picture_is_not_verified_a_level_off() -> None:
 
 
 def test_a_search_that_compared_nothing_says_so() -> None:
-    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5))).float()
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 5))).float()
     view = from_batch(model, torch.rand(1, 1, 8, 8), torch.tensor([1]))[0]
     small = replace(view, update={n: 1e-30 * dense(v) for n, v in view.update.items()})
     search = {"name": "ig", "iterations": 5}
@@ -195,7 +195,7 @@ def test_a_search_that_compared_nothing_says_so() -> None:
 
 
 def own(forward: Callable[[nn.Module, Tensor], Tensor]) -> ServerView:
-    """What a network of 8 x 8 grey images sends whose forward is given."""
+    """What a network of 8 x 8 gray images sends whose forward is given."""
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -205,7 +205,7 @@ def own(forward: Callable[[nn.Module, Tensor], Tensor]) -> ServerView:
         def forward(self, x: Tensor) -> Tensor:
             return forward(self, x)
 
-    model = chains.initialised(Own())
+    model = chains.initialized(Own())
     return from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
 
 
@@ -218,7 +218,7 @@ def test_what_a_forward_does_by_itself_is_followed(attack: str) -> None:
 
 @pytest.mark.parametrize("attack", ["analytic", "rconv"])
 def test_a_turned_update_gives_no_label(attack: str) -> None:
-    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
     view = from_batch(model, torch.rand(1, 1, 8, 8).double(), torch.tensor([1]))[0]
     right, turned = (
         build(attack)(replace(view, update={n: mark * dense(v) for n, v in view.update.items()})) for mark in (1, -1)
@@ -235,7 +235,7 @@ def test_a_turned_update_gives_no_label(attack: str) -> None:
 @pytest.mark.parametrize("attack", ["ig", "dlg", "idlg", "gradinversion", "surrogate+ig"])
 @pytest.mark.parametrize("images", [1, 2])
 def test_a_search_on_a_turned_update_says_so_and_names_no_label(attack: str, images: int) -> None:
-    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
     given = torch.rand(images, 1, 8, 8, generator=stream(0, "image")).double()
     search = build({"name": attack, "iterations": 2})
     for method in (None, FedAvg(lr=0.1, steps=2, batch_size=None, weight_decay=0.1)):
@@ -269,7 +269,7 @@ def test_a_network_that_turns_its_logits_round_is_searched() -> None:
 
 def test_a_class_that_is_out_of_the_question_is_no_sign_of_a_turned_update() -> None:
     """Its share of the bias's gradient is less than decay or rounding: no more than one class seems to have risen."""
-    model = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
     model[1].bias.data = torch.tensor([-30.0, 0.1, 0.0]).double()  # type: ignore[union-attr,index]
     method = FedAvg(lr=0.1, steps=1, batch_size=None, weight_decay=1e-6)
     image = torch.rand(1, 1, 8, 8, generator=stream(0, "image")).double()
@@ -295,7 +295,7 @@ def test_what_may_be_of_more_images_or_rounding_is_no_turned_update() -> None:
 def test_padding_by_name_is_undone(padding: str) -> None:
     layers = (nn.Conv2d(1, 12, 3, padding=padding), nn.LeakyReLU(0.2), nn.Flatten())
     size = nn.Sequential(*layers)(torch.zeros(1, 1, 8, 8)).numel()
-    model = chains.initialised(nn.Sequential(*layers, nn.Linear(size, 20), nn.LeakyReLU(0.2), nn.Linear(20, 3)))
+    model = chains.initialized(nn.Sequential(*layers, nn.Linear(size, 20), nn.LeakyReLU(0.2), nn.Linear(20, 3)))
     image = torch.rand(1, 1, 8, 8, generator=stream(0, "image")).double()
     view = from_batch(model, image, torch.tensor([1]))[0]
     for attack in ("cascade", "rconv"):

@@ -26,7 +26,7 @@ UNSTATED = ThreatModel(knows_optimizer=False)
 
 
 def mlp() -> nn.Sequential:
-    return chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(192, 48), nn.ReLU(), nn.Linear(48, 10))).float()
+    return chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(192, 48), nn.ReLU(), nn.Linear(48, 10))).float()
 
 
 def image(key: object = 0) -> Tensor:
@@ -108,7 +108,7 @@ def test_where_nothing_else_was_sent_an_unstated_optimizer_stays_open() -> None:
 
 def test_layers_below_a_private_classifier_bear_each_other_out() -> None:
     layers = [nn.Linear(192, 40), nn.LeakyReLU(0.2), nn.Linear(40, 30), nn.LeakyReLU(0.2), nn.Linear(30, 10)]
-    model = chains.initialised(nn.Sequential(nn.Flatten(), *layers))
+    model = chains.initialized(nn.Sequential(nn.Flatten(), *layers))
     method = FedPer(lr=1.0, steps=1, batch_size=None)
     view, _ = from_batch(model, image().double(), torch.tensor([3]), method=method, threat=UNSTATED)
     assert verified(build("analytic")(view))
@@ -130,7 +130,7 @@ def test_a_batch_is_asked_as_a_whole() -> None:
 
 def test_what_is_read_without_pictures_asks_for_a_stated_optimizer() -> None:
     layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 20), nn.ReLU(), nn.Linear(20, 10)]
-    model = chains.initialised(nn.Sequential(*layers))
+    model = chains.initialized(nn.Sequential(*layers))
     for threat, sure in ((ThreatModel(), True), (UNSTATED, False)):
         view, _ = from_batch(model, image().double(), torch.tensor([3]), threat=threat)
         result = build("analytic")(view)
@@ -161,7 +161,7 @@ def test_no_rule_of_the_benchmark_is_plain_sgd(rule: str) -> None:
 @pytest.mark.parametrize("lr", [1.0, 0.01])
 def test_where_no_direction_tells_how_bright_an_image_is_the_stated_step_size_has_to(lr: float) -> None:
     """One layer and two classes: the update is an outer product of (1, -1) and the image, whatever made it."""
-    model, x = chains.initialised(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))).float(), image()
+    model, x = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))).float(), image()
     grads = gradient(model, x, 1)
     for factor, sure in ((1.0, True), (1.3, None), (2.0, None)):
         moved = {name: lr * value * (factor if name.endswith("bias") else 1.0) for name, value in grads.items()}

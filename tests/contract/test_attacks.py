@@ -105,7 +105,7 @@ def test_the_unit_of_the_update_changes_no_bit(row: str, name: str) -> None:
 
 @pytest.mark.parametrize("column", list(COLUMNS))
 @pytest.mark.parametrize("name", list(ATTACKS))
-def test_every_attack_answers_under_every_defence(name: str, column: str) -> None:
+def test_every_attack_answers_under_every_defense(name: str, column: str) -> None:
     for row in ("fedavg", "hyperfl"):
         result = ATTACKS[name](victim(row, COLUMNS[column])[0], seed=0)
         if isinstance(result, NotApplicable):

@@ -1,4 +1,4 @@
-"""What every method keeps to, under every defence: training and prediction are one function."""
+"""What every method keeps to, under every defense: training and prediction are one function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_matrix_covers_the_registries() -> None:
     assert ("hyperfl", "noise") not in named(replayable=True)
 
 
-def test_what_a_defence_cannot_defend_it_refuses_with_a_reason() -> None:
+def test_what_a_defense_cannot_defend_it_refuses_with_a_reason() -> None:
     refused = {(row, column): refusal(row, column) for row in ROWS for column in COLUMNS if refusal(row, column)}
     assert {("hyperfedzero", "dp-sgd"), ("fedavg+norm", "dp-sgd"), ("hyperfedzero", "precode")} <= set(refused)
     assert {column for _, column in refused} == {"dp-sgd", "precode", "secagg", "soteria"}
@@ -141,7 +141,7 @@ def test_no_tensor_of_the_view_is_one_of_the_truth(row: str) -> None:
             assert not any(secret.shape == value.shape and torch.equal(secret, value) for value in seen)
 
 
-def test_an_unknown_defence_is_not_predicted() -> None:
+def test_an_unknown_defense_is_not_predicted() -> None:
     probe = ROWS["dp-sgd"]
     run = worlds.federation(probe.method, probe.defense, probe.task)
     for known in (True, False):

@@ -1,4 +1,4 @@
-"""What every method, defence and attack keeps to on a GPU: the numbers of the CPU, up to the order of sums."""
+"""What every method, defense and attack keeps to on a GPU: the numbers of the CPU, up to the order of sums."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ EVERY = pytest.mark.parametrize(
     ("registry", "name"), ENTRIES, ids=[f"{registry.kind}-{name}" for registry, name in ENTRIES]
 )
 NO_PAPER = {
-    "none": "no defence",
+    "none": "no defense",
     "chain": "combines two attacks",
     "direct": "no generator",
     "headless": "ours",

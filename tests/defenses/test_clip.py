@@ -98,10 +98,10 @@ def test_lengths_clipped_apart_are_not_solved_for() -> None:
     view, _ = worlds.federation(method, Clip(max_norm=1e-3, scope="tensor")).observe(1)
     assert isinstance(build("peel")(view), NotApplicable)
     view, _ = worlds.federation(worlds.one_step(FedAvg.example()), Clip(max_norm=1e-3, scope="tensor")).observe(1)
-    for name in ("spear", "surrogate+spear"):  # a rewritten view has a stand-in for the defence
+    for name in ("spear", "surrogate+spear"):  # a rewritten view has a stand-in for the defense
         result = build(name)(view)
         assert isinstance(result, NotApplicable)
-        assert "the defence clip leaves no ratio" in result.reason
+        assert "the defense clip leaves no ratio" in result.reason
 
 
 @pytest.mark.parametrize("bias", [True, False])

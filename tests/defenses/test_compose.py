@@ -84,7 +84,7 @@ def test_trust_is_that_of_all() -> None:
     assert Chain(parts=(Precode(), Prune())).weights(observed) == trust
 
 
-def test_it_does_not_call_itself_no_defence() -> None:
+def test_it_does_not_call_itself_no_defense() -> None:
     assert Chain.plain != Defense.plain
 
 
@@ -92,9 +92,9 @@ def test_settings() -> None:
     built = defenses.build({"name": "chain", "parts": ["clip", {"name": "noise", "std": 0.2}]})
     assert built == Chain(parts=(Clip(), Noise(std=0.2)))
     assert defenses.build(defenses.spec(built)) == built
-    with pytest.raises(ValueError, match="at least 1 defence"):
+    with pytest.raises(ValueError, match="at least 1 defense"):
         defenses.build({"name": "chain", "parts": []})
     private = PROBES["dp-sgd"].defense
     assert overrides(Chain(parts=(private, Defense())), "gradient")
-    with pytest.raises(ValueError, match="at most 1 defence that changes the gradient, got"):
+    with pytest.raises(ValueError, match="at most 1 defense that changes the gradient, got"):
         Chain(parts=(private, private))

@@ -130,7 +130,7 @@ def test_what_it_cannot_defend_is_said_before_training() -> None:
     with pytest.raises(ValueError, match="expected a denominator under Poisson sampling"):
         Client(worlds.task(), poisson, DPSGD())
     assert update(DPSGD(denominator=2.0), poisson)
-    with pytest.raises(ValueError, match="at most 1 defence that changes the gradient"):
+    with pytest.raises(ValueError, match="at most 1 defense that changes the gradient"):
         Chain(parts=(DPSGD(), DPSGD()))
 
 
@@ -240,7 +240,7 @@ class Tells(FedAvg):
         (GA(), DPSGD(), "ga has a gradient of its own"),  # what its looks send is no noisy gradient
         (FedJETs(), DPSGD(), "fedjets has a gradient of its own"),
         (Tells(), DPSGD(), "tells sends or keeps more than its parameters"),
-        (FedAvg(), Chain(parts=(Mixup(), DPSGD())), "the defence mixup mixes images"),
+        (FedAvg(), Chain(parts=(Mixup(), DPSGD())), "the defense mixup mixes images"),
         (FedAvg(), Chain(parts=(DPSGD(), Prune(ratio=0.5))), ""),
     ],
 )
@@ -251,7 +251,7 @@ def test_where_no_epsilon_follows_it_says_why(method: Method, defense: Defense, 
     assert found.sentence().startswith("no epsilon is claimed" if reason else "record-level")
 
 
-def test_only_this_defence_claims_anything() -> None:
+def test_only_this_defense_claims_anything() -> None:
     assert said(FedAvg(), (4,), 1, Prune()) is None
     assert said(FedAvg(), (4,), 1, Chain(parts=(Prune(), Mixup()))) is None
     with pytest.raises(ValueError, match="at least 1 client"):

@@ -61,7 +61,7 @@ def test_seeds(unit: Any) -> None:
 
 
 @pytest.mark.parametrize("unit", ["relative", "absolute"])
-def test_no_noise_is_no_defence_bit_for_bit(unit: Any) -> None:
+def test_no_noise_is_no_defense_bit_for_bit(unit: Any) -> None:
     nothing = Noise(std=0.0, unit=unit)
     assert nothing.transform_update(UPDATE, stream(0)) is UPDATE
     assert set(nothing.deviations(UPDATE).values()) == {0.0}

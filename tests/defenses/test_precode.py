@@ -73,7 +73,7 @@ def test_every_step_has_noise_of_its_own() -> None:
     assert all(torch.equal(dense(again.private[name]), dense(truth.private[name])) for name in shapes)
 
 
-def test_noise_is_no_secret_where_it_is_known_or_the_defence_is_not() -> None:
+def test_noise_is_no_secret_where_it_is_known_or_the_defense_is_not() -> None:
     run = worlds.federation(STEP, SMALL)
     told, truth = run.observe(1, threat=ThreatModel(knows_randomness=True))
     assert not told.private
@@ -154,7 +154,7 @@ def test_what_it_cannot_defend_is_said() -> None:
         Client(Task(Odd(), (1, 8, 8), 3, head="last."), STEP, SMALL)
     with pytest.raises(ValueError, match="expected 4 outputs of the last linear layer, got 3"):
         Client(replace(worlds.task(), num_classes=4), STEP, SMALL)
-    with pytest.raises(ValueError, match="at most 1 defence that changes the gradient"):
+    with pytest.raises(ValueError, match="at most 1 defense that changes the gradient"):
         Chain(parts=(SMALL, DPSGD()))
     for settings, words in (({"latent": 0}, "latent"), ({"beta": -1.0}, "beta")):
         with pytest.raises(ValueError, match=f"{words}: expected a"):

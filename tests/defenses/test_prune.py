@@ -60,7 +60,7 @@ def test_ties_keep_the_count(scope: Any) -> None:
 
 
 @pytest.mark.parametrize("scope", ["tensor", "global"])
-def test_no_pruning_is_no_defence_bit_for_bit(scope: Any) -> None:
+def test_no_pruning_is_no_defense_bit_for_bit(scope: Any) -> None:
     nothing = Prune(ratio=0.0, scope=scope)
     assert nothing.transform_update(UPDATE, stream(0)) is UPDATE
     assert nothing.surrogate(UPDATE, UPDATE) is UPDATE

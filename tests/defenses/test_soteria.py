@@ -41,7 +41,7 @@ def test_another_layer() -> None:
     assert_near(run.train(0).upload.update, expected, 1e-12)
 
 
-def test_no_ratio_is_no_defence() -> None:
+def test_no_ratio_is_no_defense() -> None:
     with_, without = (worlds.federation(STEP, d).train(0).upload for d in (Soteria(ratio=0.0), None))
     assert_same(with_.update, without.update)
 

@@ -65,7 +65,7 @@ def test_run_prints_the_table_and_writes_the_results(path):
     assert "method.fedavg.lr: expected a number >= 0, got -1" in run(path, "--set", "method.lr=-1").output
 
 
-def test_flags_say_which_defence_they_are_raised_under():
+def test_flags_say_which_defense_they_are_raised_under():
     rows = [("fedavg", defense, "ig", "below-floor") for defense in ("none", "prune")]
     screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     terminal.show_table(screen, Table("x", ("method", "defense", "attack", "flags"), rows, [], []))
@@ -114,7 +114,7 @@ def test_json_goes_to_stdout_and_words_to_stderr(path):
 
 def test_no_figure_is_cut_off_on_80_columns(path, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("TERM", "dumb")  # 80 columns, no colours
+    monkeypatch.setenv("TERM", "dumb")  # 80 columns, no colors
     output = run(path).output
     rows = read_rows(path.parent / "out" / "images.jsonl")
     psnr = [row["psnr"] for row in rows if row["attack"] == "guess" and row["method"] == "hyperfl"]

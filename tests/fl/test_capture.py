@@ -333,7 +333,7 @@ def test_models_that_flatten_by_view_are_taken(count: int) -> None:
 @pytest.mark.parametrize("chained", [False, True])
 def test_one_client_has_no_group(model, batch, gradient, chained):
     defense = Chain(parts=(Clip(), SecAgg())) if chained else SecAgg()
-    said = "secagg: a single client's batch or update has no group; leave the defence out"
+    said = "secagg: a single client's batch or update has no group; leave the defense out"
     with pytest.raises(ValueError, match=said):
         from_batch(model, *batch, defense=defense)
     with pytest.raises(ValueError, match=said):
@@ -395,6 +395,6 @@ def test_what_is_no_tensor_is_named(model, gradient):
         ({"mean": (0.5, 0.5), "std": (1.0, 1.0)}, "expected one mean and std for each of 1 channels"),
     ],
 )
-def test_a_normalisation_that_is_none_is_refused(model, gradient, settings, said):
+def test_a_normalization_that_is_none_is_refused(model, gradient, settings, said):
     with pytest.raises(ValueError, match=said):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, **settings)

@@ -84,7 +84,7 @@ def test_the_trace_replays_the_client() -> None:
     assert str(other.order) != str(trace.order)
 
 
-def test_what_a_defence_feeds_is_the_truth() -> None:
+def test_what_a_defense_feeds_is_the_truth() -> None:
     run = worlds.federation(METHOD, Flip())
     view, truth = run.observe(1)
     assert len(truth.inputs) == 8
@@ -95,7 +95,7 @@ def test_what_a_defence_feeds_is_the_truth() -> None:
     assert torch.equal(truth.trace.indices.sort().values, torch.arange(4).repeat_interleave(2))
 
 
-def test_a_defence_may_wrap_the_model() -> None:
+def test_a_defense_may_wrap_the_model() -> None:
     run = worlds.federation(METHOD, Wider())
     view, truth = run.observe(0)
     assert set(view.update) == {"0.weight", "0.bias", *(f"1.{name}" for name in view.task.parameters)}

@@ -90,7 +90,7 @@ def test_multiples(x: tensors.Value) -> None:
         assert near(dense(x - x), 0 * by_hand(x))
 
 
-def test_a_known_base_takes_no_learnt_factor() -> None:
+def test_a_known_base_takes_no_learned_factor() -> None:
     factor = torch.tensor(0.5, dtype=torch.float64)
     assert near(dense(KINDS["bare"] * factor), by_hand(KINDS["bare"]) * 0.5)
     with pytest.raises(TypeError, match="expected a number"):

@@ -143,7 +143,7 @@ def test_images(ending, content):
         path = Path(folder) / f"x.{ending}"
         path.write_bytes(content)
         with suppress(*REFUSALS):
-            decode([path], 8, "colour")
+            decode([path], 8, "color")
 
 
 @settings(max_examples=2 * FEW)

@@ -13,7 +13,7 @@ Weights = Mapping[str, Tensor]
 
 
 def resized(x: Tensor, size: int) -> Tensor:
-    """Three channels, bilinear, pixel centres at halves."""
+    """Three channels, bilinear, pixel centers at halves."""
     return functional.interpolate(x.repeat(1, 3 // x.shape[1], 1, 1), size=(size, size), mode="bilinear")
 
 
@@ -38,7 +38,7 @@ def _norm(w: Weights, at: str, x: Tensor) -> Tensor:
 
 
 def resnet(w: Weights, x: Tensor, *, stages: int, blocks: int, size: int) -> Tensor:
-    """Logits of normalised images; adapters where `w` has any."""
+    """Logits of normalized images; adapters where `w` has any."""
     x = functional.conv2d(resized(x, size), w["body.conv1.weight"], stride=2, padding=3)
     x = functional.relu(_channels(x, w["body.bn1.weight"], w["body.bn1.bias"]))
     x = functional.max_pool2d(x, 3, stride=2, padding=1)
@@ -54,8 +54,8 @@ def resnet(w: Weights, x: Tensor, *, stages: int, blocks: int, size: int) -> Ten
 
 
 def _layer_norm(w: Weights, at: str, x: Tensor, eps: float) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * w[f"{at}.weight"] + w[f"{at}.bias"]
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt() * w[f"{at}.weight"] + w[f"{at}.bias"]
 
 
 def _linear(w: Weights, at: str, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _attention(w: Weights, at: str, x: Tensor, heads: int) -> Tensor:
 
 
 def vit(w: Weights, x: Tensor, *, depth: int, heads: int, patch: int, size: int) -> Tensor:
-    """Logits of normalised images; adapters where `w` has any."""
+    """Logits of normalized images; adapters where `w` has any."""
     at = "body.vit"
     x = functional.conv2d(resized(x, size), w[f"{at}.patch_embed.proj.weight"], stride=patch)
     x = (x + w[f"{at}.patch_embed.proj.bias"][:, None, None]).flatten(2).mT

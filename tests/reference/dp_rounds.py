@@ -110,7 +110,7 @@ class TwoHeads(nn.Module):
         self.personal.load_state_dict(dict(personal))
 
     def forward(self, x: Tensor) -> Tensor:
-        features = self.inner.get_submodule("body")(self.inner.get_submodule("normalise")(x))
+        features = self.inner.get_submodule("body")(self.inner.get_submodule("normalize")(x))
         return self.inner.get_submodule("head")(features) + self.personal(features)
 
 

@@ -1,4 +1,4 @@
-"""FedGen's round written out: modules, `loss.backward()`, an optimiser of torch.optim."""
+"""FedGen's round written out: modules, `loss.backward()`, an optimizer of torch.optim."""
 
 from __future__ import annotations
 

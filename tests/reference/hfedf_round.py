@@ -13,7 +13,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def table9(p: Mapping[str, Tensor], x: Tensor, mask: Tensor | None) -> Tensor:
-    """The client network on normalised pixels; `mask` (B, F) in the place of dropout."""
+    """The client network on normalized pixels; `mask` (B, F) in the place of dropout."""
 
     def conv(name: str, x: Tensor, padding: int) -> Tensor:
         return f.conv2d(x, p[f"{name}.weight"], p[f"{name}.bias"], padding=padding)

@@ -15,7 +15,7 @@ Sample = Mapping[str, Tensor]
 
 
 def embedder(params: Params, name: str, x: Tensor) -> Tensor:
-    """f or noisy on one normalised image (C, H, W), in either layout."""
+    """f or noisy on one normalized image (C, H, W), in either layout."""
     p = {key.removeprefix(f"embedder.{name}."): v for key, v in params.items() if key.startswith(f"embedder.{name}.")}
     if "fc1.weight" in p:
         return p["fc.weight"] @ torch.relu(p["fc1.weight"] @ x.flatten() + p["fc1.bias"]) + p["fc.bias"]
@@ -30,7 +30,7 @@ def softmax(scores: Tensor) -> Tensor:
 
 
 def embedding(params: Params, x: Tensor, z: Tensor | None) -> Tensor:
-    """Eq. 3 for one normalised image."""
+    """Eq. 3 for one normalized image."""
     scores = embedder(params, "extractor", x)
     if z is not None:
         scores = scores + z * torch.log1p(embedder(params, "noisy", x).exp())
@@ -56,7 +56,7 @@ def generated(params: Params, e: Tensor, shapes: Mapping[str, torch.Size]) -> di
 
 
 def mlp(weights: Sequence[Sample], images: Sequence[Tensor]) -> list[Tensor]:
-    """Logits of each normalised image by its own network: body.fc1, body.fc2, ..., head."""
+    """Logits of each normalized image by its own network: body.fc1, body.fc2, ..., head."""
     found = []
     for w, image in zip(weights, images, strict=True):
         x, i = image.flatten(), 1
@@ -95,7 +95,7 @@ def objective(
     alpha: float,
     beta: float,
 ) -> Tensor:
-    """Eq. 4 on a batch of normalised images, labels and noise z."""
+    """Eq. 4 on a batch of normalized images, labels and noise z."""
     images, labels, noise = batch
     embeddings = [embedding(params, x, z) for x, z in zip(images, noise, strict=True)]
     logits = classifier([generated(params, e, shapes) for e in embeddings], list(images))

@@ -1,4 +1,4 @@
-"""Rounds of personalised methods as anyone would write them: modules, `loss.backward()`, torch.optim."""
+"""Rounds of personalized methods as anyone would write them: modules, `loss.backward()`, torch.optim."""
 
 from __future__ import annotations
 

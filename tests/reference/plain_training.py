@@ -1,4 +1,4 @@
-"""Local training as anyone would write it: a module, `loss.backward()`, an optimiser of torch.optim."""
+"""Local training as anyone would write it: a module, `loss.backward()`, an optimizer of torch.optim."""
 
 from __future__ import annotations
 

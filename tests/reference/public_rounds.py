@@ -1,4 +1,4 @@
-"""Rounds of servers that have images of their own, written out: modules, `loss.backward()`, optimisers by hand."""
+"""Rounds of servers that have images of their own, written out: modules, `loss.backward()`, optimizers by hand."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fl.view import ServerView
 CLASSES = 4
 
 
-def initialised(model: nn.Module, seed: int = 0) -> nn.Module:
+def initialized(model: nn.Module, seed: int = 0) -> nn.Module:
     """`model` in float64 with weights of standard deviation 1 / sqrt(fan in)."""
     draw = stream(seed, "chain")
     for value in model.double().parameters():
@@ -29,7 +29,7 @@ def chain(
 ) -> nn.Module:
     """Two convolutions (the first with stride 2), each with `act`, and a classifier, for 2x8x8 images."""
     first, second = channels
-    return initialised(
+    return initialized(
         nn.Sequential(
             nn.Conv2d(2, first, 4, stride=2, padding=1, bias=bias),
             act(),

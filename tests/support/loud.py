@@ -1,4 +1,4 @@
-"""A defence that only changes the unit of what is sent."""
+"""A defense that only changes the unit of what is sent."""
 
 from __future__ import annotations
 

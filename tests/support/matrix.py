@@ -1,4 +1,4 @@
-"""The contract's rows and columns: every registered method and every probe, under every registered defence."""
+"""The contract's rows and columns: every registered method and every probe, under every registered defense."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS: dict[str, Probe] = {name: Probe(method) for name, method in methods.exampl
 COLUMNS: dict[str, Defense] = dict(defenses.examples())
 CORE_ROWS = ("fedavg", "hyperfl", "hyperfednet", "scaffold")
 CORE_COLUMNS = ("none", "prune", "noise")
-"""Every method meets these defences, and these methods meet every defence; the whole product is marked slow."""
+"""Every method meets these defenses, and these methods meet every defense; the whole product is marked slow."""
 
 
 @cache
@@ -60,7 +60,7 @@ def cells(*, replayable: bool = False) -> list[Any]:
 
 
 def named(*, replayable: bool = False) -> list[tuple[str, str]]:
-    """Names of method and defence that go together; `replayable`: only defences that add no fresh noise."""
+    """Names of method and defense that go together; `replayable`: only defenses that add no fresh noise."""
     pairs = [(row, column) for row in ROWS for column in COLUMNS]
     pairs = [(row, column) for row, column in pairs if column == "none" or type(ROWS[row].defense) is Defense]
     pairs = [(row, c) for row, c in pairs if not (replayable and draws_noise(COLUMNS[c])) and shares(row)]
@@ -69,7 +69,7 @@ def named(*, replayable: bool = False) -> list[tuple[str, str]]:
 
 @cache
 def refusal(row: str, column: str) -> str | None:
-    """Why the defence says that it can't defend the method's client, or None."""
+    """Why the defense says that it can't defend the method's client, or None."""
     try:
         Client(ROWS[row].task, ROWS[row].method, COLUMNS[column])
     except ValueError as error:

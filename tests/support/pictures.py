@@ -34,13 +34,13 @@ def photograph(size: int, channels: int = 1) -> Tensor:
 
 
 def network(*layers: nn.Module, size: int = 14, channels: int = 1, seed: int = 0) -> Task:
-    """A chain of layers on normalised images, a linear layer to 12 features behind it, and a classifier."""
+    """A chain of layers on normalized images, a linear layer to 12 features behind it, and a classifier."""
     shape = (channels, size, size)
-    normalise = Normalize((0.4,) * channels, (0.3,) * channels)
+    normalize = Normalize((0.4,) * channels, (0.3,) * channels)
     body = nn.Sequential(*map(copy.deepcopy, layers), nn.Flatten()).eval()
     body.append(nn.Linear(body(torch.zeros(1, *shape)).shape[1], 12))
     body.append(nn.LeakyReLU(0.1))
-    model = nn.Sequential(OrderedDict(normalise=normalise, body=body, head=nn.Linear(12, 3))).double()
+    model = nn.Sequential(OrderedDict(normalize=normalize, body=body, head=nn.Linear(12, 3))).double()
     draw = stream(seed, "weights")
     with torch.no_grad():
         for name, value in model.named_parameters():

@@ -28,7 +28,7 @@ from fl.types import Batch, Scope, Task
 
 @dataclass(frozen=True, kw_only=True)
 class FedPerNorm(FedPer):
-    """FedPer (Arivazhagan et al., 2019): the head stays local, and here batch normalisation."""
+    """FedPer (Arivazhagan et al., 2019): the head stays local, and here batch normalization."""
 
     name: ClassVar[str] = "fedper+norm"
 
@@ -38,7 +38,7 @@ class FedPerNorm(FedPer):
 
 @dataclass(frozen=True, kw_only=True)
 class DPSGD(Defense):
-    """DP-SGD (Abadi et al., CCS 2016, Algorithm 1) as a defence."""
+    """DP-SGD (Abadi et al., CCS 2016, Algorithm 1) as a defense."""
 
     name: ClassVar[str] = "dp-sgd"
     clip: float = 0.5
@@ -52,7 +52,7 @@ class DPSGD(Defense):
 
 @dataclass(frozen=True)
 class Probe:
-    """A method, a defence and a network that belong together."""
+    """A method, a defense and a network that belong together."""
 
     method: Method
     defense: Defense = field(default_factory=Defense)

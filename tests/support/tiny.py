@@ -45,7 +45,7 @@ class Registered:
 
 @dataclass(frozen=True, kw_only=True)
 class Guess(Attack):
-    """Noise around mid grey."""
+    """Noise around mid gray."""
 
     spread: float = 0.1
 

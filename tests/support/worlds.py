@@ -42,7 +42,7 @@ def deeper() -> Task:
 
 
 def normed() -> Task:
-    """The same with batch normalisation, and before it no bias, whose gradient is zero up to rounding."""
+    """The same with batch normalization, and before it no bias, whose gradient is zero up to rounding."""
     given = task(batch_norm=True)
     model = copy.deepcopy(given.model)
     model.get_submodule("body.conv1").register_parameter("bias", None)
@@ -67,7 +67,7 @@ def flat() -> Task:
 
 
 class Patched(nn.Module):
-    """A vision transformer without attention: four patches with learnt positions, layers over each, their mean."""
+    """A vision transformer without attention: four patches with learned positions, layers over each, their mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Patched(nn.Module):
 
 
 def patched() -> Task:
-    """Patches with learnt positions."""
+    """Patches with learned positions."""
     model, draw = Patched().double(), stream(0, "patched")
     with torch.no_grad():
         for value in model.parameters():
@@ -95,7 +95,7 @@ def adapted() -> Task:
 
 
 def images(n: int, *keys: object, shape: tuple[int, int, int] = (1, 8, 8)) -> Batch:
-    """Labelled noise."""
+    """Labeled noise."""
     generator = stream(0, "images", n, *keys)
     inputs = torch.rand(n, *shape, generator=generator, dtype=torch.float64)
     return Batch(inputs, torch.randint(0, CLASSES, (n,), generator=generator))

@@ -139,7 +139,7 @@ class LayerwiseInversion(Attack):
         # what the gradient is off by, the equations of the pixels magnify by as much as their condition number
         doubt = max(off, start.off) * solved[0].condition
         sharp = PEAK * doubt * _input_scale(stages[0], pixels) <= LEVEL
-        # an unknown defence may have shortened weight and bias apart, which only a second layer shows
+        # an unknown defense may have shortened weight and bias apart, which only a second layer shows
         sized = view.threat.knows_defense or start.top > 0
         ranks = {
             f"rank/{n}": torch.tensor([s.unknowns, s.gradient, s.rank]) for n, s in zip(names, solved, strict=True)
@@ -152,7 +152,7 @@ class LayerwiseInversion(Attack):
             verified=whole and sized and sharp and off <= self.fits,
         )
         if len(pixels) == 1:
-            return _labelled(found, view, stages, start)
+            return _labeled(found, view, stages, start)
         if start.labels is not None:
             known = () if view.labels is None else ("labels",)
             return replace(found, labels=start.labels.to(view.device), knowledge=known)
@@ -162,7 +162,7 @@ class LayerwiseInversion(Attack):
         return replace(found, labels=labels, note=SIGN_WARNING_NO_LABELS if odd else "")
 
 
-def _labelled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: TopSignal) -> Reconstruction:
+def _labeled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: TopSignal) -> Reconstruction:
     """The one image with its label, known or read off what flows back into the classifier."""
     last = start.top == len(stages) - 1 and not stages[-1].end_reason
     head = last and stages[start.top].parameter_name("weight").startswith(view.task.head)

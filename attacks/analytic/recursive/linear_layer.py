@@ -46,12 +46,12 @@ class LinearLayer:
         bias: likewise (m,).
         update: the weight's update without decay (m, n), its largest entry of size 1.
         bias_update: the bias's (m,), in the same unit.
-        transmitted: 1 where a known defence let an entry through, 0 elsewhere (m, n); None is everywhere.
-        trust: how far a known defence lets the bias be trusted, relative to the weight.
-        images: whether its input is the image itself, normalised.
+        transmitted: 1 where a known defense let an entry through, 0 elsewhere (m, n); None is everywhere.
+        trust: how far a known defense lets the bias be trusted, relative to the weight.
+        images: whether its input is the image itself, normalized.
         steps: optimizer steps in which it moves; None if unknown.
         scale: size of the updates for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
-            a defence that changes sizes).
+            a defense that changes sizes).
     """
 
     view: ServerView
@@ -92,7 +92,7 @@ class LinearLayer:
         return self._probe.signals(self.name, self.to_pixels(inputs), label)
 
     def has_true_size(self, inputs: Tensor, signals: Tensor) -> bool:
-        """Whether `inputs` have their true size: an unknown defence may have changed it, unless `labels` fit."""
+        """Whether `inputs` have their true size: an unknown defense may have changed it, unless `labels` fit."""
         return self.view.threat.knows_defense or self.labels(inputs, signals, SIZE_TOLERANCE) is not None
 
     def labels(self, inputs: Tensor, signals: Tensor, tolerance: float) -> Tensor | None:
@@ -112,8 +112,8 @@ class LinearLayer:
 
 
 def denormalize(view: ServerView, inputs: Tensor) -> Tensor:
-    """Normalised images (N, n) as pixels (N, C, H, W), wherever they lie."""
-    mean, std = view.task.normalisation(inputs)
+    """Normalized images (N, n) as pixels (N, C, H, W), wherever they lie."""
+    mean, std = view.task.normalization(inputs)
     return inputs.view(len(inputs), *view.task.input_shape) * std + mean
 
 
@@ -168,12 +168,12 @@ def _obstacle(view: ServerView) -> str | None:
     if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
     if not view.client.defense.keeps_ratios():
-        return f"the defence {view.defense.name} leaves no ratio of a weight's to a bias's update"
+        return f"the defense {view.defense.name} leaves no ratio of a weight's to a bias's update"
     return adaptive_optimizer_obstacle(view.method.phases(view.client.task, view.round))
 
 
 def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
-    """Which entries of the weight's update a known defence let through, and its trust in the bias's."""
+    """Which entries of the weight's update a known defense let through, and its trust in the bias's."""
     sent = ObservedUpdate(view).transmitted(weight).double() if overrides(view.client.defense, "surrogate") else None
     defense = view.client.defense
     trusts, noise = defense.weights(view.update), defense.deviations(view.update)
@@ -211,7 +211,7 @@ class _Probe:
     def layers(self) -> dict[str, bool]:
         """Every linear layer given one vector per image, in the order they run; True if that is the image itself.
 
-        The latter as the view's normalisation has it; `origin` says so of any other.
+        The latter as the view's normalization has it; `origin` says so of any other.
         """
         seen, flat = self._modules, self._flat
         order = [*flat, *(name for name in seen if name not in flat)]
@@ -248,7 +248,7 @@ class _Probe:
     @cached_property
     def _modules(self) -> dict[str, bool]:
         images, seen = self.images, dict[str, bool]()
-        mean, std = self.view.task.normalisation(images)
+        mean, std = self.view.task.normalization(images)
         flat = ((images - mean) / std).flatten(1)
 
         def note(name: str) -> Callable[..., None]:

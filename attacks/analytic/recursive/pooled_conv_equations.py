@@ -164,7 +164,7 @@ def conv_equations(
 
 
 def batch_norm_scale(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factor and shift of each output (O,) by batch normalisation at rest."""
+    """Return factor and shift of each output (O,) by batch normalization at rest."""
     norms = [m for m in stage.after if isinstance(m, ElementwiseAffine)]
     if not norms:
         return like.new_ones(len(like)), like.new_zeros(len(like))
@@ -175,7 +175,7 @@ def batch_norm_scale(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _relative_rounding(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
-    """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalisation is between."""
+    """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalization is between."""
     found = (
         None
         if any(isinstance(m, ElementwiseAffine) for m in stage.after)

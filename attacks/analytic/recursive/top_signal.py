@@ -84,7 +84,7 @@ def _single_image_signals(
         return NotApplicable(f"{reason}{why}", limit=bool(why))
     if not _size_is_known(view, last.parameter_name("weight")):
         return NotApplicable(
-            "the classifier has no bias, and the size of its gradient is unknown (clipping, a defence)"
+            "the classifier has no bias, and the size of its gradient is unknown (clipping, a defense)"
         )
     weight = last.layer.get_parameter("weight").detach()
     undone = _gradient_before_defense(view, last, observed)
@@ -128,7 +128,7 @@ def _separate_at_classifier(
     if not plain or not mine[0].startswith(view.task.head) or any(n not in known for n in mine):
         return "the classifier or its loss is unknown"
     if not _size_is_known(view, mine[0]):
-        return "the size of the classifier's gradient is unknown (clipping, a defence)"
+        return "the size of the classifier's gradient is unknown (clipping, a defense)"
     if is_underdetermined(len(layer.weight), count, bias=bias in observed):
         return f"{len(layer.weight)} classes are too few to tell {count} images apart by the loss"
     undone = _gradient_before_defense(view, last, observed)
@@ -152,7 +152,7 @@ def _separate_at_classifier(
 
 
 def _gradient_before_defense(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
-    """The gradient of a classifier's weight at the scale that it had before a known defence."""
+    """The gradient of a classifier's weight at the scale that it had before a known defense."""
     name = last.parameter_name("weight")
     return last.arrange("weight", ObservedUpdate(view).before_defense(name, observed[name]))
 

@@ -45,7 +45,7 @@ def rank_orders(problem: Problem, tries: int, count: int) -> list[Problem]:
     def value(order: Tensor) -> float:
         # where a pass ends within a batch (Poisson sampling) an image may be there twice
         twice = any(len(set(batch)) < len(batch) for batch in problem.batch_contents(order))
-        return math.inf if twice else _at_grey(problem.with_order(order))
+        return math.inf if twice else _at_gray(problem.with_order(order))
 
     met = _searched(problem.default_order, passes, tries, value, problem.batch_contents, stream(0, "orders"))
     return [problem.with_order(order) for order in met[:count]] or [problem]
@@ -65,20 +65,20 @@ def assign_labels(problem: Problem, tries: int) -> Tensor | None:
         return None
 
     def value(labels: Tensor) -> float:
-        return _at_grey(replace(problem, labels=labels))
+        return _at_gray(replace(problem, labels=labels))
 
     met = _searched(counted, [len(counted)], tries, value, lambda labels: tuple(labels.tolist()), stream(0, "deals"))
     return met[0] if met else None
 
 
-def _at_grey(problem: Problem) -> float:
+def _at_gray(problem: Problem) -> float:
     """The objective where every image is mid gray; infinite where it is not a number."""
     view, constants = problem.view, problem.constants
     offset, scale = constants["offset"], constants["scale"]
     shape = (view.batch_size or 1, *problem.space.shape(view.task))
-    grey = {INPUTS: (torch.full(shape, 0.5).to(offset) - offset) / scale}
+    gray = {INPUTS: (torch.full(shape, 0.5).to(offset) - offset) / scale}
     with torch.no_grad():
-        found = float(problem.value(grey, constants, view.client, vmapped=False))
+        found = float(problem.value(gray, constants, view.client, vmapped=False))
     return found if math.isfinite(found) else math.inf
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fl.data
 from attacks.gradient_matching.engine.search_space import Upsampled
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.runtime.atomic_files import replacing
 from fl.seeds import stream
 
@@ -138,7 +138,7 @@ def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: in
             raise ValueError(f"expected images that fit a {kind}, got others: {misfit}")
         whole: nn.Module = _AutoEncoder(network) if isinstance(network, Decoder) else network
     whole.to_empty(device="cpu")
-    initialise(whole, stream(seed, kind, "start"))
+    initialize(whole, stream(seed, kind, "start"))
     if isinstance(network, Enhancer):
         nn.init.zeros_(network.last.weight)  # at first, nothing is missing
     loss = _coding(whole) if kind == "decoder" else _sharpening(whole, factor, images)

@@ -294,7 +294,7 @@ def unsearchable_reason(view: ServerView) -> str | None:
         for name in private:
             owner, _, statistic = name.rpartition(".")
             if owner in norms and statistic in {"running_mean", "running_var"}:
-                return f"{name!r} is private, and torch takes no derivative by what batch norm at rest normalises with"
+                return f"{name!r} is private, and torch takes no derivative by what batch norm at rest normalizes with"
     return None
 
 

@@ -69,7 +69,7 @@ def _about(group: ResultGroup, figures: Mapping[str, Any]) -> bool:
 
 
 def _trainings(found: Sequence[ResultGroup]) -> list[ResultGroup]:
-    """Return one group of every method under every defense: what the model learnt does not depend on the attack."""
+    """Return one group of every method under every defense: what the model learned does not depend on the attack."""
     first: dict[tuple[str, str], ResultGroup] = {}
     for group in found:
         first.setdefault(group.subject, group)
@@ -98,7 +98,7 @@ def _of_pictures(group: ResultGroup) -> dict[str, str]:
 
 
 def _of_model(run: Run, group: ResultGroup, figures: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a method learnt, and what that took."""
+    """Return what a method learned, and what that took."""
     (cost, *_) = [
         *(cost for cost in communication_costs(run.rounds) if (cost.method, cost.defense) == group.subject),
         None,

@@ -136,7 +136,7 @@ def _successes(numbered: NumberedGroups) -> TableBlock:
 
 
 def _accuracies(numbered: NumberedGroups) -> list[Block]:
-    """Return what every method under every defense learnt, with its other readings where they are on file."""
+    """Return what every method under every defense learned, with its other readings where they are on file."""
     first: dict[tuple[str, str], ResultGroup] = {}
     for group in numbered.run.groups:
         if group.by_seed("accuracy_last"):

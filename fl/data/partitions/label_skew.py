@@ -131,7 +131,7 @@ class Shards(Partitioner):
 @partitions.register("class-groups")
 @dataclass(frozen=True, kw_only=True)
 class ClassGroups(Partitioner):
-    """Neighbouring clients form groups with classes of their own (HyperFedNet, Chen et al., 2024, Figure 5).
+    """Neighboring clients form groups with classes of their own (HyperFedNet, Chen et al., 2024, Figure 5).
 
     The first group has the first classes, and so on; a class is dealt to the clients of its group in equal parts, in
     training and test. Classes beyond those of the groups are left out.

@@ -30,7 +30,7 @@ class _Named(Limited):
 @datasets.register("cifar10")
 @dataclass(frozen=True, kw_only=True)
 class Cifar10(_Named):
-    """CIFAR-10 (Krizhevsky, 2009): 32x32 colour, 10 classes."""
+    """CIFAR-10 (Krizhevsky, 2009): 32x32 color, 10 classes."""
 
     stem: ClassVar[str] = "cifar10"
 
@@ -38,7 +38,7 @@ class Cifar10(_Named):
 @datasets.register("cifar100")
 @dataclass(frozen=True, kw_only=True)
 class Cifar100(_Named):
-    """CIFAR-100 (Krizhevsky, 2009): 32x32 colour, 100 classes."""
+    """CIFAR-100 (Krizhevsky, 2009): 32x32 color, 100 classes."""
 
     stem: ClassVar[str] = "cifar100"
 
@@ -46,7 +46,7 @@ class Cifar100(_Named):
 @datasets.register("cinic10")
 @dataclass(frozen=True, kw_only=True)
 class Cinic10(_Named):
-    """CINIC-10 (Darlow et al., 2018): 32x32 colour, CIFAR-10's classes, from CIFAR-10 and ImageNet; train and test."""
+    """CINIC-10 (Darlow et al., 2018): 32x32 color, CIFAR-10's classes, from CIFAR-10 and ImageNet; train and test."""
 
     stem: ClassVar[str] = "cinic10"
 
@@ -54,7 +54,7 @@ class Cinic10(_Named):
 @datasets.register("emnist")
 @dataclass(frozen=True, kw_only=True)
 class Emnist(_Named):
-    """EMNIST ByClass (Cohen et al., 2017): 28x28 grey, upright, 62 digits and letters; all of it takes 3 GB to load."""
+    """EMNIST ByClass (Cohen et al., 2017): 28x28 gray, upright, 62 digits and letters; all of it takes 3 GB to load."""
 
     stem: ClassVar[str] = "emnist"
 
@@ -62,7 +62,7 @@ class Emnist(_Named):
 @datasets.register("fashion_mnist")
 @dataclass(frozen=True, kw_only=True)
 class FashionMnist(_Named):
-    """Fashion-MNIST (Xiao et al., 2017): 28x28 grey, 10 kinds of clothes."""
+    """Fashion-MNIST (Xiao et al., 2017): 28x28 gray, 10 kinds of clothes."""
 
     stem: ClassVar[str] = "fashion_mnist"
 
@@ -70,7 +70,7 @@ class FashionMnist(_Named):
 @datasets.register("handwritten62")
 @dataclass(frozen=True, kw_only=True)
 class Handwritten62(_Named):
-    """Handwritten digits and letters, 28x28 grey, in the 62 classes and the order of EMNIST ByClass (not EMNIST)."""
+    """Handwritten digits and letters, 28x28 gray, in the 62 classes and the order of EMNIST ByClass (not EMNIST)."""
 
     stem: ClassVar[str] = "handwritten62"
 
@@ -78,7 +78,7 @@ class Handwritten62(_Named):
 @datasets.register("mnist")
 @dataclass(frozen=True, kw_only=True)
 class Mnist(_Named):
-    """MNIST (LeCun et al., 1998): 28x28 grey, 10 digits."""
+    """MNIST (LeCun et al., 1998): 28x28 gray, 10 digits."""
 
     stem: ClassVar[str] = "mnist"
 
@@ -86,7 +86,7 @@ class Mnist(_Named):
 @datasets.register("svhn")
 @dataclass(frozen=True, kw_only=True)
 class Svhn(_Named):
-    """Street View House Numbers, cropped (Netzer et al., 2011): 32x32 colour, 10 digits."""
+    """Street View House Numbers, cropped (Netzer et al., 2011): 32x32 color, 10 digits."""
 
     stem: ClassVar[str] = "svhn"
 
@@ -94,7 +94,7 @@ class Svhn(_Named):
 @datasets.register("tiny-imagenet")
 @dataclass(frozen=True, kw_only=True)
 class TinyImagenet(_Named):
-    """Tiny-ImageNet (Le and Yang, 2015): 64x64 colour, 200 classes; its labelled validation images are the test set."""
+    """Tiny-ImageNet (Le and Yang, 2015): 64x64 color, 200 classes; its labeled validation images are the test set."""
 
     stem: ClassVar[str] = "tiny-imagenet"
 

@@ -20,7 +20,7 @@ from fl.ranges import OpenShare, Seed, Width
 from fl.runtime.safe_paths import inside, readable
 from fl.types import Batch
 
-Labelled = tuple[list[Path], Tensor, Tensor]
+Labeled = tuple[list[Path], Tensor, Tensor]
 """Files, and label and domain of each (N,) int64."""
 
 
@@ -32,7 +32,7 @@ class _Domains(Limited):
 
     Attributes:
         path: of the folder of domains; None looks in the data folder.
-        size: height and width: the short side is resized to it, bicubic and antialiased, and the centre square taken.
+        size: height and width: the short side is resized to it, bicubic and antialiased, and the center square taken.
         test_share: share held out.
         seed: of that split, and of the order of the images.
     """
@@ -68,7 +68,7 @@ class _Domains(Limited):
 
         def read(index: Tensor) -> Batch:
             chosen = [files[i] for i in index.tolist()]
-            return Pixels(decode(chosen, self.size, "colour"), labels[index].numpy(), names).batch()
+            return Pixels(decode(chosen, self.size, "color"), labels[index].numpy(), names).batch()
 
         return self._split(read, labels, groups, names, domains, f"images in {readable(root.resolve().name)}")
 
@@ -153,7 +153,7 @@ class Vlcs(_Domains):
     stem: ClassVar[str] = "VLCS"
 
 
-def listed_domains(root: Path, domains: tuple[str, ...], names: tuple[str, ...]) -> Labelled:
+def listed_domains(root: Path, domains: tuple[str, ...], names: tuple[str, ...]) -> Labeled:
     """The images in `root/DOMAIN/CLASS`, domain by domain.
 
     Raises:

@@ -177,7 +177,7 @@ def _from_folder(name: str, part: str, path: Path, source: Path | None, scratch:
     _check_published(name, part, labels.numpy(), source)
     order = torch.randperm(len(files), generator=stream(0, "order", name, part))
     pixels = np.memmap(scratch / f"{part}.raw", dtype=np.uint8, mode="w+", shape=(len(files), size, size, 3))
-    decode([files[i] for i in order.tolist()], None, "colour", out=pixels)
+    decode([files[i] for i in order.tolist()], None, "color", out=pixels)
     stored.save(path, pixels, labels[order].numpy(), class_names)
 
 
@@ -188,7 +188,7 @@ def _cinic10(source: Path, part: str) -> tuple[list[Path], torch.Tensor, Sequenc
 
 
 def _tiny_imagenet(source: Path, part: str) -> tuple[list[Path], torch.Tensor, Sequence[str]]:
-    """`train`, or as `test` the labelled images of `val`; its own `test` has no labels."""
+    """`train`, or as `test` the labeled images of `val`; its own `test` has no labels."""
     wnids = classes(source / "train")
     class_names = _words(source / "words.txt", wnids)
     if part == "train":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from fl.data import Dataset, Source, datasets, stratified
+from fl.data.sources.folders import FORMER_MODES, Mode
 from fl.ranges import OpenShare, Seed, Width
 from fl.registry import UnknownNameError
 from fl.types import Batch
@@ -29,7 +31,7 @@ PHOTOS = {
     "camera": "camera.png",
     "coins": "coins.png",
 }
-"""Name to file; the label of a photograph is its place here. The last two are grey."""
+"""Name to file; the label of a photograph is its place here. The last two are gray."""
 
 
 def _file(name: str) -> Traversable:
@@ -42,7 +44,7 @@ def _file(name: str) -> Traversable:
 @datasets.register("faces")
 @dataclass(frozen=True, kw_only=True)
 class Faces(Source):
-    """100 faces and 100 other crops of Labeled Faces in the Wild (Huang et al., 2007), grey, 25x25 in the original.
+    """100 faces and 100 other crops of Labeled Faces in the Wild (Huang et al., 2007), gray, 25x25 in the original.
 
     Attributes:
         size: height and width; the crops are resized bicubically (25 leaves them as they are).
@@ -78,17 +80,19 @@ def _resize(image: Tensor, size: int) -> Tensor:
 @datasets.register("photos")
 @dataclass(frozen=True, kw_only=True)
 class Photos(Source):
-    """Photographs of scikit-image: the centre square, resized bicubically; ten classes of one image each.
+    """Photographs of scikit-image: the center square, resized bicubically; ten classes of one image each.
 
     Attributes:
         names: the images to attack, in this order; labels are their places in `PHOTOS` (1, 3, 5, 7 by default).
         size: height and width.
-        mode: "colour" (3 channels) or "grey" (1 channel, ITU-R 601 luma of the resized image).
+        mode: "color" (3 channels) or "gray" (1 channel, ITU-R 601 luma of the resized image).
     """
+
+    former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = FORMER_MODES
 
     names: tuple[str, ...] = ("astronaut", "chelsea", "coffee", "rocket")
     size: Width = 32
-    mode: Literal["colour", "grey"] = "colour"
+    mode: Mode = "color"
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -107,7 +111,7 @@ class Photos(Source):
 
     def _batch(self, names: tuple[str, ...]) -> Batch:
         classes = list(PHOTOS)
-        channels = 3 if self.mode == "colour" else 1
+        channels = 3 if self.mode == "color" else 1
         inputs = torch.empty(len(names), channels, self.size, self.size)
         for row, name in zip(inputs, names, strict=True):
             row.copy_(self._image(name))
@@ -120,5 +124,5 @@ class Photos(Source):
         left, top = (image.width - side) // 2, (image.height - side) // 2
         square = image.crop((left, top, left + side, top + side))
         small = square.resize((self.size, self.size), Image.Resampling.BICUBIC)
-        pixels = np.array(small if self.mode == "colour" else small.convert("L"), dtype=np.float32) / 255
+        pixels = np.array(small if self.mode == "color" else small.convert("L"), dtype=np.float32) / 255
         return torch.from_numpy(pixels).reshape(self.size, self.size, -1).permute(2, 0, 1)

@@ -7,10 +7,10 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -34,7 +34,8 @@ DAMAGED = (
     *(OSError, SyntaxError, TypeError, struct.error, zlib.error),
 )
 """What Pillow raises of damaged files, in their metadata too."""
-Mode = Literal["colour", "grey"]
+Mode = Literal["color", "gray"]
+FORMER_MODES: Mapping[str, Mapping[Any, Any]] = {"mode": {"colour": "color", "grey": "gray"}}
 Listed = tuple[list[Path], torch.Tensor]
 """Files, and the label of each (N,) int64."""
 
@@ -48,16 +49,18 @@ class Folder(Limited):
 
     Attributes:
         path: of the folder.
-        size: height and width: the short side is resized to it, antialiased, and the centre square taken; None takes
+        size: height and width: the short side is resized to it, antialiased, and the center square taken; None takes
             the images as they are, which must then be of one size.
-        mode: "colour" (3 channels) or "grey" (1 channel, ITU-R 601 luma).
+        mode: "color" (3 channels) or "gray" (1 channel, ITU-R 601 luma).
         test_share: share of every class held out if there is no folder `test`.
         seed: of that split, and of the order of the images.
     """
 
+    former_values: ClassVar[Mapping[str, Mapping[Any, Any]]] = FORMER_MODES
+
     path: str
     size: Width | None = 32
-    mode: Mode = "colour"
+    mode: Mode = "color"
     test_share: OpenShare = 0.2
     seed: Seed = 0
 
@@ -182,7 +185,7 @@ def _converted(opened: Image.Image, path: Path, mode: Mode) -> Image.Image:
     image = ImageOps.exif_transpose(opened)
     if image.mode.startswith(("I", "F")):
         raise ValueError(f"expected 8 bits per channel in {path}, got an image of mode {image.mode}")
-    return image.convert("RGB" if mode == "colour" else "L")
+    return image.convert("RGB" if mode == "color" else "L")
 
 
 def _pixels(path: Path, size: int | None, mode: Mode) -> NDArray[np.uint8]:

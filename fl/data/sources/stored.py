@@ -1,4 +1,4 @@
-"""Data sets in `.npz` files: `images` uint8 [N, H, W, C] or, grey, [N, H, W], `labels` [N], `class_names` [K].
+"""Data sets in `.npz` files: `images` uint8 [N, H, W, C] or, gray, [N, H, W], `labels` [N], `class_names` [K].
 
 Without `class_names` the classes are numbered, from 0 to the largest label.
 """
@@ -198,7 +198,7 @@ def read_pixels(path: Path) -> Pixels:
         raise ValueError(f"expected {', '.join(KEYS)} in {path}, got no {', '.join(absent)}")
     images, labels = (arrays[key] for key in KEYS)
     names = arrays[NAMES] if NAMES in arrays else _numbers(labels)
-    if images.dtype == np.uint8 and images.ndim == 3:  # grey
+    if images.dtype == np.uint8 and images.ndim == 3:  # gray
         images = images[..., None]
     _check(images, labels, names, path)
     return Pixels(images, labels, tuple(names.astype(str).tolist()))

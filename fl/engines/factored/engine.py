@@ -27,7 +27,7 @@ from fl.engines.factored.heads import Heads
 from fl.engines.factored.merging import merged
 from fl.engines.sequential import Engine
 from fl.gradient import autograd_derivative
-from fl.local.optimizers import OptimState, clipped, optimise
+from fl.local.optimizers import OptimState, clipped, optimize
 from fl.method import Method, Step
 from fl.models.hypernetworks.hypernetwork import (
     EMBEDDING,
@@ -55,7 +55,7 @@ def obstacle(client: Client) -> str | None:
     if type(method).gradient is not Method.gradient or type(method).finish is not Method.finish:
         return "it has a gradient or payloads of its own"
     if overrides(client.defense, "gradient"):
-        return f"the defence {client.defense.name} changes single gradients"
+        return f"the defense {client.defense.name} changes single gradients"
     return None
 
 
@@ -185,7 +185,7 @@ class _Trainee:
         return raw.of_weights(weights, batch)
 
     def move(self, grads: Tensors) -> None:
-        """One step of the optimiser; `grads` holds the heads' as an outer product under `MATRIX`."""
+        """One step of the optimizer; `grads` holds the heads' as an outer product under `MATRIX`."""
         groups = {**self.groups, **({MATRIX: self.groups[COEFFICIENTS]} if MATRIX in grads else {})}
         grads = clipped(grads, groups)
         if MATRIX in grads:
@@ -197,7 +197,7 @@ class _Trainee:
             unit = torch.zeros_like(dense(self.params[COEFFICIENTS]))
             unit[self.count] = term.coef
             grads[COEFFICIENTS] = unit
-        self.params, self.optim = optimise(self.phase, self.unclipped, self.params, grads, self.optim)
+        self.params, self.optim = optimize(self.phase, self.unclipped, self.params, grads, self.optim)
         if self.count >= self.due:
             self._merge(self.params, self.optim.first)
             self.due = self.count + PERIOD

@@ -1,4 +1,4 @@
-"""A server that trains parameters of its own: one step at a time, its optimiser's state among what it keeps."""
+"""A server that trains parameters of its own: one step at a time, its optimizer's state among what it keeps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fl.local.optimizers import OptimState, clipped, optimise
+from fl.local.optimizers import OptimState, clipped, optimize
 from fl.tensors import Tensors
 from fl.types import Phase
 
@@ -21,7 +21,7 @@ def server_step(phase: Phase, params: Tensors, grads: Tensors, kept: Tensors) ->
     stays as it is, moments included.
 
     Args:
-        phase: its groups and optimiser; how long it lasts does not matter.
+        phase: its groups and optimizer; how long it lasts does not matter.
         params: by name; all of them come back.
         grads: of those that move; clipped group by group.
         kept: what the last step left, by name; empty before the first.
@@ -36,7 +36,7 @@ def server_step(phase: Phase, params: Tensors, grads: Tensors, kept: Tensors) ->
         moments = [{name: kept[p + name]} if p + name in kept else {} for p in (FIRST, SECOND)]
         count = int(kept[STEP + name]) if STEP + name in kept else 0  # type: ignore[arg-type]
         state = OptimState(count, *moments)
-        new, state = optimise(phase, group, {name: params[name]}, {name: grad}, state)
+        new, state = optimize(phase, group, {name: params[name]}, {name: grad}, state)
         moved[name] = new[name]
         kept[STEP + name] = torch.tensor(state.step)
         kept |= {p + name: part[name] for p, part in ((FIRST, state.first), (SECOND, state.second)) if name in part}

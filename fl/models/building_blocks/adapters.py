@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from fl.models import Network
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.pretrained import RANDOM
 from fl.ranges import Width
@@ -89,7 +89,7 @@ class Prepare(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (B, 3, size, size) of images (B, 1 or 3, H, W): grey repeated, resized bilinearly."""
+        """Images (B, 3, size, size) of images (B, 1 or 3, H, W): gray repeated, resized bilinearly."""
         if x.shape[1] == 1:
             x = x.expand(-1, 3, -1, -1)
         if self.size is None or x.shape[-2:] == (self.size, self.size):
@@ -144,7 +144,7 @@ class Adapted(Network):
         """Give the backbone in `body` its weights: drawn or read."""
         raise NotImplementedError
 
-    def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+    def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
         """The backbone's weights, and PyTorch's default for adapters and head.
 
         Raises:
@@ -153,16 +153,16 @@ class Adapted(Network):
         """
         body = model.get_submodule("body")
         for part in (*_adapters(body), model.get_submodule("head")):
-            initialise(part, generator)
-        if isinstance(first := model.get_submodule("normalise"), Normalize):
+            initialize(part, generator)
+        if isinstance(first := model.get_submodule("normalize"), Normalize):
             first.reset_buffers()
         if self.weights == RANDOM and self.train != "all":
             log.warning("the frozen backbone of the network is random, not pre-trained: set task.model.weights")
         self.fill(body, generator)
 
-    def _normalisation(self) -> Normalize | None:
+    def _normalization(self) -> Normalize | None:
         if not self.normalize or self.mean or self.std:
-            return super()._normalisation()
+            return super()._normalization()
         return Normalize(*self.statistics[self.input_shape[0]])
 
 

@@ -14,11 +14,11 @@ WEIGHTED = (nn.Linear, nn.modules.conv._ConvNd)
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
-def initialise(model: nn.Module, generator: torch.Generator) -> None:
+def initialize(model: nn.Module, generator: torch.Generator) -> None:
     """Fill `model` as PyTorch's constructors do, module by module in order of registration.
 
     With `torch.Generator().manual_seed(s)` the result equals `torch.manual_seed(s)` followed by construction, bit for
-    bit: weights uniform in +-1/sqrt(fan_in) (Kaiming with a = sqrt(5)), then biases in the same range; normalisation
+    bit: weights uniform in +-1/sqrt(fan_in) (Kaiming with a = sqrt(5)), then biases in the same range; normalization
     layers start as the identity.
 
     Raises:
@@ -31,11 +31,11 @@ def initialise(model: nn.Module, generator: torch.Generator) -> None:
             nn.init.uniform_(bias, -bound, bound, generator=generator)
 
 
-def initialise_uniform(model: nn.Module, generator: torch.Generator, bound: float) -> None:
+def initialize_uniform(model: nn.Module, generator: torch.Generator, bound: float) -> None:
     """Fill every weight and bias of `model` uniformly in +-bound, in order of registration.
 
     Raises:
-        ValueError: as `initialise`.
+        ValueError: as `initialize`.
     """
     for weight, bias in _weights(model):
         nn.init.uniform_(weight, -bound, bound, generator=generator)
@@ -54,6 +54,6 @@ def _weights(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
             module.reset_buffers()
         elif any(held.numel() for held in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             raise ValueError(
-                f"expected layers with a known start, got {type(module).__name__} at {name!r}; override initialise, or "
+                f"expected layers with a known start, got {type(module).__name__} at {name!r}; override initialize, or "
                 "give the network by a function that returns it, task.model: module:function"
             )

@@ -1,4 +1,4 @@
-"""What all networks are put together from: normalisation, extractor, head."""
+"""What all networks are put together from: normalization, extractor, head."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Normalize(nn.Module):
             buffer.copy_(torch.tensor(values, dtype=buffer.dtype, device=buffer.device).view_as(buffer))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised pixels, of the shape of `x`."""
+        """Normalized pixels, of the shape of `x`."""
         return (x - self.mean) / self.std
 
     def extra_repr(self) -> str:
@@ -57,7 +57,7 @@ class Normalize(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A normalisation, an extractor `body` and a linear `head`, with or without `bias`.
+    """A normalization, an extractor `body` and a linear `head`, with or without `bias`.
 
     Raises:
         ValueError: images of `input_shape` are too small for the extractor or have other channels.
@@ -65,7 +65,7 @@ class Classifier(nn.Module):
 
     def __init__(
         self,
-        normalise: Normalize | None,
+        normalize: Normalize | None,
         body: nn.Module,
         input_shape: tuple[int, int, int],
         num_classes: int,
@@ -73,13 +73,13 @@ class Classifier(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.normalise = normalise if normalise is not None else nn.Identity()
+        self.normalize = normalize if normalize is not None else nn.Identity()
         self.body = body
         self.head = nn.Linear(features(body, input_shape), num_classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, K) of pixels in [0, 1] (B, C, H, W)."""
-        logits: Tensor = self.head(self.body(self.normalise(x)))
+        logits: Tensor = self.head(self.body(self.normalize(x)))
         return logits
 
 

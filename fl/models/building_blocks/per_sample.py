@@ -49,7 +49,7 @@ class Each(Given):
 
 
 class EachNorm(Given):
-    """Batch normalisation by the statistics of the batch, with a weight and a bias of its own for every sample."""
+    """Batch normalization by the statistics of the batch, with a weight and a bias of its own for every sample."""
 
     def __init__(self, norm: BATCH_NORM) -> None:
         plain = type(norm)(norm.num_features, norm.eps, norm.momentum, False, norm.track_running_stats)
@@ -67,7 +67,7 @@ class PerSample(nn.Module):
     """A network whose parameters come in as one vector for every sample.
 
     Any feed-forward network will do. The smallest modules that hold parameters are run sample by sample, the rest of
-    the network as it is: batch normalisation takes the statistics of the batch, dropout by masks that are handed in
+    the network as it is: batch normalization takes the statistics of the batch, dropout by masks that are handed in
     (`fl.models.building_blocks.dropout`) stays. Frozen parameters stay as they are, and are the same for all samples.
 
     Args:
@@ -75,7 +75,7 @@ class PerSample(nn.Module):
 
     Raises:
         ValueError: a part that can't be run so: parameters some of which are frozen, or a module that holds parameters
-            of its own and batch normalisation or dropout below.
+            of its own and batch normalization or dropout below.
     """
 
     def __init__(self, template: nn.Module) -> None:
@@ -123,7 +123,7 @@ class PerSample(nn.Module):
 
 
 def _scales(template: nn.Module) -> list[str]:
-    """Names of the parameters that multiply in a normalisation."""
+    """Names of the parameters that multiply in a normalization."""
     return [f"{name}.weight".removeprefix(".") for name, m in template.named_modules() if isinstance(m, SCALES)]
 
 

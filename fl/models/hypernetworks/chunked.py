@@ -16,7 +16,7 @@ ROWS = 8192
 class ChunkedHypernetwork(nn.Module):
     """Fully connected layers with ReLU that make one chunk of the weights at a time (von Oswald et al., ICLR 2020).
 
-    All chunks are made by the same layers; what tells them apart is a learnt embedding that stands beside the input.
+    All chunks are made by the same layers; what tells them apart is a learned embedding that stands beside the input.
 
     Args:
         inputs: size of the input e.

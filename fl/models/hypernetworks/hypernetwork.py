@@ -42,7 +42,7 @@ class Hypernetwork(Generated):
         init: "published" draws every layer by PyTorch's default, which makes generated weights about ten times too
             wide and kills the hidden layer in the first round; "scaled" multiplies the heads' weights by 0.1;
             "network" does so and lets the heads' biases start at the network's own initial values, so that what is
-            generated starts near them (Bias-HyperInit, Beck et al., CoRL 2022): without it normalisation layers
+            generated starts near them (Bias-HyperInit, Beck et al., CoRL 2022): without it normalization layers
             start near zero instead of one, and HyperFL-LPM's adapters pass nothing on.
         bias: whether the heads have biases (the published ones do).
 

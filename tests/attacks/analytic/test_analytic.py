@@ -129,7 +129,7 @@ def test_noise_is_averaged_over_all_neurons_and_not_taken_for_success() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_unknown_defence_that_shortens_tensors_apart_is_not_verified(dtype: torch.dtype) -> None:
+def test_an_unknown_defense_that_shortens_tensors_apart_is_not_verified(dtype: torch.dtype) -> None:
     """The update stays of rank one, and only how bright the image seems is wrong."""
     for defense, right in ((Clip(max_norm=1e-2, scope="tensor"), False), (Clip(max_norm=1e-2), True)):
         view, truth = victim(task=mlp(dtype), defense=defense)
@@ -139,7 +139,7 @@ def test_an_unknown_defence_that_shortens_tensors_apart_is_not_verified(dtype: t
         assert bool((result.inputs - truth.inputs).abs().max() < 1e-4) is right  # type: ignore[operator]
 
 
-def test_an_unknown_defence_is_not_looked_at() -> None:
+def test_an_unknown_defense_is_not_looked_at() -> None:
     """This one leaves every bit as it is, so nothing may depend on it."""
     results = []
     for defense in (Defense(), Clip(max_norm=1e6)):

@@ -38,7 +38,7 @@ class ViT(nn.Module):
 
 
 class Unfolded(ViT):
-    """Patches by hand through a linear layer, a normalisation, and a class token with a position of its own."""
+    """Patches by hand through a linear layer, a normalization, and a class token with a position of its own."""
 
     patches = 17
 
@@ -115,7 +115,7 @@ def test_what_it_needs_is_named() -> None:
     for view, words in (
         (seen(ViT(), 2)[0], "the signals of 2 images are summed"),
         (seen(Fixed())[0], "the gradient of pos was not sent"),
-        (seen(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)))[0], "no learnt position embedding"),
+        (seen(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)))[0], "no learned position embedding"),
     ):
         result = April()(view)
         assert isinstance(result, NotApplicable)

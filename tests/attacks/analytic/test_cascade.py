@@ -202,7 +202,7 @@ def test_batches_and_several_steps_are_refused() -> None:
 @pytest.mark.parametrize("known", [False, True])
 def test_lengths_clipped_apart_are_never_verified(deep: bool, known: bool) -> None:
     top = [nn.Linear(128, 64), nn.LeakyReLU(0.2), nn.Linear(64, 4)] if deep else [nn.Linear(128, 4)]
-    model = chains.initialised(nn.Sequential(nn.Flatten(), *top))
+    model = chains.initialized(nn.Sequential(nn.Flatten(), *top))
     for defense, right in (
         (Clip(max_norm=0.05, scope="tensor"), False),
         (Defense(), known),

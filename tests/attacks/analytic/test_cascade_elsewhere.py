@@ -26,7 +26,7 @@ TWICE = (nn.Conv2d(12, 60, 3, padding=1), nn.MaxPool2d(2), LEAKY)
 WIDE = (nn.Conv2d(1, 16, 3), nn.MaxPool2d(2), LEAKY, nn.Conv2d(16, 32, 3), nn.MaxPool2d(2), LEAKY)
 PAIR = torch.cat([photograph(14), 1 - photograph(14).transpose(2, 3)])
 CASES = {
-    "colour": (
+    "color": (
         network(nn.Conv2d(3, 16, 3), nn.MaxPool2d(2), LEAKY, channels=3),
         (photograph(14, 3) * 255).round() / 255,
     ),

@@ -80,7 +80,7 @@ def test_a_double_precision_update_gives_all_images_and_whose_label_is_whose(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_answer_is_exact_or_not_verified(seed: int) -> None:
-    model = chains.initialised(chain(nn.ReLU), seed)
+    model = chains.initialized(chain(nn.ReLU), seed)
     view, truth = seen(model.float(), [seed, 7, 7], seed=seed)
     result = attack(view)
     if result.verified:
@@ -89,7 +89,7 @@ def test_an_answer_is_exact_or_not_verified(seed: int) -> None:
 
 def test_hidden_linear_layers_and_networks_without_biases_are_undone() -> None:
     hidden = nn.Sequential(nn.Flatten(), nn.Linear(128, 40), nn.Sigmoid(), nn.Linear(40, CLASSES))
-    for model in (chains.initialised(hidden), chain(nn.Tanh, bias=False)):
+    for model in (chains.initialized(hidden), chain(nn.Tanh, bias=False)):
         view, truth = seen(model, [0, 4, 4])
         result = attack(view)
         assert matched(result, truth)[0] < 1e-8
@@ -157,7 +157,7 @@ def test_a_frozen_bias_is_known_although_it_is_not_sent(layer: int) -> None:
 # ---- told apart by the bend of an activation -------------------------------------------------------------------------
 def test_behind_an_unknown_classifier_the_bend_of_a_relu_tells_images_apart() -> None:
     layers = list(chain(nn.ReLU))[:-1]
-    model = chains.initialised(nn.Sequential(*layers, nn.Linear(384, 40), nn.ReLU(), nn.Linear(40, CLASSES)))
+    model = chains.initialized(nn.Sequential(*layers, nn.Linear(384, 40), nn.ReLU(), nn.Linear(40, CLASSES)))
     view, truth = seen(model, [1, 5])
     shared = {n: v for n, v in view.shared.items() if not n.startswith("7.")}
     update = {n: v for n, v in view.update.items() if not n.startswith("7.")}
@@ -209,7 +209,7 @@ def test_an_update_of_turned_sign_gets_no_labels() -> None:
 
 
 @pytest.mark.parametrize("defense", [pytest.param(d, id=n) for n, d in defenses.examples() if d.group == 1])
-def test_under_every_defence_it_answers_and_claims_nothing_false(defense: Defense) -> None:
+def test_under_every_defense_it_answers_and_claims_nothing_false(defense: Defense) -> None:
     view, truth = seen(chain(leaky), [1, 5], defense=defense)
     result = RConv()(view)
     if isinstance(result, NotApplicable):

@@ -130,7 +130,7 @@ def test_linear_maps_around_the_layers_are_undone() -> None:
         nn.Conv2d(2, 12, 3, padding=1), nn.AvgPool2d(2), nn.LeakyReLU(0.3), nn.Conv2d(12, 12, 3, padding=1), norm
     )
     model.extend([nn.Tanh(), nn.Flatten(), nn.Linear(192, 20), nn.LeakyReLU(0.1), nn.Linear(20, 4)])
-    chains.initialised(model)
+    chains.initialized(model)
     whole = nn.Sequential(Normalize((0.4, 0.6), (0.2, 0.3)), *model).double()
     whole[0].reset_buffers()  # type: ignore[operator]
     view, truth = chains.seen(whole.eval(), method=FedAvg(lr=0.5, steps=1, batch_size=None, train_mode=False))
@@ -211,7 +211,7 @@ def test_an_unknown_size_of_the_gradient_is_no_ground_for_logits() -> None:
 @pytest.mark.parametrize("known", [False, True])
 def test_lengths_clipped_apart_are_never_verified(deep: bool, known: bool) -> None:
     top = [nn.Linear(128, 64), LEAKY(), nn.Linear(64, 4)] if deep else [nn.Linear(128, 4)]
-    model = chains.initialised(nn.Sequential(nn.Flatten(), *top))
+    model = chains.initialized(nn.Sequential(nn.Flatten(), *top))
     for defense, right in ((Clip(max_norm=0.05, scope="tensor"), False), (Defense(), known or deep)):
         view, _ = chains.seen(model, defense=defense, threat=ThreatModel(knows_defense=known))
         result = RGAP()(view)
@@ -223,7 +223,7 @@ def test_lengths_clipped_apart_are_never_verified(deep: bool, known: bool) -> No
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_private_classifier_stops_it_unless_a_layer_below_has_a_bias(bias: bool) -> None:
     body = [*chains.chain(LEAKY)][:-1]
-    model = chains.initialised(nn.Sequential(*body, nn.Linear(192, 20, bias=bias), nn.LeakyReLU(0.2), nn.Linear(20, 4)))
+    model = chains.initialized(nn.Sequential(*body, nn.Linear(192, 20, bias=bias), nn.LeakyReLU(0.2), nn.Linear(20, 4)))
     task = Task(model, (2, 8, 8), 4, "7.")
     data = Batch(chains.image(), torch.tensor([2]))
     method = FedPer(lr=0.1, steps=1, batch_size=None)
@@ -241,7 +241,7 @@ def test_a_private_classifier_stops_it_unless_a_layer_below_has_a_bias(bias: boo
 
 def test_it_takes_over_from_the_peel() -> None:
     body = [*chains.chain(LEAKY)][:-1]
-    model = chains.initialised(nn.Sequential(*body, nn.Linear(192, 20), nn.LeakyReLU(0.2), nn.Linear(20, 4)))
+    model = chains.initialized(nn.Sequential(*body, nn.Linear(192, 20), nn.LeakyReLU(0.2), nn.Linear(20, 4)))
     task = Task(model, (2, 8, 8), 4, "7.")
     data = Batch(chains.image(), torch.tensor([2]))
     generator = Hypernetwork(embedding=4, hidden=16, init="scaled")
@@ -291,7 +291,7 @@ class Flattening(nn.Module):
 @pytest.mark.parametrize("name", ["rgap", "rconv", "cascade"])
 @pytest.mark.parametrize("model", [Flattening, InPlace])
 def test_what_forward_does_needs_no_modules(name: str, model: type[nn.Module]) -> None:
-    view, truth = chains.seen(chains.initialised(model(*[12] * (model is not Flattening))))
+    view, truth = chains.seen(chains.initialized(model(*[12] * (model is not Flattening))))
     result = build(name)(view)
     assert isinstance(result, Reconstruction)
     assert result.verified
@@ -334,7 +334,7 @@ def test_a_system_that_is_too_large_is_refused_with_its_size() -> None:
 
 def test_pooling_written_out_as_a_matrix_counts_too() -> None:
     model = nn.Sequential(nn.Conv2d(2, 24, 3, padding=1), LEAKY(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    view, _ = chains.seen(chains.initialised(nn.Sequential(*model, nn.Linear(24, 4))))
+    view, _ = chains.seen(chains.initialized(nn.Sequential(*model, nn.Linear(24, 4))))
     result = RGAP(gigabytes=5e-3)(view)  # 1536 numbers come into the pooling: 19 MB
     assert isinstance(result, NotApplicable)
     assert "equations of 4 take 0.019 GB" in result.reason

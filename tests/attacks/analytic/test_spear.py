@@ -93,7 +93,7 @@ def test_neither_head_nor_batch_size_need_be_known() -> None:
 def test_a_kernel_of_silent_rows_is_a_column() -> None:
     view, truth = victim(4)
     known = product_operands(view, 4)
-    mean, std = view.task.normalisation(truth.inputs)
+    mean, std = view.task.normalization(truth.inputs)
     outputs = ((truth.inputs - mean) / std).flatten(1) @ known.layer.weight.mT + known.layer.bias
     silent = (outputs <= 0) | ~known.heard
     for column in silent:
@@ -140,7 +140,7 @@ def test_images_that_noise_blurs_are_not_verified(std: float) -> None:
     found = Spear(samples=5000)._search(product_operands(view, 2), stream(0, "spear"))
     assert found is not None
     assert found.sure
-    mean, std_of = view.task.normalisation(truth.inputs)
+    mean, std_of = view.task.normalization(truth.inputs)
     true = ((truth.inputs - mean) / std_of).flatten(1)
     apart = (true[:, None] - found.inputs).square().mean(2).min(1).values.sqrt() / true.square().mean(1).sqrt()
     assert 0.5 < found.error / float(apart.max()) < 2
@@ -158,8 +158,8 @@ def test_some_images_of_a_batch_are_not_all() -> None:
 
 
 @pytest.mark.parametrize(("size", "known", "verified"), [(1.0, False, True), (0.95, False, False), (0.95, True, False)])
-def test_an_unknown_defence_may_have_changed_the_size(size: float, known: bool, verified: bool) -> None:
-    """Zeros do not show it; the rest of the update does, also to a server that takes it that there is no defence."""
+def test_an_unknown_defense_may_have_changed_the_size(size: float, known: bool, verified: bool) -> None:
+    """Zeros do not show it; the rest of the update does, also to a server that takes it that there is no defense."""
     view, truth = victim(2, threat=ThreatModel(knows_defense=known))
     weight = next(name for name in view.update if name.endswith("weight"))
     result = Spear()(replace(view, update={**view.update, weight: dense(view.update[weight]) * size}))

@@ -142,7 +142,7 @@ def test_the_statistics_are_zero_at_the_truth_and_pull_guesses_towards_them() ->
 
 def test_the_first_layer_alone_counts_as_often_as_it_is_told_to() -> None:
     layers = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2)
-    model = chains.initialised(nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 3))).double()
+    model = chains.initialized(nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 3))).double()
     for norm in (model[1], model[4]):
         norm.running_mean += 0.5
     view, truth = from_batch(model, torch.rand(2, 1, 8, 8, generator=stream(0, "x")).double(), torch.tensor([0, 1]))
@@ -268,7 +268,7 @@ def test_bad_settings_are_refused() -> None:
         attack(success_threshold=0.1)
 
 
-def test_the_energy_is_that_of_normalised_images() -> None:
+def test_the_energy_is_that_of_normalized_images() -> None:
     view, truth = seen(2)
     view = replace(view, task=replace(view.task, mean=(0.5,), std=(0.25,)))
     term = Energy(weight=2.0)

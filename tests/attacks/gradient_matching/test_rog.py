@@ -60,7 +60,7 @@ def test_upsampling_is_bicubic_interpolation(factor: int, size: tuple[int, int])
     ],
 )
 def test_least_squares_are_the_known_ones_on_photographs(size: int, factor: int, expected: tuple[float, ...]) -> None:
-    photos = fl.data.load("photos", mode="colour", size=size).train.inputs[: len(expected)]
+    photos = fl.data.load("photos", mode="color", size=size).train.inputs[: len(expected)]
     least = Upsampled(factor, (size, size)).closest(photos, steps=0).clamp(0, 1).to(photos)
     assert psnr(least, photos).tolist() == pytest.approx(expected, abs=0.06)
     assert bool((psnr(best_decodable(photos, factor), photos) >= psnr(least, photos)).all())

@@ -56,7 +56,7 @@ def test_the_lower_level_has_its_minimum_in_closed_form(method: HyperFL | FedAvg
     assert not isinstance(peeled, NotApplicable)
     assert peeled.embedding is not None
     level = lower(view)
-    # a dense upload is factorised anew, at another scale of the two factors: distances then round at 1e-16, and beside
+    # a dense upload is factorized anew, at another scale of the two factors: distances then round at 1e-16, and beside
     # a classifier that is shared at 1e-17
     floor = 1e-15 if dense_upload else 1e-18 if method is STEP else 1e-16
     outputs = {n: w - peeled.gradient[n] / method.lr for n, w in level.generate(peeled.embedding).items()}

@@ -89,8 +89,8 @@ def test_the_search_finds_the_image_and_then_its_label(condition: str) -> None:
     result = attacks.build({"name": "unembed+ig", "iterations": 250, "tv_weight": 0.0})(view)
     assert isinstance(result, Reconstruction)
     assert result.inputs is not None
-    grey = (0.5 - truth.inputs).square().mean()
-    assert (result.inputs - truth.inputs).square().mean() < 0.1 * grey
+    gray = (0.5 - truth.inputs).square().mean()
+    assert (result.inputs - truth.inputs).square().mean() < 0.1 * gray
     assert torch.equal(result.labels, truth.labels)  # type: ignore[arg-type]
     assert "embedding" in result.private
 

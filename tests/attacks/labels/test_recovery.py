@@ -155,7 +155,7 @@ def test_a_pruned_bias_counts_where_it_was_sent() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_defence_is_looked_at_only_where_it_is_known(known: bool) -> None:
+def test_a_defense_is_looked_at_only_where_it_is_known(known: bool) -> None:
     view, _ = victim([0, 0, 0, 3, 3, 7, 7, 9], defense=Prune(ratio=0.5))
     view = replace(view, threat=ThreatModel(knows_defense=known))
     head = ClassifierGradient.of(ObservedUpdate(view))
@@ -225,12 +225,12 @@ def test_a_group_is_counted_only_where_every_image_weighs_the_same(fed: dict) ->
     assert (named(even) is not None) == ("batch_size" in fed and "steps" in fed)
 
 
-@pytest.mark.parametrize("by", ["method", "defence"])
+@pytest.mark.parametrize("by", ["method", "defense"])
 def test_a_group_of_clipped_clients_is_not_counted(by: str) -> None:
     """Each is shortened by a factor of its own, so their images weigh apart in the mean."""
     method, defense = FedAvg(lr=0.1, steps=1, max_norm=0.05 if by == "method" else None), SecAgg(group_size=2)
     chain = defense if by == "method" else Chain(parts=(Clip(max_norm=0.005), defense))
     view, _ = worlds.federation(method, chain, rounds=0).observe(0)
     assert named(view) is None
-    if by == "defence":
+    if by == "defense":
         assert named(replace(view, threat=replace(view.threat, knows_defense=False))) is not None

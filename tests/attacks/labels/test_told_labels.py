@@ -29,7 +29,7 @@ def fed(defense: Defense | None = None, rounds: int = 1, seed: int = 0) -> Feder
     return run
 
 
-def labelled(*labels: int) -> Batch:
+def labeled(*labels: int) -> Batch:
     return replace(worlds.images(len(labels), "told"), labels=torch.tensor(labels))
 
 
@@ -37,7 +37,7 @@ def test_the_sign_rule_errs_where_generated_features_are_in_the_gradient_and_wha
     named, right = [], []
     for seed in range(6):
         for label in range(3):
-            view, _ = fed(seed=seed).observe(0, data=labelled(label))
+            view, _ = fed(seed=seed).observe(0, data=labeled(label))
             by_sign, found = idlg_label(ObservedUpdate(view)), fixed_labels(view, "auto")
             assert by_sign is not None
             assert found is not None
@@ -51,7 +51,7 @@ def test_the_sign_rule_errs_where_generated_features_are_in_the_gradient_and_wha
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_labels_of_a_batch_are_counted(rounds: int, method: FedGen) -> None:
     run = worlds.federation(method, rounds=rounds)
-    view, _ = run.observe(1, data=labelled(2, 0, 2, 2, 1))
+    view, _ = run.observe(1, data=labeled(2, 0, 2, 2, 1))
     found = fixed_labels(view, "auto")
     assert found is not None
     assert found.tolist() == [0, 1, 2, 2, 2]
@@ -62,7 +62,7 @@ def test_labels_of_a_batch_are_counted(rounds: int, method: FedGen) -> None:
 def test_shares_that_are_not_whole_are_no_answer_and_then_the_gradient_is_asked_if_it_is_plain(
     rounds: int, said: bool
 ) -> None:
-    view, truth = fed(rounds=rounds).observe(0, data=labelled(1))
+    view, truth = fed(rounds=rounds).observe(0, data=labeled(1))
     for off, there in ((0.05, True), (0.2, said), (-2.0, said)):
         sent = {**view.update, SHARES: dense(view.update[SHARES]) + torch.tensor([off, 0.0, 0.0], dtype=torch.float64)}
         found = fixed_labels(replace(view, update=sent), "auto")
@@ -79,7 +79,7 @@ def test_shares_that_are_not_whole_are_no_answer_and_then_the_gradient_is_asked_
 @pytest.mark.parametrize(("method", "counted"), [(STEP, True), (replace(STEP, batch_size=2), False)])
 def test_changed_images_are_counted_only_where_the_whole_data_is_fed_again(method: FedGen, counted: bool) -> None:
     """Half the data fed once more comes to whole numbers, too, yet which half it was nobody tells."""
-    data = labelled(0, 0, 1, 1)
+    data = labeled(0, 0, 1, 1)
     run = Federation(worlds.federation(method, rounds=0).client, [ClientData(data, data, CropFlip(padding=1))])
     run.run_round()
     view, truth = run.observe(0)
@@ -88,6 +88,6 @@ def test_changed_images_are_counted_only_where_the_whole_data_is_fed_again(metho
 
 
 def test_noise_in_what_is_told_leaves_it_to_a_search() -> None:
-    view, _ = fed(Noise(std=1.0)).observe(0, data=labelled(1))
+    view, _ = fed(Noise(std=1.0)).observe(0, data=labeled(1))
     assert fixed_labels(view, "auto") is None
     assert STEP.told_labels({}, {}) is None  # nor where a rewrite has left them out

@@ -1,4 +1,4 @@
-"""LTI: inverters learn from imitated clients, under the defence, and from nothing else."""
+"""LTI: inverters learn from imitated clients, under the defense, and from nothing else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
 }
 TRUTH = DATA.test.inputs
 CONSTANT = psnr(TRUTH.mean((2, 3), keepdim=True).expand_as(TRUTH), TRUTH)
-"""What the best picture of one colour scores, for each image."""
+"""What the best picture of one color scores, for each image."""
 USUAL = psnr(DATA.train.inputs.mean(0, keepdim=True).expand_as(TRUTH), TRUTH)
 """What the mean of the public images scores."""
 
@@ -103,7 +103,7 @@ def test_it_reads_images_that_it_never_saw_and_signs_are_enough_for_one_who_know
 
     plain, aware, unaware = found("none"), found("signsgd"), found("signsgd", known=False)
     assert float((plain - USUAL).mean()) > 5
-    assert float((plain - CONSTANT).mean()) > 1  # some of these images are of one colour, which no one can beat
+    assert float((plain - CONSTANT).mean()) > 1  # some of these images are of one color, which no one can beat
     assert float((aware - USUAL).mean()) > 4
     assert float((aware - unaware).mean()) > 3
 
@@ -167,7 +167,7 @@ def test_what_the_client_keeps_is_drawn_anew_unless_its_start_is_known() -> None
     assert torch.equal(first, second)
 
 
-def test_a_defences_noise_is_imitated_at_its_own_size() -> None:
+def test_a_defenses_noise_is_imitated_at_its_own_size() -> None:
     seen = worlds.federation(worlds.one_step(FedAvg.example()), Precode(latent=256)).observe(1)[0]
     (name,) = seen.private
     noise = SimulatedClient(seen, worlds.images(4, "public"))._private(name, 3, stream(0, "noise"))

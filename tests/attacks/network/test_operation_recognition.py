@@ -34,7 +34,7 @@ def conv(filters: int = 12) -> nn.Conv2d:
 
 
 def seen(model: nn.Module, attack: str) -> Reconstruction:
-    view, truth = chains.seen(chains.initialised(model).eval())
+    view, truth = chains.seen(chains.initialized(model).eval())
     result = attacks.build(attack)(view)
     assert isinstance(result, Reconstruction), result
     assert result.inputs is not None
@@ -83,7 +83,7 @@ class PerChannel(nn.Module):
 
 
 FIRST: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "own normalisation": lambda m, x: m.norm(x),
+    "own normalization": lambda m, x: m.norm(x),
     "times two minus one": lambda m, x: x * 2 - 1,
     "levels": lambda m, x: (x * 255 - 127.5) / 128,
     "channels the other way": lambda m, x: x[:, [1, 0]],
@@ -136,12 +136,12 @@ def test_pooling_is_told_by_what_it_does() -> None:
         model = Forward(
             lambda m, x, p=pooled: m.fc(F.leaky_relu(p(m.conv(x)), 0.2).flatten(1)), conv=conv(24), fc=nn.Linear(384, 4)
         )
-        view, _ = chains.seen(chains.initialised(model))
+        view, _ = chains.seen(chains.initialized(model))
         stages = unroll(view, max_pooling=True)
         assert isinstance(stages, tuple)
         assert isinstance(stages[0].after[0], nn.MaxPool2d if i > 2 else nn.AvgPool2d | nn.AdaptiveAvgPool2d)
     whole = Forward(lambda m, x: m.fc(m.conv(x).mean((2, 3))), conv=conv(24), fc=nn.Linear(24, 4))
-    stages = unroll(chains.seen(chains.initialised(whole))[0])
+    stages = unroll(chains.seen(chains.initialized(whole))[0])
     assert isinstance(stages, tuple)
     assert isinstance(stages[0].after[0], nn.AdaptiveAvgPool2d)
 
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("kind", list(REFUSED))
 def test_refusals_say_what_is_true_and_that_they_are_limits(kind: str) -> None:
     model, words = REFUSED[kind]
-    result = attacks.build("cascade")(chains.seen(chains.initialised(model()).eval())[0])
+    result = attacks.build("cascade")(chains.seen(chains.initialized(model()).eval())[0])
     assert isinstance(result, NotApplicable), result
     assert words in result.reason
     assert result.limit

@@ -23,7 +23,7 @@ LABEL = torch.tensor([1])
 
 
 class Modules(nn.Module):
-    """HyperFL's extractor for grey images, small: every step of forward is a module."""
+    """HyperFL's extractor for gray images, small: every step of forward is a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_the_same_network_gives_the_same_bytes_however_it_is_written(
 
 
 class Quickstart(nn.Module):
-    """Flower's first example for colour images: one pooling used twice, functions, a view."""
+    """Flower's first example for color images: one pooling used twice, functions, a view."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -153,7 +153,7 @@ def test_what_lies_above_the_layer_is_left_out() -> None:
     assert_near(predict(rewritten, truth_without_label(truth)), rewritten.update, 1e-11)
 
 
-def test_a_known_defence_is_counted_once() -> None:
+def test_a_known_defense_is_counted_once() -> None:
     data = worlds.images(1, "victim")
     run = Federation(Client(worlds.task(), STEP, Loud()), [ClientData(data, data)])
     view, truth = run.observe(0)

@@ -114,7 +114,7 @@ def naive(phase: Phase, group: Group, counts: list[int]) -> float:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("counts", [[3], [2, 2, 1], [0, 2, 0, 3]])
-def test_movement_is_that_of_torchs_optimiser(nesterov: bool, counts: list[int]) -> None:
+def test_movement_is_that_of_torchs_optimizer(nesterov: bool, counts: list[int]) -> None:
     group = Group(lr=0.3, weight_decay=0.2, max_norm=1e-3)
     phase = Phase(groups=(group,), momentum=0.7, nesterov=nesterov, epochs=1)
     schedule = (tuple((count,) for count in counts), ((4,),))

@@ -13,7 +13,7 @@ from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
 from fl.types import Truth
 from fl.view import ServerView
@@ -26,7 +26,7 @@ def view_of(name: str, images: int = 1, decay: float = 0.0, steps: int = 1) -> t
     """The view of a client that trains an MLP on so many images, of as many classes as can be."""
     method = FedAvg(optimizer=name, lr=1e-3, batch_size=None, weight_decay=decay, steps=steps)  # type: ignore[arg-type]
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).double()
-    initialise(model, stream(0, "adaptive"))
+    initialize(model, stream(0, "adaptive"))
     return from_batch(model, worlds.images(images).inputs, torch.arange(images) % 10, method=method)
 
 

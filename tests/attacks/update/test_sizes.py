@@ -24,7 +24,7 @@ def view(dtype: torch.dtype, size: float, *, bias: bool = True) -> ServerView:
     """What a chain of layers without pooling sends of one image, as a gradient by itself, times `size`."""
     layers = (nn.Conv2d(1, 12, 3, padding=1, bias=bias), nn.LeakyReLU(0.2), nn.Flatten())
     dense_layers = (nn.Linear(768, 20, bias=bias), nn.LeakyReLU(0.2), nn.Linear(20, 5, bias=bias))
-    model = chains.initialised(nn.Sequential(*layers, *dense_layers)).to(dtype)
+    model = chains.initialized(nn.Sequential(*layers, *dense_layers)).to(dtype)
     seen = from_batch(model, IMAGE.to(dtype), torch.tensor([1]))[0]
     moved = {n: (dense(v).double() * size).to(dtype) for n, v in seen.update.items()}
     return replace(seen, update=moved, rounded=False)

@@ -26,7 +26,7 @@ SAID = {
     "signs, mean size by tensor": "signs with a size of each tensor's own",
     "LAMB": "signs with a size of each tensor's own",
     "LARS": "step sizes by layer",
-    "normalised by tensor": "clipping or normalising by tensor",
+    "normalized by tensor": "clipping or normalizing by tensor",
     "clipped by value, share of the largest": "clipping by value",
     "centralised": "centralised gradients",
     "4 bits": "numbers sent in few bits",
@@ -52,7 +52,7 @@ def view_of(model: nn.Module, rule: str, lr: float, x: Tensor, method: Method | 
 
 def cnn() -> nn.Sequential:
     layers = [nn.Conv2d(1, 8, 3), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(288, 24), nn.ReLU(), nn.Linear(24, 10)]
-    return chains.initialised(nn.Sequential(*layers)).float()
+    return chains.initialized(nn.Sequential(*layers)).float()
 
 
 def strokes(count: int = 1) -> Tensor:
@@ -65,7 +65,7 @@ def strokes(count: int = 1) -> Tensor:
 @pytest.mark.parametrize("lr", [0.1, 1e-2])
 def test_other_rules_are_named(rule: str, lr: float) -> None:
     x = torch.rand(1, 1, 8, 8, generator=stream(0, "image"))
-    for net in (chains.initialised(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
+    for net in (chains.initialized(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
         view = view_of(net, rule, lr, x)
         assert guess_update_rule(view).startswith(SAID[rule])
         assert SAID[rule] in update_sanity.doubt(view)
@@ -75,7 +75,7 @@ def test_other_rules_are_named(rule: str, lr: float) -> None:
 @pytest.mark.parametrize("lr", [1.0, 0.1, 0.01, 1e-3, 1e-5])
 @pytest.mark.parametrize("count", [1, 4])
 def test_plain_sgd_is_not(rule: str, lr: float, count: int) -> None:
-    for net in (chains.initialised(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
+    for net in (chains.initialized(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
         view = view_of(net, rule, lr, strokes(count))
         assert guess_update_rule(view) == ""
         assert not is_sign_compressed(view)
@@ -96,7 +96,7 @@ def test_what_is_stated_is_not_named() -> None:
 
 
 def test_the_note_of_a_result_says_what_it_looks_like() -> None:
-    result = build("analytic")(view_of(chains.initialised(confirmed.mlp(64, 40, 10)).float(), "LARS", 1.0, strokes()))
+    result = build("analytic")(view_of(chains.initialized(confirmed.mlp(64, 40, 10)).float(), "LARS", 1.0, strokes()))
     assert isinstance(result, Reconstruction)
     assert not result.verified
     assert "step sizes by layer" in result.note or "another optimizer" in result.note
@@ -110,7 +110,7 @@ def test_weights_in_place_of_a_difference_are_no_step_sizes_by_layer() -> None:
 
 # ---- signs alone -----------------------------------------------------------------------------------------------------
 class Scaled(nn.Module):
-    """A learnt scale for a whole image."""
+    """A learned scale for a whole image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_signs_are_signs(rule: str) -> None:
         assert "signs" in result.reason
 
 
-def test_a_defence_of_signs_that_is_unknown_is_seen() -> None:
+def test_a_defense_of_signs_that_is_unknown_is_seen() -> None:
     for known, said in ((True, ""), (False, SIGNS)):
         threat = ThreatModel(knows_defense=known)
         x = torch.rand(1, 1, 8, 8, generator=stream(0, "x")).double()

@@ -12,7 +12,7 @@ def test_counts_are_of_the_images_found() -> None:
     draw = torch.Generator().manual_seed(0)
     count = exact.FIRST + 4
     data = Batch(torch.rand(count, 1, 28, 28, generator=draw), torch.arange(count) % 10)
-    batch = exact.Case("spear", "mlp", "fashion_mnist", 4, exact.GREY)
+    batch = exact.Case("spear", "mlp", "fashion_mnist", 4, exact.GRAY)
     pooled = exact.Case("rconv", "hyperfl-grey", "fashion_mnist")
     rows = [exact.one(case, data, 10, 0) for case in (batch, pooled)]
     assert rows[0]["exact"] == 4

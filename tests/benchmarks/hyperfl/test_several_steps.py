@@ -87,7 +87,7 @@ def test_earlier_rounds_are_watched_and_the_last_one_is_the_same(monkeypatch: py
 
 
 def rows(*psnr: float) -> list[dict[str, Any]]:
-    """A case's rows, 10 dB being the mean colour's."""
+    """A case's rows, 10 dB being the mean color's."""
     known = {"floor_mean_psnr": 10.0, "label_correct": True, "label_overlap": 0.5}
     return [{"image": i, "psnr": value, **known} for i, value in enumerate(psnr)]
 

@@ -162,7 +162,7 @@ def test_no_two_sweeps_are_called_the_same() -> None:
     assert len({sweep.name for sweep in SWEEPS}) == len(SWEEPS)
 
 
-def test_victims_are_of_the_network_after_training_under_the_defence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_victims_are_of_the_network_after_training_under_the_defense(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("CLIENTS", 2), ("IMAGES", 3), ("TESTED", 4)):
         monkeypatch.setattr(sweeps, name, value)
     monkeypatch.setattr(sweeps, "TRAINING", FedAvg(lr=0.05, steps=2, batch_size=2))

@@ -101,7 +101,7 @@ def test_median_difference_is_that_of_the_pairs():
     assert (low, high) == (medians[int(0.025 * 3125)], medians[int(0.975 * 3125)])
 
 
-def test_broken_images_count_as_grey():
+def test_broken_images_count_as_gray():
     image = torch.rand(1, 1, 8, 8, generator=stream(1, "image"))
 
     class Victim:
@@ -111,8 +111,8 @@ def test_broken_images_count_as_grey():
     victim.image = image
     lost = torch.full_like(image, float("nan"))
     figures = summed([Run(lost, 5, 2.0), Run(image, 7, 1.0)], [victim, victim])
-    grey = -10 * torch.log10((image.double() - 0.5).square().mean())
-    assert figures.psnr == pytest.approx([float(grey), 100.0])
+    gray = -10 * torch.log10((image.double() - 0.5).square().mean())
+    assert figures.psnr == pytest.approx([float(gray), 100.0])
     assert figures.broken == 1
     assert figures.rate == 12 / 3.0
 

@@ -37,7 +37,7 @@ def nothing():
 def empty():
     return build(), torch.rand(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64)
 
-def unlabelled():
+def unlabeled():
     return build(), torch.rand(4, 1, 8, 8), torch.tensor([0, 1])
 
 def refusing():
@@ -136,7 +136,7 @@ def test_a_model_with_images_from_a_file(mine, tmp_path):
     assert len(json.loads(audit(*words, "--batch-size", 3, "--json").stdout)["findings"][0]["images"]) == 3
 
 
-def test_grey_images_from_a_file_need_no_channels_and_no_names(mine, tmp_path):
+def test_gray_images_from_a_file_need_no_channels_and_no_names(mine, tmp_path):
     pixels, labels = np.random.default_rng(0).integers(0, 255, (6, 8, 8), np.uint8), np.arange(6) % 3
     stored.save(tmp_path / "full.npz", pixels[..., None], labels, ["a", "b", "c"])
     np.savez(tmp_path / "bare.npz", images=pixels, labels=labels)
@@ -216,7 +216,7 @@ def test_a_captured_update(mine, tmp_path, suffix):
         (["MINE:whole", "--max-ssim", "-1.5"], "expected --max-ssim in [-1, 1], got -1.5"),
         (["MINE:whole", "--count", "5"], "at least 5 images"),
         (["MINE:empty"], "to give at least one image"),
-        (["MINE:unlabelled"], "to give one label per image, int64 (4,), got torch.int64 (2,)"),
+        (["MINE:unlabeled"], "to give one label per image, int64 (4,), got torch.int64 (2,)"),
         (["MINE:dropping"], "--method '{name: fedavg, train_mode: false}', or let your function return model.eval()"),
         (["MINE:dropping", "--method", "fedper"], "--method '{name: fedper, ..., train_mode: false}'"),
         (
@@ -402,4 +402,4 @@ def test_a_method_has_flags_and_forward_errors():
     (flagged,) = of_rows(
         "x", [{**row, "attack": "guess"} for row in wrong], threat=ThreatModel(), defended=True
     ).findings
-    assert {"forward-mismatch", "defence-known"} <= set(flagged.flags)
+    assert {"forward-mismatch", "defense-known"} <= set(flagged.flags)

@@ -71,11 +71,11 @@ def test_a_run_keeps_its_folder(tmp_path):
 
 
 def test_images_come_from_a_folder_of_ones_own(tmp_path):
-    for name, grey in (("cat", 0), ("dog", 255)):
+    for name, gray in (("cat", 0), ("dog", 255)):
         (tmp_path / name).mkdir()
         for number in range(5):
-            Image.new("L", (8, 8), grey).save(tmp_path / name / f"{number}.png")
-    found = first(whole(f"{{name: folder, path: {tmp_path}, mode: grey, size: 8}}"), 3, "folder")
+            Image.new("L", (8, 8), gray).save(tmp_path / name / f"{number}.png")
+    found = first(whole(f"{{name: folder, path: {tmp_path}, mode: gray, size: 8}}"), 3, "folder")
     assert found.inputs.mean((1, 2, 3)).tolist() == found.labels.tolist()
     with pytest.raises(ValueError, match="did you mean 'path'"):
         whole("{name: folder, pathh: x}")

@@ -16,30 +16,30 @@ from fl.capture import from_batch
 MODULE = """
 import torch
 
-def grey():
+def gray():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Sigmoid(), torch.nn.Linear(16, 3))
 
 def whole():
-    return grey(), torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0])
+    return gray(), torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0])
 
 def double():
-    return grey().double()
+    return gray().double()
 
 def half():
-    return grey().half()
+    return gray().half()
 
 def bfloat16():
-    return grey().bfloat16()
+    return gray().bfloat16()
 
 def whole_double():
     model, *rest = whole()
     return model.double(), *rest
 
-const = grey()
+const = gray()
 
 def needing(width):
-    return grey()
+    return gray()
 
 class Odd(RuntimeError):
     pass
@@ -56,7 +56,7 @@ def meta():
 def weightless():
     return torch.nn.Flatten()
 
-def colour():
+def color():
     layers = torch.nn.Conv2d(3, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 30 * 30, 10)
     return torch.nn.Sequential(*layers)
 
@@ -131,12 +131,12 @@ def test_an_audit_tells_on_stderr_how_far_it_is(mine):
     ("model", "source", "said"),
     [
         (
-            "grey",
+            "gray",
             "photos",
             "got 3x32x32 of photos; it runs on 1x8x8: give --images '{name: faces, size: 8}', or an .npz",
         ),
         (
-            "colour",
+            "color",
             "faces",
             "got 1x28x28 of faces; it runs on 3x32x32: give --images '{name: photos, size: 32}', or an",
         ),
@@ -178,11 +178,11 @@ def test_an_update_is_scored_against_the_first_images_and_that_is_said(mine, tmp
     assert "note: the update is what update.pt holds under 'update'\n" in known.stdout
     said = "contradiction: the update is not what this model makes of these images (relative error 0.9): the sign"
     assert known.stdout.startswith(said)
-    blind = audit(*words, "--model", f"{mine}:grey", "--input-shape", "1,8,8")
+    blind = audit(*words, "--model", f"{mine}:gray", "--input-shape", "1,8,8")
     assert blind.stdout.startswith("contradiction: the sign of the update is turned: ")
     assert "recovered labels (doubtful): 0\n" in blind.stdout
     torch.save(dict(view.update), tmp_path / "update.pt")
-    right = audit(*words, "--model", f"{mine}:grey", "--input-shape", "1,8,8")
+    right = audit(*words, "--model", f"{mine}:gray", "--input-shape", "1,8,8")
     assert "contradiction" not in right.output
     assert "recovered labels: 0\n" in right.stdout
     other = audit(*words, "--model", f"{mine}:whole")
@@ -192,7 +192,7 @@ def test_an_update_is_scored_against_the_first_images_and_that_is_said(mine, tmp
 def test_an_attack_that_has_the_images_beforehand_is_not_believed(mine):
     faces = "{name: faces, size: 8}"
     lti = f"{{name: lti, auxiliary: {faces}, iterations: 2, batch: 2, width: 4, hashed: 16, part: %s}}"
-    words = (f"{mine}:grey", "--images", faces, "--count", 2, "--json", "--attack")
+    words = (f"{mine}:gray", "--images", faces, "--count", 2, "--json", "--attack")
     fair = audit(*words, lti % "test")
     assert (json.loads(fair.stdout)["findings"][0]["failed"], fair.exit_code) == (None, 0)
     unfair = audit(*words, lti % "train")  # whose images an audit takes
@@ -248,7 +248,7 @@ def test_a_model_may_stand_in_the_place_of_its_function(mine):
 def test_a_file_of_few_images_is_taken_whole(mine, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (2, 8, 8), np.uint8)
     np.savez(tmp_path / "two.npz", images=pixels, labels=np.arange(2))
-    words = (f"{mine}:grey", "--images", "two.npz", "--attack", "guess")
+    words = (f"{mine}:gray", "--images", "two.npz", "--attack", "guess")
     for size in (1, 2):
         found = json.loads(audit(*words, "--batch-size", size, "--json").stdout)
         assert len(found["findings"][0]["images"]) == 2
@@ -258,15 +258,15 @@ def test_a_file_of_few_images_is_taken_whole(mine, tmp_path):
 
 def test_a_file_of_other_arrays_is_said_to_hold_them(mine, tmp_path):
     np.savez(tmp_path / "xy.npz", x=np.zeros(2), y=np.zeros(2))
-    result = audit(f"{mine}:grey", "--images", "xy.npz")
+    result = audit(f"{mine}:gray", "--images", "xy.npz")
     assert result.exit_code == terminal.USAGE
     assert result.output == "error: expected arrays images and labels in xy.npz, got no images or labels but 'x', 'y'\n"
     (tmp_path / "damaged.npz").write_text("no file of arrays")
-    assert "expected a .npz file without objects" in audit(f"{mine}:grey", "--images", "damaged.npz").output
+    assert "expected a .npz file without objects" in audit(f"{mine}:gray", "--images", "damaged.npz").output
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_list_of_defences_is_a_chain(mine, own):
+def test_a_list_of_defenses_is_a_chain(mine, own):
     words = ((f"{mine}:whole", "--count", 1) if own else METHOD) + ("--attack", "guess", "--json")
     short, long = (
         audit(*words, "--defense", chain)

@@ -24,11 +24,11 @@ def images(count=6):
 def change(model, batch, steps=1, lr=0.1):
     """What a user saves: the whole state before minus that after."""
     trained = copy.deepcopy(model)
-    optimiser = torch.optim.SGD(trained.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=lr)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(trained(batch.inputs), batch.labels).backward()
-        optimiser.step()
+        optimizer.step()
     after = trained.state_dict()
     return {name: value - after[name] for name, value in model.state_dict().items()}
 

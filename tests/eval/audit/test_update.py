@@ -24,7 +24,7 @@ def test_no_guess_counts_as_a_leak(truth):
         assert not said(truth, images).startswith("image content leaked"), name
     mean = baseline_images(truth.inputs)["mean"]
     assert said(truth, mean).startswith("not told apart from a guess: 0 of 2")
-    slightly = mean + 0.05 * (truth.inputs - mean)  # 0.45 dB above the mean colour
+    slightly = mean + 0.05 * (truth.inputs - mean)  # 0.45 dB above the mean color
     assert said(truth, slightly).endswith("on average +0.4 dB")
     assert said(truth, 1 - truth.inputs).startswith("no image content shown to leak: 0 of 2")
 

@@ -76,7 +76,7 @@ def test_show_of_a_config():
     for part in (
         "quickstart (config)\nDo federated updates give faces away?\n",
         "`make demo`: two ways to learn together on real faces",
-        "methods: fedavg, hyperfl\ndefences: none\n"
+        "methods: fedavg, hyperfl\ndefenses: none\n"
         "attacks: ig, cascade, joint, peel+ig, peel+cascade\ncells: 7 (2 trainings, 5 attacks)\n",
     ):
         assert part in shown

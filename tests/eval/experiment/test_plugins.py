@@ -33,11 +33,11 @@ from attacks.base import Attack, Reconstruction, attacks
 @attacks.register("own-attack")
 @dataclass(frozen=True, kw_only=True)
 class Own(Attack):
-    """Guesses grey (Nobody et al., 2020)."""
-    grey: float = 0.5
+    """Guesses gray (Nobody et al., 2020)."""
+    gray: float = 0.5
 
     def one(self, view, seed):
-        inputs = torch.full((view.batch_size, *view.task.input_shape), self.grey)
+        inputs = torch.full((view.batch_size, *view.task.input_shape), self.gray)
         return Reconstruction(inputs, private={"process": torch.tensor(os.getpid())})
 '''
 
@@ -78,7 +78,7 @@ def test_a_config_says_what_it_imports(own):
         yaml_config.read(settings())
     found = yaml_config.read(settings(imports="own_attack.py"))
     assert found.imports == ("own_attack.py",)
-    assert found.attack[0].item.grey == 0.5
+    assert found.attack[0].item.gray == 0.5
     assert yaml_config.read(yaml12.parse(yaml_config.dump(found))) == found
     assert "imports" not in yaml_config.dump(tiny())
 
@@ -164,7 +164,7 @@ def test_commands_import(own, tmp_path):
     (tmp_path / "tiny.yaml").write_text(yaml12.dump(settings()))
     words = ("--device", "cpu", "--out", "out", "--without", "hyperfl")
     assert "unknown attack 'own-attack'" in call("run", "tiny.yaml", *words).output
-    assert "own-attack\tGuesses grey" in call("list", "attacks", "--import", own).output
+    assert "own-attack\tGuesses gray" in call("list", "attacks", "--import", own).output
     assert "Nobody et al., 2020" in call("show", "own-attack", "--import", own).output
     assert call("run", "tiny.yaml", "--import", own, *words).exit_code == 0
     assert yaml12.parse((tmp_path / "out" / "config.yaml").read_text())["imports"] == ["own_attack.py"]

@@ -1,4 +1,4 @@
-"""Lists for settings that take one value: a grid of labelled entries."""
+"""Lists for settings that take one value: a grid of labeled entries."""
 
 import re
 
@@ -58,7 +58,7 @@ def test_nested_settings_go_where_they_are(path):
     assert labels(found, "method") == ["fedavg", "hyperfl@init=published", "hyperfl@init=scaled"]
 
 
-def test_defences(path):
+def test_defenses(path):
     found = yaml_config.load(path, ["defense.noise.std=[0.1, 0.5]"])
     assert labels(found, "defense") == ["none", "noise@std=0.1", "noise@std=0.5"]
 

@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 
 def slips(word: str, draw: random.Random) -> str:
-    """`word` with a character left out, put in, replaced, or swapped with its neighbour."""
+    """`word` with a character left out, put in, replaced, or swapped with its neighbor."""
     place = draw.randrange(len(word))
     letter = draw.choice(string.ascii_lowercase + "_-")
     wrong = {

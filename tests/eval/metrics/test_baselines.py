@@ -13,7 +13,7 @@ PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
 
 
 def photo(name, size, mode="RGB"):
-    """Centre square, bicubic to (1, C, size, size)."""
+    """Center square, bicubic to (1, C, size, size)."""
     picture = Image.fromarray(getattr(data, name)())
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
@@ -23,19 +23,19 @@ def photo(name, size, mode="RGB"):
 
 
 @pytest.mark.parametrize(("name", "expected"), list(zip(PHOTOS, (11.1, 19.0, 12.7, 18.8), strict=True)))
-def test_mean_colour_floor_in_colour(name, expected):
+def test_mean_color_floor_in_color(name, expected):
     truth = photo(name, 32)
     assert psnr(baseline_images(truth)["mean"], truth).item() == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize(("name", "expected"), list(zip(PHOTOS, (11.7, 19.7, 12.9, 19.2), strict=True)))
-def test_mean_floor_in_grey(name, expected):
+def test_mean_floor_in_gray(name, expected):
     truth = photo(name, 28, "L")
     assert psnr(baseline_images(truth)["mean"], truth).item() == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize(("name", "expected"), list(zip(PHOTOS, (10.66, 15.48, 9.85, 11.97), strict=True)))
-def test_grey_floor_in_colour(name, expected):
+def test_gray_floor_in_color(name, expected):
     truth = photo(name, 32)
     assert psnr(baseline_images(truth)["grey"], truth).item() == pytest.approx(expected, abs=0.05)
 

@@ -206,8 +206,8 @@ def test_exact8_rounds_before_comparing():
         (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), torch.zeros(1, 3, 16, 16), "floating-point"),
         (torch.full((2, 3, 16, 16), math.nan), torch.zeros(2, 3, 16, 16), r"reconstruction images \[0, 1\]"),
         (torch.zeros(1, 3, 16, 16), torch.full((1, 3, 16, 16), math.inf), r"truth images \[0\]"),
-        (torch.zeros(1, 3, 16, 16), torch.full((1, 3, 16, 16), 255.0), "undo the normalisation"),
-        (torch.zeros(1, 3, 16, 16), torch.full((1, 3, 16, 16), -2.0), "undo the normalisation"),
+        (torch.zeros(1, 3, 16, 16), torch.full((1, 3, 16, 16), 255.0), "undo the normalization"),
+        (torch.zeros(1, 3, 16, 16), torch.full((1, 3, 16, 16), -2.0), "undo the normalization"),
     ],
 )
 def test_bad_images_are_refused(metric, guess, truth, message):

@@ -64,7 +64,7 @@ def known_checkpoint(path, monkeypatch, net="squeeze", state=None):
 
 
 def by_hand(net, state, a, b):
-    """LPIPS from the paper's equation (1): unit-normalised features, squared difference, linear heads, mean."""
+    """LPIPS from the paper's equation (1): unit-normalized features, squared difference, linear heads, mean."""
     features = BUILDERS[net](weights=None).features.eval()
     features.load_state_dict({k.removeprefix("features."): v for k, v in state.items() if k.startswith("features.")})
     file = Path(lpips.__file__).parent / "weights" / "v0.1" / f"{net}.pth"
@@ -129,7 +129,7 @@ def measure(empty_cache, monkeypatch):
     return load_lpips("squeeze")
 
 
-def test_grey_is_repeated(measure):
+def test_gray_is_repeated(measure):
     a, b = pictures(channels=1, seed=1), pictures(channels=1, seed=2)
     assert torch.equal(measure(a, b), measure(a.repeat(1, 3, 1, 1), b.repeat(1, 3, 1, 1)))
 
@@ -154,7 +154,7 @@ def test_pictures_are_clamped_and_taken_one_by_one(measure, monkeypatch):
 def test_bad_pictures_are_refused(measure):
     with pytest.raises(ValueError, match="1 or 3 channels"):
         measure(pictures(channels=2), pictures(channels=2))
-    with pytest.raises(ValueError, match="undo the normalisation"):
+    with pytest.raises(ValueError, match="undo the normalization"):
         measure(pictures(), pictures() * 255)
 
 

@@ -176,7 +176,7 @@ def test_small_images_and_unavailable_measures_say_why():
     assert score(Guess(truth.inputs), truth)[0].keys() >= MEASURES.keys()
 
 
-def test_other_channel_counts_lack_the_colour_metrics():
+def test_other_channel_counts_lack_the_color_metrics():
     truth = held(2, channels=2)
     row = score(Guess(truth.inputs), truth, perceptual=Manhattan())[0]
     assert row["psnr"] == 100
@@ -235,7 +235,7 @@ def test_the_extractor_counts_whole():
         (Guess(images(2, size=8)), held(2), "truth's shape"),
         (Guess(images(2), torch.arange(3)), held(2), "2 recovered labels"),
         (Guess(images(2)), Held(images(2), torch.arange(3)), "2 true labels"),
-        (Guess(images(2)), Held(images(2) * 255, torch.arange(2)), "undo the normalisation"),
+        (Guess(images(2)), Held(images(2) * 255, torch.arange(2)), "undo the normalization"),
         (Guess(images(2)), Held(images(2)[:0], torch.arange(0)), "at least one true image"),
     ],
 )

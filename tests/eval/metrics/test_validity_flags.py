@@ -43,7 +43,7 @@ def test_a_good_attack_has_no_flags():
         ("objective-never-improved", lambda: flags(rows(good), histories=[(1.0, 0.5), (1.0, 1.0, 2.0)])),
         ("below-floor", lambda: flags(rows(lambda x: 1 - x))),
         ("labels-given", lambda: flags(rows(good), labels_given=True)),
-        ("defence-known", lambda: flags(rows(good), defence_known=True)),
+        ("defense-known", lambda: flags(rows(good), defense_known=True)),
         ("forward-mismatch", lambda: flags(rows(good), forward_error=0.1)),
         ("forward-mismatch", lambda: flags(rows(good), forward_error=math.nan)),
         ("single-image", lambda: flags(rows(good, count=1) * 3)),

@@ -228,7 +228,7 @@ def test_a_server_that_is_broken_in_one_tensor_is_flagged(
     assert canaries.audit(SERVER, [100] * 10, 4, canaries=1000, seed=0, significance=0.05).refuted
 
 
-# ---- the defence ---------------------------------------------------------------------------------------------------
+# ---- the defense ---------------------------------------------------------------------------------------------------
 def defended(sampler: str) -> Client:
     """Two rounds of one step on all records, or on four in five of them by chance."""
     method = FedAvg(lr=0.1, steps=1, batch_size=None if sampler == "shuffle" else 800, sampler=sampler)  # type: ignore
@@ -237,7 +237,7 @@ def defended(sampler: str) -> Client:
 
 
 @pytest.mark.parametrize(("sampler", "rate"), [("shuffle", 1.0), ("poisson", 0.8)])
-def test_the_defence_s_steps_show_what_they_are_charged_for(sampler: str, rate: float) -> None:
+def test_the_defense_s_steps_show_what_they_are_charged_for(sampler: str, rate: float) -> None:
     client = defended(sampler)
     found = [canaries.audit_defense(client, [1000], 2, canaries=2000, seed=seed) for seed in range(2)]
     claimed = spent([Charge(1.5, rate, 2)], 1e-5)
@@ -286,7 +286,7 @@ def test_what_cannot_be_audited_is_refused(method: Method, rounds: int, message:
         canaries.audit(method, [600], rounds)
 
 
-def test_a_defence_that_claims_nothing_is_refused() -> None:
+def test_a_defense_that_claims_nothing_is_refused() -> None:
     silent, noiseless = (Client(worlds.task(), FedAvg(), defense) for defense in (Prune(), DPSGD(noise_multiplier=0)))
     for client, message in ((silent, "prune claims no differential privacy"), (noiseless, "no noise is added")):
         with pytest.raises(ValueError, match=message):

@@ -130,7 +130,7 @@ def test_naming_refutes_what_its_rate_contradicts_and_no_more() -> None:
         math.log((0.5 - DELTA) / (1 - 0.05 ** (1 / 1000))), rel=1e-9
     )
     draw = np.random.default_rng(0)
-    for claim in (0.5, 2.0):  # randomised response among N, the most that pure differential privacy allows
+    for claim in (0.5, 2.0):  # randomized response among N, the most that pure differential privacy allows
         for n in (2, 50):
             rate = math.exp(claim) / (math.exp(claim) + n - 1)
             refuted = [

@@ -32,7 +32,7 @@ def test_rounds_and_defenses(tmp_path):
     assert grid(content, "How close the pictures are").columns[:5] == [">no.", "method", "defense", "attack", ">round"]
     communication = grid(content, "Communication").rows[0]
     assert communication[2:4] == ["1,000", "2,000"]
-    assert any("defence-known" in term for note in blocks(content, Note) for term, _ in note.entries)
+    assert any("defense-known" in term for note in blocks(content, Note) for term, _ in note.entries)
 
 
 def test_what_travels_is_counted_each_way_in_numbers_and_in_mebibytes(tmp_path):

@@ -72,7 +72,7 @@ def test_what_an_attack_depends_on_changes_the_attack_alone(override):
     assert ids(override)[1] != attack
 
 
-def test_names_and_neighbours_change_nothing():
+def test_names_and_neighbors_change_nothing():
     calm = ("attack=guess", "observe.method={steps: 1}")
     assert ids(*calm, "title=Another") == ids(*calm)
     assert ids(*calm, "method=[{name: fedavg, lr: 0.1, batch_size: 6, as: mine}]") == ids(*calm)
@@ -120,10 +120,10 @@ def test_the_data_of_a_server_or_an_attacker_count_where_they_are_used(tmp_path)
     one_step = "observe.method={steps: 1}"
     server = f"method=[{{name: feddf, public: {data}, server_steps: 1}}, {{name: fedavg, lr: 0.1, batch_size: 6}}]"
     attacker = f"attack=[{{name: first-step+lti, auxiliary: {data}}}, guess]"
-    clients, learnt, attacked = (ids(one_step, *more) for more in ((), (server,), (attacker,)))
-    assert (learnt, attacked) == (ids(one_step, server), ids(one_step, attacker))
+    clients, learned, attacked = (ids(one_step, *more) for more in ((), (server,), (attacker,)))
+    assert (learned, attacked) == (ids(one_step, server), ids(one_step, attacker))
     saved(tmp_path, 2)
-    assert not set(ids(one_step, server)) & set(learnt)
+    assert not set(ids(one_step, server)) & set(learned)
     assert ids(one_step, attacker)[0] == attacked[0] == clients[0]  # an attacker's images train nobody
     assert ids(one_step, attacker)[1] != attacked[1]
     (_, other) = runner.prepare(tiny(one_step, server), device="cpu").trainings
@@ -199,7 +199,7 @@ def test_run_ids_follow_config_and_version(monkeypatch):
     assert first != cache_keys.run_id(tiny())
 
 
-def test_cells_from_before_optimisers_could_be_chosen_keep_their_ids():
+def test_cells_from_before_optimizers_could_be_chosen_keep_their_ids():
     plain = ids()
     assert ids("method.fedavg.optimizer=sgd") == plain
     assert ids("method.fedavg.optimizer=adam")[0] != plain[0]

@@ -155,7 +155,7 @@ def test_clients_without_budget_are_neither_charged_nor_attacked(tmp_path):
 DEFENDED = "defense={name: dp-sgd, clip: 1.0, noise_multiplier: 1.0}"
 
 
-def test_the_defence_s_noise_is_accounted_for_too(tmp_path):
+def test_the_defense_s_noise_is_accounted_for_too(tmp_path):
     rows = run(tiny("attack=guess", "observe.method={steps: 1, head_epochs: 0}", DEFENDED), tmp_path / "a")
     said = {row["method"]: row for row in read_rows(tmp_path / "a" / "privacy.jsonl")}
     assert {name: (row["steps"], row["rate"]) for name, row in said.items()} == {

@@ -164,13 +164,13 @@ def test_fresh_noise_is_no_fault_of_the_attackers_model(tmp_path):
         assert max(row["forward_error"] for row in rows if row["defense"] == defense) < 1e-5
 
 
-def test_a_defence_made_in_python_can_be_run(tmp_path):
+def test_a_defense_made_in_python_can_be_run(tmp_path):
     steps = Entry(label="noisy-steps", item=NoisySteps())
     plan = runner.prepare(replace(tiny("attack=guess"), defense=(steps,)), device="cpu")
     assert len({cell.id for _, cell in plan.cells()}) == 4
 
 
-def test_an_unknown_deterministic_defence_is_a_mismatch(tmp_path):
+def test_an_unknown_deterministic_defense_is_a_mismatch(tmp_path):
     rows = run(tiny("defense=prune", "threat.knows_defense=false"), tmp_path / "a")
     assert min(row["forward_error"] for row in rows if "forward_error" in row) > 0.01
 

@@ -65,7 +65,7 @@ def test_no_padding_and_no_flip_change_nothing() -> None:
 def test_draws_are_even_and_each_image_has_its_own() -> None:
     count, size, padding = 8100, 13, 4
     inputs = torch.zeros(count, 1, size, size)
-    inputs[:, 0, 6, 5] = 1.0  # off the centre by one column, never cut off
+    inputs[:, 0, 6, 5] = 1.0  # off the center by one column, never cut off
     got = CropFlip(padding=padding)(Batch(inputs, torch.zeros(count, dtype=torch.int64)), stream(3, "x")).inputs
     assert torch.equal(got.sum((1, 2, 3)), torch.ones(count))
     place = got.flatten(1).argmax(1)

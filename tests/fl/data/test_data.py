@@ -26,7 +26,7 @@ def _check(dataset: Dataset) -> None:
 
 
 def _floor(image: torch.Tensor) -> float:
-    """PSNR of the constant mean colour."""
+    """PSNR of the constant mean color."""
     return float(-10 * (image - image.mean((1, 2), keepdim=True)).square().mean().log10())
 
 
@@ -54,12 +54,12 @@ def test_faces_keep_their_own_size_on_request() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "size", "floors"),
-    [("colour", 32, (11.10, 19.00, 12.68, 18.79)), ("grey", 28, (11.70, 19.67, 12.93, 19.22))],
+    [("color", 32, (11.10, 19.00, 12.68, 18.79)), ("gray", 28, (11.70, 19.67, 12.93, 19.22))],
 )
 def test_photographs_have_the_known_floors(mode: str, size: int, floors: tuple[float, ...]) -> None:
     dataset = load("photos", mode=mode, size=size)
     _check(dataset)
-    assert dataset.input_shape == (3 if mode == "colour" else 1, size, size)
+    assert dataset.input_shape == (3 if mode == "color" else 1, size, size)
     assert dataset.train.labels.tolist() == [1, 3, 5, 7]
     assert dataset.test.labels.tolist() == [0, 2, 4, 6, 8, 9]
     assert [_floor(image) for image in dataset.train.inputs] == pytest.approx(floors, abs=0.006)
@@ -140,7 +140,7 @@ def test_a_missing_file_says_where_and_how(tmp_path: Path, monkeypatch: pytest.M
         load("cifar")
 
 
-def test_grey_images_need_no_axis_of_channels_and_classes_no_names(tmp_path: Path) -> None:
+def test_gray_images_need_no_axis_of_channels_and_classes_no_names(tmp_path: Path) -> None:
     images = _images(4, channels=1)
     np.savez(tmp_path / "x.npz", images=images[..., 0], labels=np.array([2, 0, 5, 2]))
     batch, names = read(tmp_path / "x.npz")

@@ -167,7 +167,7 @@ def test_what_works_otherwise_inside_is_trained_by_the_loop(method: Method) -> N
 
 
 class Adam(HyperFL):
-    """Another optimiser."""
+    """Another optimizer."""
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         return tuple(replace(phase, optimizer="adam", momentum=0.0) for phase in super().phases(task, round)[:1])

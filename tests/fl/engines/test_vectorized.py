@@ -19,7 +19,7 @@ from defenses.noise import Noise
 from fl.client import Client
 from fl.data.augment import CropFlip
 from fl.defense import Defense
-from fl.engines import Factored, Processes, Vectorised, choose, process, vectorized
+from fl.engines import Factored, Processes, Vectorized, choose, process, vectorized
 from fl.engines.sequential import Engine
 from fl.federation import ClientData, Federation
 from fl.method import Method
@@ -216,7 +216,7 @@ def test_processes_give_the_bits_of_stacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_noise_that_cannot_be_stacked_gives_the_bits_of_the_loop(caplog: pytest.LogCaptureFixture) -> None:
     loop, stacked = (federation(FedAvg(**MOVING), engine, defense=OwnNoise()) for engine in ("loop", "vmap"))
-    assert isinstance(stacked._engine, Vectorised)
+    assert isinstance(stacked._engine, Vectorized)
     with caplog.at_level(logging.INFO, "fl"):
         for _ in range(2):
             for run in (loop, stacked):
@@ -228,7 +228,7 @@ def test_noise_that_cannot_be_stacked_gives_the_bits_of_the_loop(caplog: pytest.
 
 def test_stacks_are_for_gpus_and_plain_parameters(caplog: pytest.LogCaptureFixture) -> None:
     plain, structured = (Client(worlds.task(), method) for method in (FedAvg(), HYPERFL))
-    assert type(choose("vmap", plain)) is Vectorised
+    assert type(choose("vmap", plain)) is Vectorized
     assert type(choose("auto", plain)) is Engine
     with caplog.at_level(logging.INFO, "fl"):
         assert type(choose("auto", structured)) is Factored
@@ -244,7 +244,7 @@ def test_stacks_equal_the_loop_on_cuda(name: str, monkeypatch: pytest.MonkeyPatc
     method, settings = CASES[name]
     base = settings.get("base", worlds.task()).to(device="cuda")
     runs = [federation(method, engine, **{**settings, "base": base}) for engine in ("loop", "auto")]
-    assert isinstance(runs[1]._engine, Vectorised)
+    assert isinstance(runs[1]._engine, Vectorized)
     monkeypatch.setattr(vectorized, "train", refuse)
     for run in runs:
         run.data = [

@@ -13,7 +13,7 @@ from support.compare import assert_near
 from fl.client import Client, gather, local_update
 from fl.engines import EngineName
 from fl.federation import ClientData, Federation
-from fl.local.optimizers import OptimState, optimise
+from fl.local.optimizers import OptimState, optimize
 from fl.local.sampling import plan
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
@@ -121,7 +121,7 @@ def test_adamw_is_torchs_to_rounding() -> None:
         for n, leaf in leaves.items():
             leaf.grad = grads[n]
         solver.step()
-        params, state = optimise(phase, phase.assign(params), params, grads, state)  # type: ignore
+        params, state = optimize(phase, phase.assign(params), params, grads, state)  # type: ignore
     assert_near(params, leaves, 1e-12)  # type: ignore[arg-type]
 
 
@@ -131,7 +131,7 @@ def test_groups_are_clipped_apart_and_move_by_their_own_rule() -> None:
     params = {"a": torch.zeros(2), "b": torch.ones(2), "still": torch.ones(1)}
     owners = phase.assign({"a": None, "b": None})
     grads = {"a": torch.tensor([30.0, 40.0]), "b": torch.tensor([30.0, 40.0])}
-    moved, _ = optimise(phase, owners, params, grads, OptimState())  # type: ignore[arg-type]
+    moved, _ = optimize(phase, owners, params, grads, OptimState())  # type: ignore[arg-type]
     torch.testing.assert_close(moved["a"], torch.tensor([-0.6, -0.8]))
     torch.testing.assert_close(moved["b"], 1 - 0.5 * (torch.tensor([30.0, 40.0]) + 0.1))
     assert moved["still"] is params["still"]
@@ -146,26 +146,26 @@ def test_structured_parameters_move_as_dense_ones() -> None:
         left = torch.randn(6, generator=stream(step, "left"), dtype=torch.float64)
         right = torch.randn(4, generator=stream(step, "right"), dtype=torch.float64)
         owners = phase.assign({"w": None})
-        one, states[0] = optimise(phase, owners, one, {"w": LowRank.outer(left, right)}, states[0])  # type: ignore
-        other, states[1] = optimise(phase, owners, other, {"w": torch.outer(left, right)}, states[1])  # type: ignore
+        one, states[0] = optimize(phase, owners, one, {"w": LowRank.outer(left, right)}, states[0])  # type: ignore
+        other, states[1] = optimize(phase, owners, other, {"w": torch.outer(left, right)}, states[1])  # type: ignore
     assert isinstance(one["w"], LowRank)
     assert len(one["w"].terms) == 5
     torch.testing.assert_close(dense(one["w"]), dense(other["w"]), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", list(OPTIM))
-def test_adaptive_optimisers_refuse_structured_gradients(name: str) -> None:
+def test_adaptive_optimizers_refuse_structured_gradients(name: str) -> None:
     phase = Phase(groups=(Group(lr=0.1),), optimizer=name, steps=1)
     weights = LowRank.of(torch.zeros(2, 2))
     with pytest.raises(TypeError, match=f"{name}.*'w'"):
-        optimise(phase, phase.assign({"w": None}), {"w": weights}, {"w": weights}, OptimState())
+        optimize(phase, phase.assign({"w": None}), {"w": weights}, {"w": weights}, OptimState())
 
 
 @pytest.mark.parametrize("name", list(OPTIM))
-def test_adaptive_optimisers_are_differentiable_where_the_gradient_is_zero(name: str) -> None:
+def test_adaptive_optimizers_are_differentiable_where_the_gradient_is_zero(name: str) -> None:
     phase = Phase(groups=(Group(lr=0.1),), optimizer=name, steps=1)
     g = torch.zeros(2, requires_grad=True)
-    moved, _ = optimise(phase, phase.assign({"w": None}), {"w": torch.ones(2)}, {"w": g}, OptimState())
+    moved, _ = optimize(phase, phase.assign({"w": None}), {"w": torch.ones(2)}, {"w": g}, OptimState())
     (back,) = torch.autograd.grad(dense(moved["w"]).sum(), g)
     assert back.isfinite().all()
 
@@ -193,7 +193,7 @@ def test_engines_train_alike(name: str, engine: EngineName) -> None:
     assert_near(moved(engine), moved("loop"), 1e-9)
 
 
-def test_optimiser_is_refused_where_it_means_nothing() -> None:
+def test_optimizer_is_refused_where_it_means_nothing() -> None:
     with pytest.raises(ValueError, match="momentum 0 with optimizer 'adam'"):
         FedBABU(optimizer="adam")
     with pytest.raises(ValueError, match="optimizer 'sgd' for scaffold, got 'adam'"):
@@ -204,7 +204,7 @@ def test_optimiser_is_refused_where_it_means_nothing() -> None:
         FedAvg(optimizer="lion")  # type: ignore[arg-type]
 
 
-def test_every_method_by_fedavg_takes_an_optimiser_or_says_that_it_does_not() -> None:
+def test_every_method_by_fedavg_takes_an_optimizer_or_says_that_it_does_not() -> None:
     for kind in map(methods.get, methods.names()):
         if not issubclass(kind, FedAvg):
             continue

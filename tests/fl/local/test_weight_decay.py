@@ -1,4 +1,4 @@
-"""What weight decay alone takes off a parameter, against torch's optimiser on a gradient of zero."""
+"""What weight decay alone takes off a parameter, against torch's optimizer on a gradient of zero."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_an_update_without_decay_keeps_its_form_and_its_gradients(structured: bo
     assert found["b"] is bias
 
 
-def test_a_defence_lets_through_only_part_of_the_decay() -> None:
+def test_a_defense_lets_through_only_part_of_the_decay() -> None:
     weight, kept = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])
 
     def surrogate(made: Tensors) -> Tensors:

@@ -136,7 +136,7 @@ def test_a_run_read_back_has_its_models(tmp_path: Path) -> None:
             assert_same(mine.personal[part], other.personal[part])
 
 
-def test_no_defence_touches_the_personal_model() -> None:
+def test_no_defense_touches_the_personal_model() -> None:
     runs = [worlds.federation(METHOD, defense) for defense in (None, DPSGD(clip=0.1))]
     assert_same(personal(runs[0], 1), personal(runs[1], 1))
     assert not torch.equal(*(dense(run.server.shared["head.weight"]) for run in runs))

@@ -83,7 +83,7 @@ def test_steps_that_batch_norm_cannot_take_are_refused_before_training(
 
 
 @pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
-def test_steps_of_one_image_are_taken_where_there_is_something_to_normalise_over(kind: type[PublicImages]) -> None:
+def test_steps_of_one_image_are_taken_where_there_is_something_to_normalize_over(kind: type[PublicImages]) -> None:
     for method in (replace(kind.example(), server_batch=1), replace(kind.example(), images=1)):
         for task in (None, NORM):
             finite_after_a_round(method, task)

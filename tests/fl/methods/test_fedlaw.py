@@ -43,7 +43,7 @@ def test_rounds_equal_those_written_out(task: Task | None) -> None:
         assert float(shares.sum()) == pytest.approx(1)
 
 
-def test_what_is_learnt_fits_the_servers_images() -> None:
+def test_what_is_learned_fits_the_servers_images() -> None:
     method = FedLAW(**LOCAL, **{**SERVER, "images": None, "server_batch": 160})
     run = fed(method)
     sent = state(run)
@@ -84,7 +84,7 @@ def test_a_round_of_nobody_changes_nothing() -> None:
 
 
 def test_labels_of_other_classes_are_refused_at_once() -> None:
-    photos = Photos(size=8, mode="grey")
+    photos = Photos(size=8, mode="gray")
     with pytest.raises(ValueError, match=r"public: expected labels below 3, the task's classes, got 7"):
         fed(FedLAW(**LOCAL, **{**SERVER, "public": photos, "images": None}))
 

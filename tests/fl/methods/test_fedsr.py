@@ -30,7 +30,7 @@ federation = partial(unequal.federation, sizes=SIZES, test=5)
 class Plain(nn.Module):
     """The network and its loss with modules and `torch.distributions`."""
 
-    centre: nn.Parameter
+    center: nn.Parameter
     width: nn.Parameter
     scale: nn.Parameter
 
@@ -139,14 +139,14 @@ def test_predictions_are_means_over_draws() -> None:
 
 def test_labels_of_several_classes() -> None:
     generator = torch.Generator().manual_seed(0)
-    mu, sigma, centre, width = (torch.rand(n, 2, generator=generator) + 0.1 for n in (4, 4, 3, 3))
+    mu, sigma, center, width = (torch.rand(n, 2, generator=generator) + 0.1 for n in (4, 4, 3, 3))
     labels = torch.tensor([0, 2, 1, 1])
     sure = functional.one_hot(labels, 3).to(mu)
-    plain = divergence(mu, sigma, centre, width, labels)
-    torch.testing.assert_close(divergence(mu, sigma, centre, width, sure), plain)
-    every = torch.stack([divergence(mu, sigma, centre, width, torch.full((4,), k)) for k in range(3)], 1)
+    plain = divergence(mu, sigma, center, width, labels)
+    torch.testing.assert_close(divergence(mu, sigma, center, width, sure), plain)
+    every = torch.stack([divergence(mu, sigma, center, width, torch.full((4,), k)) for k in range(3)], 1)
     torch.testing.assert_close(
-        divergence(mu, sigma, centre, width, (sure + 0.5) / 2.5), ((sure + 0.5) / 2.5 * every).sum(1)
+        divergence(mu, sigma, center, width, (sure + 0.5) / 2.5), ((sure + 0.5) / 2.5 * every).sum(1)
     )
 
 

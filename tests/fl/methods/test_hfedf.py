@@ -50,7 +50,7 @@ def reference(run: Federation, rule: HFedF) -> Server:
 
 
 def batches(done: Round, rule: HFedF) -> list[Any]:
-    trace, (mean, std) = done.trace, task().normalisation(done.trace.inputs)
+    trace, (mean, std) = done.trace, task().normalization(done.trace.inputs)
     return [
         ((trace.inputs[index] - mean) / std, trace.labels[index], draws.get("body.drop.mask"))
         for (index,), draws in zip(trace.order[0], trace.draws[0], strict=True)
@@ -92,7 +92,7 @@ def test_pull_back_is_the_gradient_of_the_loss_after_the_hypernetwork() -> None:
     done = run.train(1)
     pulled = rule.generator(run.client.task, 3).pulled(run.server.own[HYPERNETWORK], 1, done.upload.update)
     images = run.data[1].train
-    mean, std = task().normalisation(images.inputs)
+    mean, std = task().normalization(images.inputs)
 
     def loss(own: dict[str, Any]) -> float:
         made = rule.generator(run.client.task, 3).generate(own, dense(own[EMBEDDINGS])[1])
@@ -117,7 +117,7 @@ def test_a_round_lowers_the_clients_loss_but_for_algorithm_1_as_printed(align: A
     def loss() -> float:
         total = 0.0
         for number, data in enumerate(run.data):
-            mean, std = task().normalisation(data.train.inputs)
+            mean, std = task().normalization(data.train.inputs)
             logits = table9(run.download(number).shared, (data.train.inputs - mean) / std, None)
             total += float(torch.nn.functional.cross_entropy(logits, data.train.labels))
         return total
@@ -237,7 +237,7 @@ def test_the_network_is_table_9() -> None:
     # by hand from Table 9: 896 + 1,056 + 18,496, inception 64,624 and 177,520, 663,808, 1,799
     assert sum(p.numel() for p in found.parameters.values()) == 928_199
     images = torch.rand(2, 3, 32, 32, generator=stream(0, "images"))
-    mean, std = found.normalisation(images)
+    mean, std = found.normalization(images)
     torch.testing.assert_close(found.model(images), table9(found.parameters, (images - mean) / std, None))
 
 

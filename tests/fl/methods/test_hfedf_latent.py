@@ -255,7 +255,7 @@ def test_several_images_share_one_latent_vector() -> None:
     ],
     ids=str,
 )
-def test_a_defence_that_hides_the_latent_vector_is_seen(defense: Defense, applies: bool) -> None:
+def test_a_defense_that_hides_the_latent_vector_is_seen(defense: Defense, applies: bool) -> None:
     method = replace(HFedFLatent.example(), epochs=1)
     view, truth = worlds.federation(method, defense, rounds=1).observe(0)
     result = attacks.build({"name": "latent-payload", "iterations": 0})(view)

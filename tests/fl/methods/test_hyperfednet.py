@@ -219,9 +219,9 @@ def test_hfn_with_fedprox_is_two_settings() -> None:
     start = {**run.download(0).shared, **run.clients[0].private}
     buffers = {**run.download(0).buffers, **run.clients[0].buffers}
     done = run.train(0)
-    optimiser = {"lr": 0.05, "momentum": 0.0, "weight_decay": 5e-4}
+    optimizer = {"lr": 0.05, "momentum": 0.0, "weight_decay": 5e-4}
     expected = [
-        hyperfednet_round(task().model, start, buffers, batches(done), Settings(**optimiser, mu=mu))[0]
+        hyperfednet_round(task().model, start, buffers, batches(done), Settings(**optimizer, mu=mu))[0]
         for mu in (0.5, 0.0)
     ]
     ended = {**done.result.trained(run.download(0).shared), **done.state.private}

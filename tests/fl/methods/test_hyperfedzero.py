@@ -53,7 +53,7 @@ def test_a_federation_round_equals_the_reference(network: str, optimizer: str) -
     start = {name: value.clone() for name, value in run.server.shared.items()}
     rounds = run.run_round()
 
-    mean, std = task.normalisation(torch.zeros((), dtype=torch.float64))
+    mean, std = task.normalization(torch.zeros((), dtype=torch.float64))
     shapes = {name: p.shape for name, p in task.model.named_parameters()}
     classifier = reference.mlp if network == "mlp" else reference.tiny
 
@@ -81,12 +81,12 @@ def test_predictions_are_those_of_the_reference_without_noise() -> None:
     run = federation(HyperFedZero(**SMALL), task)
     images = worlds.images(6, "unseen").inputs
     network = run.client.network(run.server.shared, {**run.client.task.buffers})
-    mean, std = task.normalisation(images)
+    mean, std = task.normalization(images)
     params: Any = run.server.shared
     shapes = {name: p.shape for name, p in task.model.named_parameters()}
-    normalised = list((images - mean) / std)
-    made = [reference.generated(params, reference.embedding(params, x, None), shapes) for x in normalised]
-    expected = torch.stack(reference.mlp(made, normalised))
+    normalized = list((images - mean) / std)
+    made = [reference.generated(params, reference.embedding(params, x, None), shapes) for x in normalized]
+    expected = torch.stack(reference.mlp(made, normalized))
     with torch.no_grad():
         torch.testing.assert_close(run.client.method.logits(network, images), expected, rtol=1e-12, atol=1e-12)
 
@@ -202,7 +202,7 @@ def test_the_input_can_be_conditioned_instead() -> None:
     network = client.network(params, client.task.buffers)
     z = torch.ones(5, 3, dtype=torch.float64)
     logits, log_e = network(images, z)
-    mean, std = task.normalisation(images)
+    mean, std = task.normalization(images)
     joined = torch.cat([((images - mean) / std).flatten(1), log_e.exp()], 1)
     p: Any = {name.removeprefix("classifier."): value for name, value in params.items()}
     first = torch.cat([p["body.fc1.inner.weight"], p["body.fc1.condition"]], 1)

@@ -187,7 +187,7 @@ def test_baselines_train_what_the_network_says(train: str, parts: tuple[str, ...
 
 
 def test_a_start_at_the_network_lets_adapters_pass_features_on() -> None:
-    """Normalisation starts at one plus what the hidden layer adds, where random heads start it near zero."""
+    """Normalization starts at one plus what the hidden layer adds, where random heads start it near zero."""
     here = task("resnet18-adapter")
 
     def scales(init: Any) -> torch.Tensor:

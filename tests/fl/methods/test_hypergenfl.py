@@ -1,4 +1,4 @@
-"""HyperGenFL against its equations written out with torch's own attention, autograd and optimisers."""
+"""HyperGenFL against its equations written out with torch's own attention, autograd and optimizers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Reference:
         own = {n: dense(v) for n, v in run.server.own["hypernetwork"].items()}
         hyper = method.hypernetwork(run.server)
         self.net = Attention(own, hyper.layers, hyper.embedding, hyper.depth, hyper.heads, hyper.floor)
-        learnt = method.start != "one-hot"
-        self.embeddings = [nn.Parameter(own[f"embeddings.{c}"].clone(), requires_grad=learnt) for c in range(3)]
+        learned = method.start != "one-hot"
+        self.embeddings = [nn.Parameter(own[f"embeddings.{c}"].clone(), requires_grad=learned) for c in range(3)]
         moving = [*self.net.parameters(), *self.embeddings]
         plain = method.server_optimizer == "sgd"
         self.solver: Any = (
@@ -153,7 +153,7 @@ def test_both_readings_agree_on_all_clients_and_differ_on_some() -> None:
 
 
 @pytest.mark.parametrize(("distance", "towards"), [("difference", True), ("as-printed", False)])
-def test_a_step_moves_the_aggregate_towards_what_clients_learnt_but_as_printed(distance: str, towards: bool) -> None:
+def test_a_step_moves_the_aggregate_towards_what_clients_learned_but_as_printed(distance: str, towards: bool) -> None:
     method, run = fed(start="random", distance=distance, server_optimizer="sgd", server_lr=1e-4, server_decay=0.0)
     before, sent = run.server, state(run)
     rounds = run.run_round()

@@ -91,7 +91,7 @@ def test_rounds_equal_autograd_and_torch_optim() -> None:
     assert all(float((moved[name] - first[0][name]).abs().max()) > 1e-4 for name in LAYERS)
 
 
-def test_a_step_moves_the_mean_towards_what_the_client_learnt() -> None:
+def test_a_step_moves_the_mean_towards_what_the_client_learned() -> None:
     method = replace(METHOD, server_lr=1e-3)
     run = federation(method)
     run.run_round()

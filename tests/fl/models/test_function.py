@@ -170,5 +170,5 @@ def test_timm_networks_start_as_timm_starts_them() -> None:
     for name, value in expected.state_dict().items():
         assert torch.equal(task.model.state_dict()[f"network.{name}"], value)
     assert (task.mean, task.std) == ((0.1307,), (0.3081,))
-    assert task.model.normalise.mean.item() == pytest.approx(0.1307)
+    assert task.model.normalize.mean.item() == pytest.approx(0.1307)
     assert task.model(torch.rand(2, 1, 8, 8)).isfinite().all()

@@ -62,12 +62,12 @@ def test_each_image_is_classified_by_the_network_generated_for_it(name: str) -> 
     network.model.eval()
     params: Any = run.server.shared
     shapes = {n: p.shape for n, p in given.model.named_parameters()}
-    mean, std = given.normalisation(data.inputs)
+    mean, std = given.normalization(data.inputs)
     template, expected = given.model.eval(), []
     with torch.no_grad():
         found = run.client.method.logits(network, data.inputs)
-        for image, normalised in zip(data.inputs, (data.inputs - mean) / std, strict=True):
-            own = reference.generated(params, reference.embedding(params, normalised, None), shapes)
+        for image, normalized in zip(data.inputs, (data.inputs - mean) / std, strict=True):
+            own = reference.generated(params, reference.embedding(params, normalized, None), shapes)
             expected.append(functional_call(template, own, (image[None],))[0])
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-10, atol=1e-12)
     assert not torch.allclose(found[0], found[1])

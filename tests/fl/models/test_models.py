@@ -6,17 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from fl.models import build, models
-from fl.models.building_blocks.initialization import initialise
+from fl.models.building_blocks.initialization import initialize
 from fl.models.building_blocks.layers import Normalize
 from fl.registry import UnknownNameError
 from fl.types import Task
 
 
-def _grey(num_classes: int) -> list[nn.Module]:
+def _gray(num_classes: int) -> list[nn.Module]:
     return [nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5, padding=1), nn.Linear(800, 128), nn.Linear(128, num_classes)]
 
 
-def _colour(num_classes: int) -> list[nn.Module]:
+def _color(num_classes: int) -> list[nn.Module]:
     convolutions = [nn.Conv2d(3, 16, 5), nn.Conv2d(16, 32, 5, padding=1), nn.Conv2d(32, 64, 3, padding=1)]
     return [*convolutions, nn.Linear(576, 128), nn.Linear(128, num_classes)]
 
@@ -41,7 +41,7 @@ def _constructed(layers: Callable[[int], list[nn.Module]], num_classes: int, see
 
 @pytest.mark.parametrize(
     ("name", "layers", "settings"),
-    [("hyperfl-grey", _grey, {}), ("hyperfl-colour", _colour, {}), ("lenet-zhu", _lenet, {"init": "default"})],
+    [("hyperfl-grey", _gray, {}), ("hyperfl-colour", _color, {}), ("lenet-zhu", _lenet, {"init": "default"})],
 )
 @pytest.mark.parametrize(("num_classes", "seed"), [(10, 0), (62, 3)])
 def test_initial_values_equal_construction_after_manual_seed(
@@ -102,13 +102,13 @@ def test_extractors_of_hyperfl_have_the_published_size(name: str, count: int) ->
     assert sum(p.numel() for p in model.head.parameters()) == 1290
 
 
-def test_parameter_names_of_hyperfl_grey() -> None:
+def test_parameter_names_of_hyperfl_gray() -> None:
     names = [name for name, _ in build("hyperfl-grey", num_classes=10).model.named_parameters()]
     layers = ["body.conv1", "body.conv2", "body.fc1", "head"]
     assert names == [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
 
 
-def test_hyperfl_grey_equals_its_description() -> None:
+def test_hyperfl_gray_equals_its_description() -> None:
     task = build("hyperfl-grey", num_classes=10, seed=0)
     p = dict(task.model.named_parameters())
     f = nn.functional
@@ -129,14 +129,14 @@ def test_lenet_takes_both_image_sizes(shape: tuple[int, int, int], width: int) -
     assert max(p.abs().max().item() for p in task.model.parameters()) <= 0.5
 
 
-def test_the_normalisation_survives_construction_and_is_told_to_the_task() -> None:
+def test_the_normalization_survives_construction_and_is_told_to_the_task() -> None:
     task = build("hyperfl-colour", num_classes=10)
     assert task.mean == (0.4914, 0.4822, 0.4465)
     assert task.std == (0.2470, 0.2435, 0.2616)
     x = torch.full((1, 3, 2, 2), 0.5)
     expected = (x - torch.tensor(task.mean).view(3, 1, 1)) / torch.tensor(task.std).view(3, 1, 1)
-    assert torch.equal(task.model.normalise(x), expected)
-    assert not any(key.startswith("normalise") for key in task.model.state_dict())
+    assert torch.equal(task.model.normalize(x), expected)
+    assert not any(key.startswith("normalize") for key in task.model.state_dict())
     assert build("lenet-zhu", num_classes=10, normalize=True).mean == task.mean
     assert build("tiny", num_classes=2, normalize=True, mean=[0.5], std=[0.25]).std == (0.25,)
 
@@ -172,7 +172,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 def test_layers_with_no_known_start_are_refused() -> None:
     with pytest.raises(ValueError, match="got Embedding at '0'"):
-        initialise(nn.Sequential(nn.Embedding(2, 3)), torch.Generator())
+        initialize(nn.Sequential(nn.Embedding(2, 3)), torch.Generator())
 
 
 def test_specs_of_networks_round_trip() -> None:
@@ -187,30 +187,30 @@ def test_pooling_before_the_activation_is_the_published_network(name, shape):
     order = [f"{kind}{i}" for i in (1, 2, 3) for kind in ("conv", "act", "pool") if f"{kind}{i}" in layers]
     published = nn.Sequential(*(layers[key] for key in [*order, "flatten", "fc1", "act"]), task.model.head)
     inputs = torch.rand(6, *shape, generator=torch.Generator().manual_seed(0))
-    there, here = published(task.model.normalise(inputs)), task.model(inputs)
+    there, here = published(task.model.normalize(inputs)), task.model(inputs)
     assert torch.equal(there, here)
     weights = list(task.model.parameters())
     for mine, other in zip(*(torch.autograd.grad(out.square().sum(), weights) for out in (here, there)), strict=True):
         torch.testing.assert_close(mine, other)
 
 
-def test_pixels_are_normalized_whatever_initialise_leaves_out() -> None:
+def test_pixels_are_normalized_whatever_initialize_leaves_out() -> None:
     """A subclass that fills its own layers alone once trained on whatever lay in memory as mean and std."""
 
     class Filled(type(models.build("mlp"))):  # type: ignore[misc]
-        def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+        def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
             for value in model.parameters():
                 nn.init.normal_(value, std=0.1, generator=generator)
 
     task = Filled(input_shape=(1, 4, 4)).task(num_classes=3)
-    assert task.model.normalise.mean.item() == pytest.approx(0.1307)
-    assert task.model.normalise.std.item() == pytest.approx(0.3081)
+    assert task.model.normalize.mean.item() == pytest.approx(0.1307)
+    assert task.model.normalize.std.item() == pytest.approx(0.3081)
 
 
-def test_what_initialise_leaves_without_a_value_is_said() -> None:
+def test_what_initialize_leaves_without_a_value_is_said() -> None:
     class Empty(type(models.build("mlp"))):  # type: ignore[misc]
-        def initialise(self, model: nn.Module, generator: torch.Generator) -> None:
+        def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
             nn.init.zeros_(model.head.weight)
 
-    with pytest.raises(ValueError, match=r"expected initialise to fill 'body.fc1.weight', which has no value: .*timm"):
+    with pytest.raises(ValueError, match=r"expected initialize to fill 'body.fc1.weight', which has no value: .*timm"):
         Empty(input_shape=(1, 4, 4)).task(num_classes=3)

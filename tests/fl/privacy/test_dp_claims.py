@@ -66,7 +66,7 @@ def test_no_epsilon_as_published(kind: Any) -> None:
     assert "private weights are trained without noise" in said.sentence()
 
 
-def test_no_epsilon_without_noise_or_under_a_defence_that_looks_beside() -> None:
+def test_no_epsilon_without_noise_or_under_a_defense_that_looks_beside() -> None:
     assert "no noise" in DPFedAvg(noise_multiplier=0.0).privacy([600], rounds=1).reason
     assert "mixup" in DPFedAvg(noise_multiplier=1.0).privacy([600], 1, record_reader=record_reader(Mixup())).reason
     assert DPFedAvg(noise_multiplier=1.0).privacy([600], 1, record_reader=record_reader(Defense())).epsilon is not None

@@ -57,12 +57,12 @@ class Channel:
         return drawn
 
 
-def neighbours(method: Private, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
+def neighbors(method: Private, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
     """How far a record moves each sum of a round, and whether it is in that step's batch."""
     run = federation_of(method)
     client, state, download = run.client, run.clients[0], run.download(0)
     data, newcomer = worlds.images(6, "sensitivity", seed), 5
-    draw = stream(seed, "neighbours")
+    draw = stream(seed, "neighbors")
     phases = method.phases(client.task, 0)
     rates = torch.full((6,), 0.4)
     rates[0] = 1.0 if method.mode == "as-published" else 0.4  # it has no divisor for an empty batch
@@ -105,7 +105,7 @@ def neighbours(method: Private, seed: int, monkeypatch: pytest.MonkeyPatch) -> l
 @ALL
 def test_a_record_moves_a_release_by_the_clip_at_most_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = replace(EVERY[name], clip=0.3)
-    found = [pair for seed in range(20) for pair in neighbours(method, seed, monkeypatch)]
+    found = [pair for seed in range(20) for pair in neighbors(method, seed, monkeypatch)]
     assert len(found) >= 80  # over all methods more than 500 pairs
     assert all(moved <= 0.3 * (1 + 1e-6) for moved, inside in found if inside)
     assert any(moved > 0.29 for moved, inside in found if inside)
@@ -121,7 +121,7 @@ def test_given_the_releases_the_server_learns_nothing_of_a_record(
     channel, every = Channel(), worlds.images(12, "own")
     monkeypatch.setattr("fl.privacy.dp_sgd._noisy", channel)
 
-    def learnt(n: int) -> list[Tensors]:
+    def learned(n: int) -> list[Tensors]:
         channel.sums = []
         of_one = ClientData(every.take(torch.arange(n)), every)
         others = [ClientData(worlds.images(4 + i, "other"), every) for i in range(2)]
@@ -130,8 +130,8 @@ def test_given_the_releases_the_server_learns_nothing_of_a_record(
         assert run.server.shared.keys() == rounds[0].upload.update.keys()
         return [run.server.shared, rounds[0].upload.update, {"weight": torch.tensor(rounds[0].upload.weight)}]
 
-    first, channel.given = learnt(less), channel.released
-    for one, other in zip(first, learnt(more), strict=True):
+    first, channel.given = learned(less), channel.released
+    for one, other in zip(first, learned(more), strict=True):
         assert_same(one, other)
     assert method.privacy([less, more, 4, 5], 1).adjacency == "add-remove"
 
@@ -144,7 +144,7 @@ def test_given_the_releases_the_server_learns_nothing_of_a_record(
 @pytest.mark.parametrize("name", [name for name, method in EVERY.items() if method.personal])
 def test_as_published_a_record_stays_out_of_foreign_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = replace(as_published(EVERY[name]), clip=0.3)
-    found = [pair for seed in range(5) for pair in neighbours(method, seed, monkeypatch)]
+    found = [pair for seed in range(5) for pair in neighbors(method, seed, monkeypatch)]
     assert all(moved == 0 for moved, inside in found if not inside)
 
 

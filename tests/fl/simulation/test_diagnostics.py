@@ -197,7 +197,7 @@ def test_what_is_received_is_that_of_the_clients_of_the_round_to_come() -> None:
 
 def test_an_embedding_that_has_moved_is_where_it_moved_to() -> None:
     run = four(PFedLA.example(), "embeddings")
-    first = run.step(everyone=True).measured["embeddings"]  # all models are the same: nothing is learnt yet
+    first = run.step(everyone=True).measured["embeddings"]  # all models are the same: nothing is learned yet
     moved = run.step(everyone=True).measured["embeddings"]
     for own, before in zip(moved, first, strict=True):
         assert own != before

@@ -37,7 +37,7 @@ def clamped(x: Tensor) -> Tensor:
     return x.clamp_(0.2, 0.8)
 
 
-def normalised(x: Tensor) -> Tensor:
+def normalized(x: Tensor) -> Tensor:
     return x.sub_(0.5).div_(0.25)
 
 
@@ -54,7 +54,7 @@ def expected(change: Callable[[Tensor], Tensor], model: nn.Module) -> dict[str, 
     return dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
 
 
-@pytest.mark.parametrize("change", [clamped, normalised])
+@pytest.mark.parametrize("change", [clamped, normalized])
 def test_a_forward_that_works_in_place_changes_no_image(change: Callable[[Tensor], Tensor]) -> None:
     inputs, model = image(), Inside(change)
     view, truth = from_batch(model, inputs, LABEL, threat=ThreatModel(knows_labels=True))
@@ -71,8 +71,8 @@ def test_a_forward_that_works_in_place_changes_no_image(change: Callable[[Tensor
     assert torch.equal(truth.inputs, image())
 
 
-def test_an_image_behind_a_normalisation_in_place_comes_back() -> None:
-    view, truth = from_batch(Inside(normalised), image(), LABEL, mean=[0.5], std=[0.25])
+def test_an_image_behind_a_normalization_in_place_comes_back() -> None:
+    view, truth = from_batch(Inside(normalized), image(), LABEL, mean=[0.5], std=[0.25])
     result = attacks.build("analytic")(view)
     assert isinstance(result, Reconstruction)
     assert result.verified
@@ -81,7 +81,7 @@ def test_an_image_behind_a_normalisation_in_place_comes_back() -> None:
 
 @pytest.mark.parametrize("attack", ["cascade", "rconv", "rgap"])
 def test_exact_attacks_follow_what_happens_beside_the_modules(attack: str) -> None:
-    view, truth = from_batch(Inside(normalised), image(), LABEL)
+    view, truth = from_batch(Inside(normalized), image(), LABEL)
     result = attacks.build(attack)(view)
     assert isinstance(result, Reconstruction)
     assert result.verified

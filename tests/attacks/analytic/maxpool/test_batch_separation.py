@@ -111,8 +111,8 @@ def seen(task: Task, images: Tensor, labels: Tensor | None = None) -> ServerView
 
 def test_a_batch_comes_back_to_rounding_in_no_order() -> None:
     task = network(*WIDE)
-    labelled = replace(seen(task, TWO), labels=torch.tensor([0, 1]))
-    result, other = Cascade()(labelled), Cascade()(seen(task, TWO.flip(0), torch.tensor([1, 0])))
+    labeled = replace(seen(task, TWO), labels=torch.tensor([0, 1]))
+    result, other = Cascade()(labeled), Cascade()(seen(task, TWO.flip(0), torch.tensor([1, 0])))
     for found in (result, other):
         assert isinstance(found, Reconstruction)
         assert found.inputs is not None

@@ -333,11 +333,11 @@ def test_sites_of_levels_have_the_moments_of_the_levels() -> None:
     precision, shift = levels.match_moments(mean, variance, none, none)
     for n in range(2):
         weights = torch.softmax(-0.5 * (every - mean[0, 0, n]) ** 2 / variance[0, 0, n], 0)
-        centre = (weights * every).sum()
-        spread = (weights * (every - centre) ** 2).sum() + (SHARP * 0.1) ** 2
+        center = (weights * every).sum()
+        spread = (weights * (every - center) ** 2).sum() + (SHARP * 0.1) ** 2
         together = precision[0, 0, n] + 1 / variance[0, 0, n]
         assert together == pytest.approx(float(1 / spread), rel=1e-3)
-        assert float((shift[0, 0, n] + mean[0, 0, n] / variance[0, 0, n]) / together) == pytest.approx(float(centre))
+        assert float((shift[0, 0, n] + mean[0, 0, n] / variance[0, 0, n]) / together) == pytest.approx(float(center))
     assert precision[0, 0, 2] == shift[0, 0, 2] == 0  # levels that can't be told apart say nothing
 
 

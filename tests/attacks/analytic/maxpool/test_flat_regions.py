@@ -45,7 +45,7 @@ def moved(equations: Equations, truth: Tensor, *places: tuple[int, int, int, int
     return replace(found, determined=torch.ones_like(number, dtype=torch.bool))
 
 
-def test_what_nothing_sees_is_taken_to_be_flat_where_its_neighbours_are() -> None:
+def test_what_nothing_sees_is_taken_to_be_flat_where_its_neighbors_are() -> None:
     truth = picture(flat=True)
     equations = seen(truth)
     found = snap_flat_regions(moved(equations, truth, (0, 6, 6, 2), (0, 6, 5, 1), (2, 3, 6, -1)), LEVELS)
@@ -56,7 +56,7 @@ def test_what_nothing_sees_is_taken_to_be_flat_where_its_neighbours_are() -> Non
 
 
 @pytest.mark.parametrize(("level", "moves"), [(0, True), (255, True), (90, False)])
-def test_half_of_the_neighbours_are_enough_only_where_pictures_are_often_flat(level: int, *, moves: bool) -> None:
+def test_half_of_the_neighbors_are_enough_only_where_pictures_are_often_flat(level: int, *, moves: bool) -> None:
     number = LEVELS.indices(picture(flat=True))
     number[:, 5:] = number[:, :, 5:] = level
     number[:, 5, 5] = 40  # seen, and not of the same level
@@ -78,7 +78,7 @@ def test_what_was_open_before_stays_open_where_another_pixel_moves() -> None:
     assert bool(found.determined[:, 1].all(0)[:5].all())
 
 
-def test_nothing_moves_where_neighbours_differ() -> None:
+def test_nothing_moves_where_neighbors_differ() -> None:
     truth = picture(flat=False)
     start = moved(seen(truth), truth, (0, 6, 6, 2))
     assert snap_flat_regions(start, LEVELS) is start

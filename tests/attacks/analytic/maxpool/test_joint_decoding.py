@@ -182,11 +182,11 @@ def test_the_nearest_few_are_those_of_brute_force(seed: int) -> None:
     draw = np.random.default_rng(seed)
     rows = draw.normal(size=(3, 3)) * np.array([3.0, 2.0, 1.5])
     matrix = rows.T @ rows + np.eye(3)
-    centre = draw.normal(size=3)
+    center = draw.normal(size=3)
     every = np.array(list(itertools.product(range(-6, 7), repeat=3)), dtype=float)
-    far = np.einsum("ni,ij,nj->n", every - centre, matrix, every - centre)
-    found = Lattice(matrix).nearest_candidates(centre, matrix, 60)[:8]
-    assert np.allclose(np.einsum("ni,ij,nj->n", found - centre, matrix, found - centre), np.sort(far)[:8])
+    far = np.einsum("ni,ij,nj->n", every - center, matrix, every - center)
+    found = Lattice(matrix).nearest_candidates(center, matrix, 60)[:8]
+    assert np.allclose(np.einsum("ni,ij,nj->n", found - center, matrix, found - center), np.sort(far)[:8])
 
 
 def test_where_nothing_tells_a_choice_goes_on_as_the_picture_does() -> None:

@@ -25,10 +25,10 @@ def test_the_nearest_whole_numbers_are_those_of_brute_force(seed: int) -> None:
     rows = draw.normal(size=(4, 4)) * np.array([30.0, 25.0, 20.0, 15.0])
     matrix = rows.T @ rows  # skew, but no two whole vectors close to each other
     truth = draw.integers(-3, 4, size=4).astype(float)
-    centre = truth + np.linalg.solve(rows, draw.normal(size=4) * 0.5)
+    center = truth + np.linalg.solve(rows, draw.normal(size=4) * 0.5)
     near = [np.array(z, dtype=float) for z in itertools.product(range(-6, 7), repeat=4)]
-    best = min(near, key=lambda z: float((z - centre) @ matrix @ (z - centre)))
-    assert np.array_equal(Lattice(matrix).nearest(centre, matrix), best)
+    best = min(near, key=lambda z: float((z - center) @ matrix @ (z - center)))
+    assert np.array_equal(Lattice(matrix).nearest(center, matrix), best)
 
 
 def test_a_number_is_fixed_where_no_close_candidate_has_another() -> None:

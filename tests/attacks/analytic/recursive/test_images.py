@@ -73,7 +73,7 @@ def test_a_prior_does_not_join_images() -> None:
     assert torch.equal(together.channels, alone.channels)
 
 
-def test_neighbours_are_of_the_same_image() -> None:
+def test_neighbors_are_of_the_same_image() -> None:
     number = torch.tensor([[[5.0, 5.0], [5.0, 1.0], [9.0, 9.0], [9.0, 9.0]]])
     told = torch.ones_like(number, dtype=torch.bool)
     assert _region_level(number, 3, told, 2, 255) == 5

@@ -295,7 +295,7 @@ def pinned(frozen: float, constant: float) -> ServerView:
     model = copy.deepcopy(given.model)
     first = model.get_submodule("body.conv1")
     first.weight.requires_grad_(False).mul_(frozen)  # type: ignore[operator]
-    model.get_buffer("normalise.mean").mul_(constant)
+    model.get_buffer("normalize.mean").mul_(constant)
     return shared_by(replace(given, model=model), one_step(), worlds.images(1, "pinned"))[0]
 
 
@@ -333,7 +333,7 @@ def test_labels_read_off_are_dealt_out_where_the_order_is_known(batch_size: int 
 
 @pytest.mark.parametrize(("steps", "batch_norm"), [(1, False), (4, False), (1, True)])
 def test_labels_read_off_a_group_are_dealt_out_where_it_matters_whose_they_are(steps: int, batch_norm: bool) -> None:
-    """Each client's later steps follow its own images, and its batch norm normalises by them."""
+    """Each client's later steps follow its own images, and its batch norm normalizes by them."""
     data = [Batch(worlds.images(2, i).inputs, torch.tensor([0, 2])) for i in range(2)]
     method = FedAvg(lr=0.1, steps=steps, batch_size=None)
     client = Client(worlds.task(batch_norm=batch_norm), method, SecAgg(group_size=2))

@@ -1,4 +1,4 @@
-"""What a search compares where it knows the defence: the truth stays the best guess."""
+"""What a search compares where it knows the defense: the truth stays the best guess."""
 
 from __future__ import annotations
 

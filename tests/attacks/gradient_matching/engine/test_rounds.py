@@ -42,9 +42,9 @@ def rounds(method: Method, count: int, **threat: Any) -> tuple[ServerView, Truth
     return view, truth
 
 
-def greyed(threat: ThreatModel, method: Method = TWICE) -> tuple[ServerView, Truth, Problem]:
-    """The view of a client whose images are mid grey, so that labels are all there is to tell batches by."""
-    images = replace(worlds.images(6, "grey"), labels=torch.tensor([0, 1, 2, 0, 1, 2]))
+def grayed(threat: ThreatModel, method: Method = TWICE) -> tuple[ServerView, Truth, Problem]:
+    """The view of a client whose images are mid gray, so that labels are all there is to tell batches by."""
+    images = replace(worlds.images(6, "gray"), labels=torch.tensor([0, 1, 2, 0, 1, 2]))
     images = replace(images, inputs=torch.full_like(images.inputs, 0.5))
     run = Federation(Client(worlds.task(), method), [ClientData(images, images)])
     view, truth = run.observe(0, threat=threat)
@@ -62,7 +62,7 @@ def classes(batches: Sequence[torch.Tensor], labels: torch.Tensor) -> list[list[
 
 
 def test_labels_tell_the_batches() -> None:
-    view, truth, problem = greyed(ThreatModel(knows_labels=True))
+    view, truth, problem = grayed(ThreatModel(knows_labels=True))
     found = rank_orders(problem, 400, 5)
     guess = torch.tensor(fed(found[0])).split(2)
     true = [batch for steps in truth.trace.order for step in steps for batch in step]
@@ -84,7 +84,7 @@ class Halves(FedAvg):
 
 
 def test_a_pass_ends_with_its_phase() -> None:
-    _, _, problem = greyed(ThreatModel(knows_labels=True), Halves(lr=0.3, steps=4, batch_size=2))
+    _, _, problem = grayed(ThreatModel(knows_labels=True), Halves(lr=0.3, steps=4, batch_size=2))
     for one in rank_orders(problem, 200, 100):
         order = fed(one)
         for phase in (order[:8], order[8:]):
@@ -93,7 +93,7 @@ def test_a_pass_ends_with_its_phase() -> None:
 
 
 def test_no_batch_holds_an_image_twice() -> None:
-    view, _, _ = greyed(ThreatModel(knows_labels=True))
+    view, _, _ = grayed(ThreatModel(knows_labels=True))
     schedule = (((4,), (4,), (0,), (3,)),)  # as Poisson sampling may draw
     poisson = Problem(replace(view, schedule=schedule), view.labels, "cosine")
     found = rank_orders(poisson, 200, 100)
@@ -103,7 +103,7 @@ def test_no_batch_holds_an_image_twice() -> None:
 
 
 def test_where_the_order_is_known_labels_go_to_their_batches() -> None:
-    _, truth, problem = greyed(ThreatModel(knows_order=True))
+    _, truth, problem = grayed(ThreatModel(knows_order=True))
     searched = replace(problem, labels=None)
     assert searched.recovered_labels is not None
     assert searched.recovered_labels.tolist() == [0, 0, 1, 1, 2, 2]
@@ -120,7 +120,7 @@ def test_where_the_order_is_known_labels_go_to_their_batches() -> None:
 
 
 def test_labels_are_dealt_out_by_nothing_where_nothing_tells() -> None:
-    view, _, problem = greyed(ThreatModel(knows_order=True))
+    view, _, problem = grayed(ThreatModel(knows_order=True))
     unknown = replace(view, order=None)
     assert assign_labels(replace(problem, labels=None), 0) is None
     assert assign_labels(Problem(unknown, None, "cosine"), 100) is None
@@ -129,21 +129,21 @@ def test_labels_are_dealt_out_by_nothing_where_nothing_tells() -> None:
 def test_an_order_that_is_known_or_does_not_matter_is_left_alone() -> None:
     whole = FedAvg(lr=0.3, epochs=3, batch_size=None)
     for method, threat in ((TWICE, ThreatModel(knows_order=True)), (whole, ThreatModel())):
-        _, _, problem = greyed(threat, method)
+        _, _, problem = grayed(threat, method)
         assert problem.default_order is None
         (same,) = rank_orders(problem, 100, 3)
         assert same is problem
 
 
 def test_images_are_fed_in_turn_where_no_label_can_tell() -> None:
-    _, _, problem = greyed(ThreatModel(knows_labels=True))
+    _, _, problem = grayed(ThreatModel(knows_labels=True))
     for one, tries in ((problem, 0), (replace(problem, labels=None), 100)):
         (same,) = rank_orders(one, tries, 3)
         assert fed(same) == [0, 1, 2, 3, 4, 5] * 2
 
 
 def test_each_restart_begins_with_the_next_best_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    view, _, problem = greyed(ThreatModel(knows_labels=True))
+    view, _, problem = grayed(ThreatModel(knows_labels=True))
     seen: list[list[int]] = []
     search = GradientMatching.search
 

@@ -62,8 +62,8 @@ def test_folders_without_test_hold_a_share_out(tmp_path: Path) -> None:
 
 def test_images_are_fitted_and_antialiased(tmp_path: Path) -> None:
     stripes = np.zeros((64, 96, 3), dtype=np.uint8)
-    stripes[:, ::2] = 255  # as fine as can be: grey once it is smoothed, one of the two if pixels are only picked
-    stripes[:, :16], stripes[:, 80:] = (255, 0, 0), (0, 0, 255)  # cut off by the centre square
+    stripes[:, ::2] = 255  # as fine as can be: gray once it is smoothed, one of the two if pixels are only picked
+    stripes[:, :16], stripes[:, 80:] = (255, 0, 0), (0, 0, 255)  # cut off by the center square
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for i in range(2):
@@ -71,27 +71,27 @@ def test_images_are_fitted_and_antialiased(tmp_path: Path) -> None:
     dataset = load("folder", path=str(tmp_path), size=16, test_share=0.5)
     inner = dataset.train.inputs[..., 2:-2]
     assert (inner - 0.5).abs().max() < 0.05
-    assert load("folder", path=str(tmp_path), size=16, test_share=0.5, mode="grey").input_shape == (1, 16, 16)
+    assert load("folder", path=str(tmp_path), size=16, test_share=0.5, mode="gray").input_shape == (1, 16, 16)
     assert load("folder", path=str(tmp_path), size=None, test_share=0.5).input_shape == (3, 64, 96)
 
 
-def test_grey_alpha_palette_and_turned_images_are_read(tmp_path: Path) -> None:
+def test_gray_alpha_palette_and_turned_images_are_read(tmp_path: Path) -> None:
     folder = tmp_path / "a"
-    _picture(folder / "grey.png", mode="L")
-    grey = Image.open(folder / "grey.png")
-    grey.convert("P").save(folder / "palette.png")
-    alpha = grey.convert("RGBA")
+    _picture(folder / "gray.png", mode="L")
+    gray = Image.open(folder / "gray.png")
+    gray.convert("P").save(folder / "palette.png")
+    alpha = gray.convert("RGBA")
     alpha.putalpha(7)
     alpha.save(folder / "alpha.png")
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees to see it upright
-    grey.transpose(Image.Transpose.ROTATE_90).save(folder / "turned.png", exif=exif)
+    gray.transpose(Image.Transpose.ROTATE_90).save(folder / "turned.png", exif=exif)
     (folder / "notes.txt").write_text("no image")
     (folder / ".hidden").mkdir()
     _fill(tmp_path, 4, names=("b",))
     train = load("folder", path=str(tmp_path), size=8, test_share=0.25).train
     images = train.inputs[train.labels == 0]
-    expected = torch.from_numpy(np.asarray(grey) / np.float32(255)).expand(3, 8, 8)
+    expected = torch.from_numpy(np.asarray(gray) / np.float32(255)).expand(3, 8, 8)
     assert len(images) == 3
     for image in images:
         assert torch.allclose(image, expected, atol=1e-6)
@@ -131,7 +131,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
 
 
 def test_a_folder_round_trips() -> None:
-    folder = Folder(path="x", size=None, mode="grey")
+    folder = Folder(path="x", size=None, mode="gray")
     assert datasets.build(datasets.spec(folder)) == folder
 
 

@@ -83,7 +83,7 @@ def test_every_user_holds_out_the_share_of_its_own_distribution() -> None:
 
 
 @pytest.mark.parametrize(("classes", "each"), [(10, 2), (100, 10)])
-def test_neighbours_share_their_classes_and_groups_share_none(classes: int, each: int) -> None:
+def test_neighbors_share_their_classes_and_groups_share_none(classes: int, each: int) -> None:
     dataset = made_up(classes)
     partition = ClassGroups(classes=each)(dataset)
     assert len(partition) == 20

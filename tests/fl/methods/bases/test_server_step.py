@@ -1,4 +1,4 @@
-"""The server's optimiser against torch.optim, with parameters that have no gradient in some steps."""
+"""The server's optimizer against torch.optim, with parameters that have no gradient in some steps."""
 
 from __future__ import annotations
 

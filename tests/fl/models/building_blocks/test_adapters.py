@@ -53,7 +53,7 @@ def test_networks_equal_their_formulas(name: str, channels: int, train: str) -> 
     draw = stream(0, "weights")
     weights = {n: torch.randn(p.shape, generator=draw).double() * 0.3 for n, p in task.model.named_parameters()}
     x = images(2, channels, 8, 8)
-    mean, std = task.normalisation(x)
+    mean, std = task.normalization(x)
     formula = getattr(adapter_networks, name[:3].replace("res", "resnet"))
     expected = formula(weights, (x - mean) / std, **SETTINGS[name])
     actual = functional_call(task.model.eval(), weights, (x,))
