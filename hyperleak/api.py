@@ -207,7 +207,7 @@ def audit(
     if isinstance(subject, ServerView):
         if known is not None or update is not None:
             raise ValueError("a view holds its update: give what is known to be behind it as truth=")
-        subjects, method = [Subject(subject, truth)], subject.method
+        subjects, method = [Subject(subject, truth, captured=True)], subject.method
         batch_size = subject.batch_size or 1
     else:
         if truth is not None:

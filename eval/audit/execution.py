@@ -15,6 +15,7 @@ from eval.audit.attack_selection import EarlyStopping, leave_out_settled
 from eval.audit.capture_plan import CaptureRequest, plan_updates
 from eval.audit.findings import AttackFinding, AuditReport
 from eval.audit.user_model import Subject
+from eval.experiment.capture_spec import CaptureSpec
 from eval.io import jsonl, manifest
 from eval.metrics.score import Row
 from eval.run import results, runner
@@ -97,7 +98,8 @@ def audit_updates(
         out: folder for report, table and pictures; nothing is kept without.
         early_stop: whether an update that one attack settles is left out of those behind it.
     """
-    request = CaptureRequest(name=name, source={"model": name}, seed=seed, device=subjects[0].view.device.type)
+    source = {"model": name, **({"update": "captured"} if subjects[0].captured else {})}
+    request = CaptureRequest(name=name, source=source, seed=seed, device=subjects[0].view.device.type)
     plan = plan_updates(subjects, attacks, request)
     options = runner.Options(workers=workers, name=name)
     with TemporaryDirectory() as temporary:
@@ -148,7 +150,8 @@ def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> Audit
             if one.words.startswith(CONTRADICTED)
         ]
         contradiction = next(iter(against), "")
-    return replace(report, mismatch=contradiction, notes=plan.notes)
+    captured = isinstance(plan.experiment, CaptureSpec) and "update" in plan.experiment.source
+    return replace(report, mismatch=contradiction, notes=plan.notes, captured=captured)
 
 
 def _recovered_labels(plan: Plan, folder: RunDir) -> dict[str, list[list[int]]]:
@@ -165,7 +168,10 @@ def _failed(plan: Plan, folder: RunDir, failures: Sequence[Failure], *, keep: bo
     names = {task.cell.id: task.attack.label for task in plan.attacks}
     return [
         AttackFinding.of_failure(
-            names.get(failure.id, failure.name), failure.reason, folder.path / failure.traceback if keep else None
+            names.get(failure.id, failure.name),
+            failure.reason,
+            failure.origin,
+            folder.path / failure.traceback if keep else None,
         )
         for failure in failures
     ]

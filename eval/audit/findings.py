@@ -39,6 +39,7 @@ class AttackFinding:
         few: how many images there are where they are too few to tell content from chance; else 0.
         doubtful: whether the labels are guesses of a search that did not explain the update.
         failed: the error that it ended with, or nothing.
+        origin: the file and the line that raised it, where known.
         traceback: the file that has the traceback of that, where one was kept.
     """
 
@@ -56,13 +57,21 @@ class AttackFinding:
     few: int = 0
     doubtful: bool = False
     failed: str = ""
+    origin: str = ""
     traceback: Path | None = None
 
     @classmethod
-    def of_failure(cls, attack: str, reason: str, kept: Path | None) -> AttackFinding:
-        """What is left of an attack that ended with an error."""
+    def of_failure(cls, attack: str, reason: str, origin: str, kept: Path | None) -> AttackFinding:
+        """Return what is left of an attack that ended with an error.
+
+        Args:
+            attack: its label.
+            reason: the error.
+            origin: the file and the line that raised it, where known.
+            kept: the file that has the traceback, if one was kept.
+        """
         words = " ".join(reason.split())
-        return cls(attack, [], "", f"failed: {words}", failed=words, traceback=kept)
+        return cls(attack, [], "", f"failed: {words}", failed=words, origin=origin, traceback=kept)
 
     @classmethod
     def of_left_out(cls, attack: str, reason: str) -> AttackFinding:
@@ -84,6 +93,7 @@ class AuditReport:
         notes: what to know of the subject itself.
         mismatch: in words, if an update is not what the model makes of its images, or can be of no images.
         stopped: the attack at which Ctrl-C ended the audit, or nothing.
+        captured: whether an update that was captured was audited, which holds the images that it holds.
     """
 
     subject: str
@@ -91,6 +101,7 @@ class AuditReport:
     notes: tuple[str, ...] = ()
     mismatch: str = ""
     stopped: str = ""
+    captured: bool = False
 
     def undecided(self, limits: Mapping[str, float]) -> list[Open]:
         """What keeps the audit from an answer: nothing where what leaked answers it.
@@ -111,7 +122,11 @@ class AuditReport:
         said += undecided.opened(outcomes)
         said += [undecided.without(figure, limits[figure]) for figure, value in figures.items() if value is None]
         if not (limits and undecided.answered(outcomes)):
-            said += [undecided.too_few(found.attack, found.few) for found in self.findings if found.few]
+            said += [
+                undecided.too_few(found.attack, found.few, captured=self.captured)
+                for found in self.findings
+                if found.few
+            ]
         settled = {one.update for one in outcomes if one.kind == "settled"}
         blind = [
             found.attack
@@ -150,6 +165,7 @@ class AuditReport:
                     "refused": found.refused or None,
                     "spared": found.spared or None,
                     "failed": found.failed or None,
+                    "origin": found.origin or None,
                     "traceback": None if found.traceback is None else str(found.traceback),
                     "verdict": found.verdict,
                     "leaked": found.leaked,

@@ -265,7 +265,8 @@ def _audit(request: Request, outcome: Outcome) -> None:
     failed = [finding for finding in report.findings if finding.failed]
     for finding in failed:
         kept = f"the traceback is in {finding.traceback}" if finding.traceback else "--out FOLDER keeps the traceback"
-        say(f"error: {finding.attack} failed: {finding.failed} ({kept})")
+        origin = f"{finding.origin}; " if finding.origin else ""
+        say(f"error: {finding.attack} failed: {finding.failed} ({origin}{kept})")
     for one in undecided:
         repeated = one.why == report.mismatch and not outcome.json
         say(f"not decided: {f'{one.what} (see the first line). To decide it: {one.remedy}' if repeated else one}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.commands.terminal import USAGE, Imports, Json, cell, console, emit, errors, rows
+from eval.commands.terminal import IMPORT_HINT, USAGE, Imports, Json, cell, console, emit, errors, rows, say
 
 if TYPE_CHECKING:
     from fl.registry import Registry
@@ -39,6 +39,8 @@ def list_(
     else:
         found = {name: _entries(registry) for name, registry in registries().items() if kind in {None, name}}
     found = {name: {k: v for k, v in own.items() if in_folder_or_named(k, prefix)} for name, own in found.items()}
+    if prefix and not any(found.values()):
+        say(f"no {kind} whose name begins with {prefix!r}" + ("" if import_ or kind == CONFIGS else f"; {IMPORT_HINT}"))
     if json:
         emit(found)
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.commands.list_ import registries
-from eval.commands.terminal import USAGE, Imports, Json, cell, console, emit, errors, line, rows
+from eval.commands.terminal import IMPORT_HINT, USAGE, Imports, Json, cell, console, emit, errors, line, rows
 
 KINDS = ("method", "defense", "attack")
 
@@ -117,7 +117,8 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
     except config_catalog.UnknownConfigError as error:
         if close(name, (*others, *error.near)) in error.near:
             raise
-        raise UnknownNameError("name", name, others, "; configs: `hyperleak list configs`") from error
+        note = "; configs: `hyperleak list configs`" + ("" if imports else f"; {IMPORT_HINT}")
+        raise UnknownNameError("name", name, others, note) from error
     about = {"kind": "config", "name": config_catalog.name_of(path), "plain": "", "papers": [], "fields": {}}
     unread: list[str] = []
     about |= {"comment": shorten(config_catalog.comment(path)), "unread": unread}

@@ -42,6 +42,8 @@ Imports = Annotated[
         help="A file or module of your own that registers methods, attacks, ...: my_attack.py. Repeatable.",
     ),
 ]
+IMPORT_HINT = "names of your own are known with --import FILE"
+"""What helps where a name is unknown and nothing of the user's own was imported."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
 _ODD = re.compile(
     r"[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"

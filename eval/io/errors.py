@@ -5,8 +5,19 @@ from __future__ import annotations
 import zipfile
 import zlib
 
-from fl.runtime.user_code import FAULTS, IMPORTING
+from eval.io.shareable_paths import relative_to_cwd
+from fl.runtime.user_code import FAULTS, IMPORTING, OUR_FOLDER, error_origin
 
-__all__ = ["DAMAGED", "FAULTS", "IMPORTING"]
+__all__ = ["DAMAGED", "FAULTS", "IMPORTING", "describe_origin"]
 DAMAGED = (ArithmeticError, OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged `.npz` may raise; RuntimeError where flags say it is encrypted or packed in another way."""
+
+
+def describe_origin(error: BaseException) -> str:
+    """Return where an error arose, as `file, line number`, in code of the user's or ours; empty where nothing tells."""
+    found = error_origin(error)
+    if found is None:
+        return ""
+    path, line = found
+    shown = path.relative_to(OUR_FOLDER) if path.is_relative_to(OUR_FOLDER) else relative_to_cwd(str(path))
+    return f"{shown}, line {line}"

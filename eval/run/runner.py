@@ -14,7 +14,7 @@ from typing import Protocol
 
 from attacks.parallel import AttackPool
 from eval.io import file_digests, jsonl
-from eval.io.errors import FAULTS
+from eval.io.errors import FAULTS, describe_origin
 from eval.metrics import self_verification
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
@@ -82,12 +82,14 @@ class Failure:
         name: for people.
         reason: the error, in a line.
         traceback: where it is kept, inside the run's folder.
+        origin: the file and the line that raised it, the last of the user's own code or ours.
     """
 
     id: str
     name: str
     reason: str
     traceback: str
+    origin: str = ""
 
 
 class RunStopped(KeyboardInterrupt):
@@ -268,7 +270,8 @@ class _Run:
             raise
         except FAULTS as error:
             kept = self.folder.fail(cell, traceback.format_exc()).relative_to(self.folder.path)
-            self.failures[cell.id] = Failure(cell.id, name, f"{type(error).__name__}: {error}", str(kept))
+            reason = f"{type(error).__name__}: {error}"
+            self.failures[cell.id] = Failure(cell.id, name, reason, str(kept), describe_origin(error))
             log.exception("%s failed", name)
         else:
             log.info("%s: %.1f s", name, time.perf_counter() - began)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import sysconfig
 import traceback
@@ -31,6 +32,10 @@ FAULTS = (
 """What a method, an attack or the machine may raise in a cell; others (a key pressed, a signal) end the run."""
 IMPORTING = (*FAULTS, NameError, SyntaxError)
 """What a module may raise while it is imported."""
+OUR_FOLDER = Path(__file__).resolve().parents[2]
+"""Where these packages lie."""
+REMOTE_CALL = re.compile(r'File "(.+)", line (\d+)')
+"""A call in the traceback of another process, which comes as text."""
 EXPECTED = "expected module:function such as my_model:build"
 
 
@@ -127,10 +132,32 @@ def user_file(module_name: str) -> Path | None:
     if file is None:
         return None
     path = Path(file).resolve()
-    packages = Path(__file__).resolve().parents[2]
-    ours = [packages / name for name in ("fl", "defenses", "attacks", "eval")]
-    installed = [Path(place).resolve() for place in sysconfig.get_paths().values()]
-    return None if any(path.is_relative_to(place) for place in (*ours, *installed)) else path
+    return None if _is_ours(path) or _is_installed(path) else path
+
+
+def _is_ours(path: Path) -> bool:
+    return any(path.is_relative_to(OUR_FOLDER / name) for name in ("fl", "defenses", "attacks", "eval", "hyperleak"))
+
+
+def _is_installed(path: Path) -> bool:
+    """Whether a file is of an installed package, or Python's own."""
+    return any(path.is_relative_to(Path(place).resolve()) for place in sysconfig.get_paths().values())
+
+
+def error_origin(error: BaseException) -> tuple[Path, int] | None:
+    """Return the file and the line of the last call in an error that is in code of the user's or ours.
+
+    Calls inside installed packages and Python itself are passed over. Of an error that another process raised, the
+    calls there are searched.
+    """
+    calls = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    if error.__cause__ is not None and type(error.__cause__).__name__ == "_RemoteTraceback":
+        calls += [(file, int(line)) for file, line in REMOTE_CALL.findall(str(error.__cause__))]
+    for file, line in reversed(calls):
+        path = Path(file).resolve()
+        if path.is_file() and (_is_ours(path) or not _is_installed(path)):
+            return path, line
+    return None
 
 
 def error_line(error: BaseException, name: str) -> int | None:

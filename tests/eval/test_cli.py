@@ -329,6 +329,15 @@ def test_show():
     assert "did you mean 'hyperfl'" in wrong.output
 
 
+def test_an_unknown_name_may_be_one_of_the_user_s_own(tmp_path):
+    own = tmp_path / "nothing_registered.py"
+    own.write_text("")
+    for words in (("show", "my-attack"), ("list", "attacks", "my-attack")):
+        assert "--import FILE" in call(*words).stderr, words
+        assert "--import FILE" not in call(*words, "--import", own).stderr, words
+    assert call("list", "configs", "nothing-such").stderr.strip() == "no configs whose name begins with 'nothing-such'"
+
+
 def test_every_setting_has_a_meaning():
     for kind, entries in json.loads(call("list", "--json").stdout).items():
         for name in sorted(set(entries) - {"guess", "refuse", "crash"}):

@@ -97,11 +97,24 @@ def test_a_model_its_update_and_its_view_are_audited_alike(
     assert told.best("psnr") == of_view.best("psnr") == captured.best("psnr")
     (blind,) = hyperleak.audit(model, update=update, input_shape=(1, 8, 8), attacks=["guess"]).findings
     assert blind.rows == []
+    assert captured.captured
+    assert not told.captured
     torch.save(update, tmp_path / "update.pt")
     from_file = hyperleak.audit(
         model, images[:1], labels[:1], update=tmp_path / "update.pt", method="fedavg", attacks=["guess"]
     )
     assert from_file.best("psnr") == told.best("psnr")
+
+
+def test_another_view_of_the_same_model_does_not_go_on_in_the_same_folder(
+    subject: tuple[nn.Module, Tensor, Tensor], tmp_path: Path
+) -> None:
+    model, images, labels = subject
+    views = [from_batch(model, images[i : i + 1], labels[i : i + 1], method=FedAvg())[0] for i in range(2)]
+    hyperleak.audit(views[0], attacks=["guess"], out=tmp_path)
+    hyperleak.audit(views[0], attacks=["guess"], out=tmp_path)
+    with pytest.raises(ValueError, match="holds an audit of the same with other settings, weights or images"):
+        hyperleak.audit(views[1], attacks=["guess"], out=tmp_path)
 
 
 def test_an_audit_without_named_attacks_takes_those_that_fit(

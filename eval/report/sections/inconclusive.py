@@ -180,12 +180,24 @@ def _told(kind: Kind | str, found: Sequence[Outcome], total: int) -> Open:
     return Open(f"no attack says anything{some}", why, "an attack that applies, or settings by which one does")
 
 
-def too_few(attack: str, images: int) -> Open:
-    """That so few images were attacked that content can't be told from chance."""
+def too_few(attack: str, images: int, *, captured: bool = False) -> Open:
+    """Say that so few images were attacked that content can't be told from chance.
+
+    Args:
+        attack: that came closer to one of them than every guess.
+        images: how many there are.
+        captured: whether they are those of one captured update, which holds no others.
+    """
+    remedy = f"attack {MIN_IMAGES} images or more (--count)"
+    if captured:
+        remedy = (
+            f"one update holds no further images: let the model make updates of {MIN_IMAGES} images or more "
+            f"(hyperleak audit model MODULE:FUNCTION --images FILE.npz --count {MIN_IMAGES})"
+        )
     return Open(
         f"{attack} came closer to an image than every guess",
         f"{images} image(s) are too few to tell content from chance",
-        f"attack {MIN_IMAGES} images or more",
+        remedy,
     )
 
 

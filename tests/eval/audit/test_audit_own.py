@@ -2,15 +2,19 @@
 
 import json
 import re
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support import tiny
 from support.tiny import Registered
 from typer.testing import CliRunner
 
 from eval import cli
 from eval.commands import terminal
+from eval.io.errors import describe_origin
 from fl.capture import from_batch
 
 MODULE = """
@@ -99,8 +103,12 @@ def test_what_other_attacks_found_is_kept_where_one_fails(mine, tmp_path, own):
     assert "\nguess: " in result.stdout
     assert "image 0: PSNR" in result.stdout
     assert "\ncrash: failed: RuntimeError: expected the sky to hold, got rain\n" in result.stdout
-    hint = "error: crash failed: RuntimeError: expected the sky to hold, got rain (--out FOLDER keeps the traceback)"
-    assert hint in result.stderr
+    said = (
+        r"error: crash failed: RuntimeError: expected the sky to hold, got rain \(\S*tiny\.py, line (\d+); --out FOLDER"
+    )
+    number = re.search(said, result.stderr)
+    assert number
+    assert "expected the sky to hold" in Path(tiny.__file__).read_text().splitlines()[int(number[1]) - 1]
     kept = audit(*words, "--json", "--max-psnr", 1, "--out", tmp_path / "kept")
     assert kept.exit_code == terminal.LEAKED, kept.output  # what leaked counts for more
     found = {finding["attack"]: finding for finding in json.loads(kept.stdout)["findings"]}
@@ -109,7 +117,27 @@ def test_what_other_attacks_found_is_kept_where_one_fails(mine, tmp_path, own):
     assert found["crash"]["failed"] == "RuntimeError: expected the sky to hold, got rain"
     where = tmp_path / found["crash"]["traceback"]
     assert where.read_text().rstrip().endswith("RuntimeError: expected the sky to hold, got rain")
-    assert f"(the traceback is in {where})" in kept.stderr
+    assert f"; the traceback is in {where})" in kept.stderr
+    assert found["crash"]["origin"].endswith(f"tiny.py, line {number[1]}")
+
+
+def test_an_error_inside_a_package_is_said_with_the_line_of_the_user_that_came_to_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine_within.py").write_text(
+        "import torch\n\n\ndef run():\n    return torch.zeros(2) @ torch.zeros(3)\n"
+    )
+    import mine_within
+
+    with pytest.raises(RuntimeError) as caught:
+        mine_within.run()
+    assert describe_origin(caught.value) == "mine_within.py, line 5"
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    assert describe_origin(caught.value).endswith("test_audit_own.py, line " + str(caught.tb.tb_lineno))
+    with ProcessPoolExecutor(1) as pool, pytest.raises(RuntimeError) as caught:
+        pool.submit(mine_within.run).result()
+    assert describe_origin(caught.value) == "mine_within.py, line 5"
 
 
 def test_an_attack_that_fails_keeps_no_limit(mine):

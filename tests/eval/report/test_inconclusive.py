@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED, still_falling
 from eval import cli
+from eval.audit.findings import AttackFinding, AuditReport
 from eval.commands import terminal
 from eval.report.sections import inconclusive
 from eval.report.sections.inconclusive import Outcome
@@ -67,6 +68,15 @@ def mine(monkeypatch, tmp_path):
 
 def audit(*words: object):
     return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
+
+
+def test_too_few_images_are_mended_as_the_source_of_updates_allows():
+    """Of a model more images can be attacked; one captured update has those that it has."""
+    finding = AttackFinding("ig", [], "", "too few", few=2)
+    (of_model,) = AuditReport("a model", [finding]).undecided({})
+    assert of_model.remedy == "attack 6 images or more (--count)"
+    (of_update,) = AuditReport("an update", [finding], captured=True).undecided({})
+    assert of_update.remedy.startswith("one update holds no further images: let the model make updates of 6 images")
 
 
 @pytest.mark.parametrize("limit", [(), ("--max-psnr", 60)])
