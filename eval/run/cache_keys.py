@@ -84,30 +84,53 @@ def _user_code(world: FederationData, seed: int) -> dict[str, str]:
     return {"network": network.fingerprint(num_classes=world.dataset.num_classes, seed=seed)[:DIGITS]}
 
 
+@dataclass(frozen=True)
+class TrainedUpdates:
+    """What is known of updates that clients of a training send.
+
+    Attributes:
+        training: its cell.
+        rounds: of training before.
+        method: what the clients train by in the observed round.
+        threat: what the server knows.
+        observe: which clients are watched, and on what images.
+    """
+
+    training: Cell
+    rounds: int
+    method: Method
+    threat: ThreatModel
+    observe: Observe
+
+
 def attack_cell(
-    training: Cell,
-    number: int,
-    observed: Method,
+    updates: TrainedUpdates,
     attack: Attack,
-    threat: ThreatModel,
-    observe: Observe,
     score: Score,
     perceptual: Perceptual | None,
     public: Sequence[str] = (),
 ) -> Cell:
-    """The cell of one attack after `number` rounds of a training; `public` are digests of the data that it names."""
-    observed_part = section_spec(observe, first_names=True)
+    """The cell of one attack on updates of a training.
+
+    Args:
+        updates: which.
+        attack: on them.
+        score: figures that were asked for.
+        perceptual: LPIPS, or why there is none.
+        public: digests of the data sets that the attack names.
+    """
+    observed_part = section_spec(updates.observe, first_names=True)
     watched = {key: value for key, value in observed_part.items() if key not in {"rounds", "method"}}
-    if observe.split == "train":  # as in cells from before there was a choice
+    if updates.observe.split == "train":  # as in cells from before there was a choice
         del watched["part"]
     return Cell(
         {
             "kind": "attack",
-            "training": training.id,
-            "round": number,
-            "method": _without_optimizer(methods.spec(observed, first_names=True)),
-            "attack": _as_before(attack_spec(attack, first_names=True), training.settings["defense"]),
-            "threat": _known(section_spec(threat, first_names=True)),
+            "training": updates.training.id,
+            "round": updates.rounds,
+            "method": _without_optimizer(methods.spec(updates.method, first_names=True)),
+            "attack": _as_before(attack_spec(attack, first_names=True), updates.training.settings["defense"]),
+            "threat": _known(section_spec(updates.threat, first_names=True)),
             "observe": watched,
             # whether LPIPS can be taken depends on the weights at hand, and so do the figures
             "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],

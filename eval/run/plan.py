@@ -17,7 +17,15 @@ from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe, Sco
 from eval.metrics.perceptual import Perceptual, load_lpips
 from eval.run import auxiliary_overlap
 from eval.run.assembly_check import ASSEMBLY_ERRORS, check_assembly
-from eval.run.cache_keys import CapturedUpdates, Cell, attack_cell, capture_cell, dataset_sources, training_cell
+from eval.run.cache_keys import (
+    CapturedUpdates,
+    Cell,
+    TrainedUpdates,
+    attack_cell,
+    capture_cell,
+    dataset_sources,
+    training_cell,
+)
 from eval.run.federation_data import FederationData, Target, dataset_digest, device_of, load
 from eval.run.observation import Observation
 from fl.aggregated_view import Division
@@ -310,8 +318,8 @@ class _PlanBuilder:
             self._check(task, scene.method, defense, f"observe.method {method.label!r}")
             self._refuse(attack, scene, world)
             for number in _watched(part, method):
-                settings = (scene.method, attack.item, scene.threat, scene.observe, part.score, self.perceptual)
-                made = attack_cell(cell, number, *settings, public=self._public(attack.item))
+                updates = TrainedUpdates(cell, number, scene.method, scene.threat, scene.observe)
+                made = attack_cell(updates, attack.item, part.score, self.perceptual, self._public(attack.item))
                 watches.append(AttackTask(attack, number, scene, made))
         watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
         name = self._name(seed, method.label, defense.label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,40 +31,87 @@ def published_groups(num_classes: int) -> tuple[tuple[int, ...], ...]:
     raise ValueError(f"expected groups for {num_classes} classes, e.g. ((0,), (1,)): published for 10 and 62 only")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DominantSplit:
+    """How many images of each class each client gets: a share of them over all classes, the rest of dominant ones.
+
+    Attributes:
+        num_classes: K.
+        groups: dominant classes, each in [0, K); client i has group i modulo their number.
+        clients: how many, at least 1.
+        size: images per client, at least 1.
+        share: part of a client's images that is spread over all classes, in [0, 1].
+        size_name: what `size` is called in messages.
+
+    Raises:
+        ValueError: settings that describe no split; says which, and what was expected.
+    """
+
+    num_classes: int
+    groups: Sequence[Sequence[int]]
+    clients: int
+    size: int
+    share: float = 0.2
+    size_name: str = "size"
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise ValueError(f"expected at least 1 client, got {self.clients}")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"expected share in [0, 1], got {self.share}")
+        for group in self.groups:
+            if not group or len(set(group)) < len(group) or not all(0 <= k < self.num_classes for k in group):
+                raise ValueError(f"expected groups of different classes in [0, {self.num_classes}), got {tuple(group)}")
+        if not self.groups:
+            raise ValueError("expected at least one group of dominant classes, got none")
+        if self.size < 1:
+            raise ValueError(f"expected {self.size_name} >= 1, got {self.size}")
+
+    def class_counts(self) -> NDArray[np.int64]:
+        """Return how many images of each class each client gets (clients, K); every row sums to `size`.
+
+        What doesn't divide evenly is dealt in turn: neither the even part nor a group asks a class for more than one
+        image beyond its exact part.
+        """
+        uniform = round(self.share * self.size)
+        counts = np.zeros((self.clients, self.num_classes), dtype=np.int64)
+        turns = dict.fromkeys([-1, *range(len(self.groups))], 0)
+        for client in range(self.clients):
+            number = client % len(self.groups)
+            for key, classes, total in (
+                (-1, range(self.num_classes), uniform),
+                (number, self.groups[number], self.size - uniform),
+            ):
+                each, left = divmod(total, len(classes))
+                counts[client, list(classes)] += each
+                for _ in range(left):
+                    counts[client, classes[turns[key] % len(classes)]] += 1
+                    turns[key] += 1
+        return counts
+
+
 def dominant_groups(
-    labels: Tensor,
-    *,
-    num_classes: int,
-    groups: Sequence[Sequence[int]],
-    clients: int,
-    size: int,
-    share: float = 0.2,
-    disjoint: bool = True,
-    seed: int = 0,
-    what: str = "size",
+    labels: Tensor, split: DominantSplit, *, disjoint: bool = True, seed: int = 0
 ) -> tuple[Tensor, ...]:
-    """Images dealt class by class in slices: `size` to each client, `share` of them over all classes.
+    """Deal images class by class in slices, as many as the split says.
 
     Args:
-        labels: (N,) int64 in [0, num_classes).
-        num_classes: K.
-        groups: dominant classes; client i has group i modulo their number.
-        clients: how many.
-        size: images per client.
-        share: part spread over all classes.
+        labels: (N,) int64 in [0, K).
+        split: how many images of each class each client gets.
         disjoint: refuse to give an image to two clients.
         seed: of the shuffle within each class.
-        what: name of `size` in messages.
+
+    Returns:
+        Each client's indices into `labels` (`split.size`,), ascending.
 
     Raises:
         ValueError: a class has too few images; says the largest size that fits.
     """
-    check(groups, num_classes, clients, size, share, what)
-    have = torch.bincount(labels, minlength=num_classes).numpy()
-    need = class_counts(num_classes=num_classes, groups=groups, clients=clients, size=size, share=share)
+    have = torch.bincount(labels, minlength=split.num_classes).numpy()
+    need = split.class_counts()
     short = need.sum(0) > have if disjoint else need.max(0) > have
     if short.any():
-        raise ValueError(_too_few(have, need, groups, size, share, disjoint, what))
+        raise ValueError(_too_few(have, split, disjoint))
     order = labels.argsort(stable=True)
     pools = [
         pool[torch.randperm(len(pool), generator=stream(seed, "class", k))]
@@ -79,77 +127,25 @@ def dominant_groups(
     return tuple(result)
 
 
-def class_counts(
-    *, num_classes: int, groups: Sequence[Sequence[int]], clients: int, size: int, share: float
-) -> NDArray[np.int64]:
-    """How many images of each class each client gets (clients, K); every row sums to `size`.
+def _too_few(have: NDArray[np.int64], split: DominantSplit, disjoint: bool) -> str:
+    """Which class has too few of the images (K,) there are, and the largest size that fits."""
 
-    What doesn't divide evenly is dealt in turn: neither the even part nor a group asks a class for more than one image
-    beyond its exact part.
-    """
-    uniform = round(share * size)
-    counts = np.zeros((clients, num_classes), dtype=np.int64)
-    turns = dict.fromkeys([-1, *range(len(groups))], 0)
-    for client in range(clients):
-        number = client % len(groups)
-        for key, classes, total in (
-            (-1, range(num_classes), uniform),
-            (number, groups[number], size - uniform),
-        ):
-            each, left = divmod(total, len(classes))
-            counts[client, list(classes)] += each
-            for _ in range(left):
-                counts[client, classes[turns[key] % len(classes)]] += 1
-                turns[key] += 1
-    return counts
-
-
-def check(
-    groups: Sequence[Sequence[int]], num_classes: int, clients: int, size: int, share: float, what: str = "size"
-) -> None:
-    """Refuse settings that describe no split.
-
-    Raises:
-        ValueError: says which setting, and what was expected.
-    """
-    if clients < 1:
-        raise ValueError(f"expected at least 1 client, got {clients}")
-    if not 0 <= share <= 1:
-        raise ValueError(f"expected share in [0, 1], got {share}")
-    for group in groups:
-        if not group or len(set(group)) < len(group) or not all(0 <= k < num_classes for k in group):
-            raise ValueError(f"expected groups of different classes in [0, {num_classes}), got {tuple(group)}")
-    if not groups:
-        raise ValueError("expected at least one group of dominant classes, got none")
-    if size < 1:
-        raise ValueError(f"expected {what} >= 1, got {size}")
-
-
-def _too_few(
-    have: NDArray[np.int64],
-    need: NDArray[np.int64],
-    groups: Sequence[Sequence[int]],
-    size: int,
-    share: float,
-    disjoint: bool,
-    what: str,
-) -> str:
-    def asked(n: int) -> NDArray[np.int64]:
-        counts = class_counts(num_classes=len(have), groups=groups, clients=len(need), size=n, share=share)
+    def asked(size: int) -> NDArray[np.int64]:
+        counts = replace(split, size=size).class_counts()
         total: NDArray[np.int64] = counts.sum(0) if disjoint else counts.max(0)
         return total
 
-    wanted = asked(size)
+    wanted = asked(split.size)
     worst = int((wanted - have).argmax())
-    low, high = 0, size  # low fits, high does not
+    low, high = 0, split.size  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if (asked(middle) <= have).all() else (low, middle)
     # rounding makes the need rise unevenly: a few sizes above the first that fails may fit again
-    near = range(low, min(low + 2 * len(have), size))
+    near = range(low, min(low + 2 * len(have), split.size))
     largest = max(n for n in near if n == low or (asked(n) <= have).all())
     share_out = "; or disjoint=False, which lets clients share images" if disjoint else ""
     return (
-        f"expected {what} of at most {largest} for {len(need)} clients, got {size}: class {worst} has {have[worst]} "
-        f"images and {wanted[worst]} are needed{share_out}"
+        f"expected {split.size_name} of at most {largest} for {split.clients} clients, got {split.size}: class {worst} "
+        f"has {have[worst]} images and {wanted[worst]} are needed{share_out}"
     )

@@ -7,23 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fl.data.partitions.dominant_classes import check
+from fl.data.partitions.dominant_classes import DominantSplit
 
 OFFSETS = {"cifar10": (2000, 500), "cinic10": (2000, 500)}
 """Where the first slice of a class starts in the training and the test set; at 0 for every other data set."""
 
 
 def sequential_slices(
-    labels: Tensor,
-    *,
-    num_classes: int,
-    groups: Sequence[Sequence[int]],
-    clients: int,
-    size: int,
-    share: float = 0.2,
-    offset: int = 0,
-    rewind: bool = False,
-    what: str = "size",
+    labels: Tensor, split: DominantSplit, *, offset: int = 0, rewind: bool = False
 ) -> tuple[Tensor, ...]:
     """Each client's next slice of every class, then of each of its dominant classes; a class that runs out starts anew.
 
@@ -31,38 +22,39 @@ def sequential_slices(
     They take all classes of MNIST and CIFAR to be equally large (those that they use are); here each has its own size.
 
     Args:
-        labels: (N,) int64 in [0, num_classes).
-        num_classes: K.
-        groups: dominant classes; client i has group i modulo their number.
-        clients: how many.
-        size: images per client.
-        share: part spread over all classes; what does not divide evenly goes to the last class of each part.
+        labels: (N,) int64 in [0, K).
+        split: whose settings they are; what does not divide evenly goes to the last class of each part here.
         offset: where the first slice of every class starts.
         rewind: after a dominant slice, go on where it would end without its remainder, as the code for EMNIST does: the
             next client gets the remainder again.
-        what: name of `size` in messages.
+
+    Returns:
+        Each client's indices into `labels` (`split.size`,), ascending.
 
     Raises:
         ValueError: a class has fewer images than one client takes, or a client would hold an image twice.
     """
-    check(groups, num_classes, clients, size, share, what)
-    have = torch.bincount(labels, minlength=num_classes)
+    have = torch.bincount(labels, minlength=split.num_classes)
     pools = labels.argsort(stable=True).split(have.tolist())
-    used = [offset] * num_classes
-    uniform = int(size * share)
+    used = [offset] * split.num_classes
+    uniform = int(split.size * split.share)
+    every = range(split.num_classes)
     result = []
-    for client in range(clients):
-        group = groups[client % len(groups)]
+    for client in range(split.clients):
+        group = split.groups[client % len(split.groups)]
         taken = []
-        for classes, total, again in ((range(num_classes), uniform, False), (group, size - uniform, rewind)):
+        for classes, total, again in (
+            (every, uniform, False),
+            (group, split.size - uniform, rewind),
+        ):
             each, left = divmod(total, len(classes))
             for k in classes:
                 count = each + left * (k == classes[-1])
                 if used[k] + count > len(pools[k]):
                     used[k] = 0
-                taken.append(_slice(pools[k], used[k], count, k, what))
+                taken.append(_slice(pools[k], used[k], count, k, split.size_name))
                 used[k] += each if again else count
-        result.append(_ascending(taken, client, what))
+        result.append(_ascending(taken, client, split.size_name))
     return tuple(result)
 
 

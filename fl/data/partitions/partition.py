@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.dominant_classes import dominant_groups, published_groups
+from fl.data.partitions.dominant_classes import DominantSplit, dominant_groups, published_groups
 from fl.data.partitions.hyperfl_published import OFFSETS, sequential_slices
 from fl.ranges import Count, CountFrom0, Seed, Share
 from fl.registry import Registry
@@ -196,19 +196,19 @@ class DominantGroups(Partitioner):
         return Partition(train, test)
 
     def _deal(self, dataset: Dataset, labels: Tensor, size: int, key: str) -> tuple[Tensor, ...]:
-        common: dict[str, Any] = {
-            "num_classes": dataset.num_classes,
-            "groups": self.groups or published_groups(dataset.num_classes),
-            "clients": self.clients,
-            "size": size,
-            "share": self.share,
-            "what": f"{key}_size",
-        }
+        split = DominantSplit(
+            num_classes=dataset.num_classes,
+            groups=self.groups or published_groups(dataset.num_classes),
+            clients=self.clients,
+            size=size,
+            share=self.share,
+            size_name=f"{key}_size",
+        )
         if self.compat:
             offset = OFFSETS.get(dataset.name, (0, 0))[key == "test"]
             # 62 classes: the authors' code for EMNIST counts on without the remainder
-            return sequential_slices(labels, **common, offset=offset, rewind=dataset.num_classes == 62)
-        return dominant_groups(labels, **common, disjoint=self.disjoint, seed=derive(self.seed, key))
+            return sequential_slices(labels, split, offset=offset, rewind=dataset.num_classes == 62)
+        return dominant_groups(labels, split, disjoint=self.disjoint, seed=derive(self.seed, key))
 
     @classmethod
     def example(cls) -> DominantGroups:

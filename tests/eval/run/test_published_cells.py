@@ -20,7 +20,7 @@ import torch
 from eval import config
 from eval.experiment import sweep
 from eval.experiment.spec import Experiment
-from eval.run.cache_keys import Cell, attack_cell, training_cell
+from eval.run.cache_keys import Cell, TrainedUpdates, attack_cell, training_cell
 from eval.rundir import RunDir
 
 ROOT = Path(__file__).parents[3]
@@ -67,8 +67,8 @@ def planned(wanted: Experiment, data: str) -> Iterator[Cell]:
                     part = sweep.part(wanted, method, attack)
                     observed = part.observed_methods()[method.label]
                     for number in part.rounds:
-                        scene = (part.threat, part.observe, part.score, None)
-                        yield attack_cell(training, number, observed, attack.item, *scene)
+                        updates = TrainedUpdates(training, number, observed, part.threat, part.observe)
+                        yield attack_cell(updates, attack.item, part.score, None)
 
 
 def committed(run: Path) -> dict[str, dict[str, Any]]:

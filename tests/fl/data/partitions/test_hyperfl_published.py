@@ -1,13 +1,14 @@
 """The official slices, and the sharing between clients that was measured in the official code's index lists."""
 
 import collections
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.dominant_classes import CHARACTERS, TRIPLES
+from fl.data.partitions.dominant_classes import CHARACTERS, TRIPLES, DominantSplit
 from fl.data.partitions.hyperfl_published import sequential_slices
 from fl.data.partitions.overlap import lines, report
 from fl.data.partitions.partition import DominantGroups, Iid, Partition
@@ -70,15 +71,16 @@ def test_emnist_counts_on_without_the_remainder() -> None:
         group = CHARACTERS[client % 3]
         inside = counts[list(group)] - torch.tensor([17 if k == 61 else 3 for k in group])
         assert inside.tolist() == ([80] * 10 if client % 3 == 0 else [30] * 25 + [50])
-    settings = {"num_classes": 62, "groups": CHARACTERS, "clients": 20, "size": 1000}
-    plain = sequential_slices(emnist.train.labels, **settings)
+    split = DominantSplit(num_classes=62, groups=CHARACTERS, clients=20, size=1000)
+    plain = sequential_slices(emnist.train.labels, split)
     assert _owners(plain) == {1: 20_000}
-    assert _owners(sequential_slices(emnist.train.labels, **settings, rewind=True)) == {1: 19_520, 2: 240}
+    assert _owners(sequential_slices(emnist.train.labels, split, rewind=True)) == {1: 19_520, 2: 240}
 
 
 def test_a_class_that_runs_out_starts_anew() -> None:
     labels = torch.tensor([0] * 10 + [1] * 10)
-    parts = sequential_slices(labels, num_classes=2, groups=((0,), (1,)), clients=5, size=4, share=0.5, offset=3)
+    split = DominantSplit(num_classes=2, groups=((0,), (1,)), clients=5, size=4, share=0.5)
+    parts = sequential_slices(labels, split, offset=3)
     assert [part.tolist() for part in parts] == [
         [3, 4, 5, 13],  # one of each class, then two of class 0
         [6, 14, 15, 16],
@@ -86,23 +88,24 @@ def test_a_class_that_runs_out_starts_anew() -> None:
         [0, 10, 11, 18],  # class 0 is used up; of class 1 one image is left and two are needed: it is left out
         [1, 2, 3, 12],
     ]
-    late = sequential_slices(labels, num_classes=2, groups=((0,), (1,)), clients=1, size=4, share=0.5, offset=2000)
+    late = sequential_slices(labels, replace(split, clients=1), offset=2000)
     assert late[0].tolist() == [0, 1, 2, 10]  # a class smaller than the offset starts at its first image
 
 
 def test_slices_that_do_not_fit_are_refused() -> None:
-    labels, settings = torch.tensor([0] * 10 + [1] * 10), {"num_classes": 2, "groups": ((0,), (1,)), "clients": 2}
+    labels = torch.tensor([0] * 10 + [1] * 10)
+    split = DominantSplit(num_classes=2, groups=((0,), (1,)), clients=2, size=10)
     with pytest.raises(ValueError, match="smaller train_size: class 0 has 10 images and one client's slice is 12"):
-        sequential_slices(labels, **settings, size=15, share=0.2, what="train_size")
+        sequential_slices(labels, replace(split, size=15, size_name="train_size"))
     with pytest.raises(ValueError, match="smaller size: client 0 would hold 1 of its images twice"):
-        sequential_slices(labels, **settings, size=10, share=0.2, offset=2)
+        sequential_slices(labels, split, offset=2)
     with pytest.raises(ValueError, match=r"share in \[0, 1\], got 2"):
-        sequential_slices(labels, **settings, size=10, share=2.0)
+        replace(split, share=2.0)
 
 
 def test_unequal_classes_keep_to_their_own_images() -> None:
     labels = _labels([700, 300, 900, 400, 500, 800, 450, 350, 600, 550])
-    for part in sequential_slices(labels, num_classes=10, groups=TRIPLES, clients=20, size=300):
+    for part in sequential_slices(labels, DominantSplit(num_classes=10, groups=TRIPLES, clients=20, size=300)):
         assert torch.bincount(labels[part], minlength=10).sort().values.tolist() == [6] * 7 + [86] * 3
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset, load
-from fl.data.partitions.dominant_classes import CHARACTERS, TRIPLES, class_counts, dominant_groups, published_groups
+from fl.data.partitions.dominant_classes import CHARACTERS, TRIPLES, DominantSplit, dominant_groups, published_groups
 from fl.data.partitions.partition import DominantGroups, Iid, Partition, iid, partitions
 from fl.registry import UnknownNameError
 from fl.seeds import stream
@@ -59,7 +59,7 @@ def test_iid_deals_a_given_size() -> None:
     [(600, 12, 172), (300, 6, 86)],  # what HyperFL's code deals for CIFAR-10
 )
 def test_dominant_counts_are_the_published_ones(size: int, uniform: int, dominant: int) -> None:
-    counts = class_counts(num_classes=10, groups=TRIPLES, clients=20, size=size, share=0.2)
+    counts = DominantSplit(num_classes=10, groups=TRIPLES, clients=20, size=size, share=0.2).class_counts()
     for client, row in enumerate(counts.tolist()):
         group = TRIPLES[client % 5]
         assert row == [dominant if k in group else uniform for k in range(10)]
@@ -68,7 +68,7 @@ def test_dominant_counts_are_the_published_ones(size: int, uniform: int, dominan
 @pytest.mark.parametrize("size", [1, 7, 197, 592, 601])
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_counts_add_up_and_remainders_are_dealt_in_turn(size: int, share: float) -> None:
-    counts = class_counts(num_classes=10, groups=TRIPLES, clients=20, size=size, share=share)
+    counts = DominantSplit(num_classes=10, groups=TRIPLES, clients=20, size=size, share=share).class_counts()
     assert (counts.sum(1) == size).all()
     uniform = round(share * size)
     for k in range(10):
@@ -80,7 +80,7 @@ def test_groups_of_characters() -> None:
     assert published_groups(62) == CHARACTERS
     assert [len(group) for group in CHARACTERS] == [10, 26, 26]
     labels = _labels(62, 40)
-    parts = dominant_groups(labels, num_classes=62, groups=CHARACTERS, clients=3, size=200, seed=0)
+    parts = dominant_groups(labels, DominantSplit(num_classes=62, groups=CHARACTERS, clients=3, size=200), seed=0)
     for part, group in zip(parts, CHARACTERS, strict=True):
         inside = sum((labels[part] == k).sum().item() for k in group)
         assert inside >= 160
@@ -90,13 +90,14 @@ def test_groups_of_characters() -> None:
 
 def test_clients_get_what_the_counts_say_and_nothing_twice() -> None:
     labels = _labels(10, 152)
-    parts = dominant_groups(labels, num_classes=10, groups=TRIPLES, clients=20, size=60, seed=5)
-    counts = class_counts(num_classes=10, groups=TRIPLES, clients=20, size=60, share=0.2)
+    split = DominantSplit(num_classes=10, groups=TRIPLES, clients=20, size=60, share=0.2)
+    parts = dominant_groups(labels, split, seed=5)
+    counts = split.class_counts()
     for part, row in zip(parts, counts, strict=True):
         assert labels[part].bincount(minlength=10).tolist() == row.tolist()
     assert _disjoint(parts)  # to the last image of the even classes
-    again = dominant_groups(labels, num_classes=10, groups=TRIPLES, clients=20, size=60, seed=5)
-    other = dominant_groups(labels, num_classes=10, groups=TRIPLES, clients=20, size=60, seed=6)
+    again = dominant_groups(labels, split, seed=5)
+    other = dominant_groups(labels, split, seed=6)
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(parts, other, strict=True))
 
@@ -231,7 +232,6 @@ def test_two_classes_of_faces_work_with_groups() -> None:
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
-    labels = _labels(10, 10)
     for groups, message in [
         (((0, 10),), r"different classes in \[0, 10\), got \(0, 10\)"),
         (((1, 1),), "different classes"),
@@ -239,11 +239,11 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         ((), "at least one group"),
     ]:
         with pytest.raises(ValueError, match=message):
-            dominant_groups(labels, num_classes=10, groups=groups, clients=2, size=5)
+            DominantSplit(num_classes=10, groups=groups, clients=2, size=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"share in \[0, 1\], got 1.2"):
-        dominant_groups(labels, num_classes=10, groups=TRIPLES, clients=2, size=5, share=1.2)
+        DominantSplit(num_classes=10, groups=TRIPLES, clients=2, size=5, share=1.2)
     with pytest.raises(ValueError, match="size >= 1, got 0"):
-        dominant_groups(labels, num_classes=10, groups=TRIPLES, clients=2, size=0)
+        DominantSplit(num_classes=10, groups=TRIPLES, clients=2, size=0)
     with pytest.raises(UnknownNameError, match="unknown partition 'dominand'; did you mean 'dominant'"):
         partitions.build("dominand")
 
