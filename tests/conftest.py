@@ -20,3 +20,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+
+
+def pytest_runtest_setup() -> None:
+    """Seed what modules draw their weights from, so that no test depends on those before it."""
+    torch.manual_seed(0)
