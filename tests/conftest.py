@@ -6,6 +6,7 @@ What hypothesis makes up is the same in every run and takes what it takes; `--hy
 nightly`) makes up new examples, and many more.
 """
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -22,6 +23,12 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Seed what networks that a test module makes draw their weights from, whatever was imported before it."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_runtest_setup() -> None:
-    """Seed what modules draw their weights from, so that no test depends on those before it."""
+    """Seed the same before every test, so that none depends on those before it."""
     torch.manual_seed(0)
