@@ -60,7 +60,7 @@ class Clip(Defense):
         """The predicted update, shortened."""
         return self.transform_update(predicted, None)
 
-    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+    def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """The known part times the factor, which the server has to guess: the best multiple in [0, 1] of that part."""
         left: Tensors = {}
         for part in _parts(known, self.scope):
@@ -71,11 +71,11 @@ class Clip(Defense):
             left.update(scaled(part, torch.where(short, 1.0, fitted)))
         return left
 
-    def keeps_ratios(self) -> bool:
+    def preserves_norm_ratios(self) -> bool:
         """Where all is shortened as one."""
         return self.scope == "global"
 
-    def rescaled(self) -> Defense:
+    def with_unknown_scale(self) -> Defense:
         """An update of unknown length."""
         return Unscaled(scope=self.scope)
 
@@ -100,11 +100,11 @@ class Unscaled(Defense):
             fitted.update(scaled(part, _ratio({name: observed[name] for name in part}, part)))
         return {name: fitted[name] for name in predicted}
 
-    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+    def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """All of it, as far as can be told."""
         return known
 
-    def keeps_ratios(self) -> bool:
+    def preserves_norm_ratios(self) -> bool:
         """As the clipping does."""
         return self.scope == "global"
 

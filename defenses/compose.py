@@ -84,9 +84,9 @@ class Chain(Defense):
         """The gradient of the one that changes it."""
         return self._changing().gradient(grad, params, batch, generator)
 
-    def guide(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
+    def search_gradient(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
         """What a search takes for it."""
-        return self._changing().guide(grad, params, batch)
+        return self._changing().search_gradient(grad, params, batch)
 
     def _changing(self) -> Defense:
         return next((part for part in self.parts if overrides(part, "gradient")), Defense())
@@ -109,28 +109,28 @@ class Chain(Defense):
             predicted = part.surrogate(predicted, observed)
         return predicted
 
-    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+    def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """What all of them let through."""
         for part in self.parts:
-            known = part.passed(known, observed)
+            known = part.transmit_known_part(known, observed)
         return known
 
-    def keeps_ratios(self) -> bool:
+    def preserves_norm_ratios(self) -> bool:
         """If all of them do."""
-        return all(part.keeps_ratios() for part in self.parts)
+        return all(part.preserves_norm_ratios() for part in self.parts)
 
-    def rescaled(self) -> Defense:
+    def with_unknown_scale(self) -> Defense:
         """The chain of what is left of each."""
-        return Chain(parts=tuple(part.rescaled() for part in self.parts))
+        return Chain(parts=tuple(part.with_unknown_scale() for part in self.parts))
 
-    def weights(self, observed: Tensors) -> dict[str, float]:
+    def tensor_trust(self, observed: Tensors) -> dict[str, float]:
         """The product of their trust; the largest is 1."""
-        each = [part.weights(observed) for part in self.parts]
+        each = [part.tensor_trust(observed) for part in self.parts]
         joint = {name: prod(weights[name] for weights in each) for name in observed}
         largest = max(joint.values(), default=1.0)
         return {name: weight / largest for name, weight in joint.items()}
 
-    def deviations(self, observed: Tensors) -> dict[str, float]:
+    def noise_std(self, observed: Tensors) -> dict[str, float]:
         """Of all the noise together; an upper bound where a later part, such as a clip, shortens the noise, too."""
-        each = [part.deviations(observed) for part in self.parts]
+        each = [part.noise_std(observed) for part in self.parts]
         return {name: hypot(*(deviations[name] for deviations in each)) for name in observed}

@@ -93,7 +93,7 @@ class DPSGD(Defense):
         Raises:
             ValueError: says what.
         """
-        if not method.per_sample:
+        if not method.has_per_sample_loss:
             raise ValueError(f"dp-sgd: expected a loss that treats images apart, got that of {method.name}")
         if any(isinstance(m, NORMS[0]) and m.training for m in task.model.modules()):
             raise ValueError(
@@ -121,7 +121,7 @@ class DPSGD(Defense):
             denominator=self.denominator,
         )
 
-    def rescaled(self) -> Defense:
+    def with_unknown_scale(self) -> Defense:
         """An update of unknown length."""
         return Unscaled(scope="global")
 

@@ -74,7 +74,7 @@ class Noise(Defense):
         scales = {name: self.std * rms(value) if relative else self.std for name, value in update.items()}
         return {name: value + drawn[name].to(value) * scales[name] for name, value in matrices.items()}
 
-    def deviations(self, observed: Tensors) -> dict[str, float]:
+    def noise_std(self, observed: Tensors) -> dict[str, float]:
         """The noise's, estimated from the update itself where they are relative to it."""
         if self.unit == "absolute":
             return dict.fromkeys(observed, self.std)

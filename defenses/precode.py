@@ -157,7 +157,7 @@ class Precode(Defense):
         own = of_client(grad)
         return replace(own, loss=partial(self._loss, own.client.method))(params, batch)
 
-    def weights(self, observed: Tensors) -> dict[str, float]:
+    def tensor_trust(self, observed: Tensors) -> dict[str, float]:
         """Next to nothing from the bottleneck on, in the order of the network."""
         names = list(observed)
         first = next((i for i, name in enumerate(names) if f"{NAME}.encoder." in name), len(names))

@@ -75,11 +75,11 @@ class Quantize(Defense):
             rounded[name] = _straight_through(matrix, self._on_grid(matrix, *self._grid(seen), 0.5))
         return rounded
 
-    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+    def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """All of it, but for the rounding."""
         return known
 
-    def rescaled(self) -> Defense:
+    def with_unknown_scale(self) -> Defense:
         """Nothing: the distance of two values on the grid is known only as far as the unit is."""
         return Defense()
 

@@ -59,5 +59,5 @@ class SecAgg(Defense):
 
     def check(self, method: Method, task: Task) -> None:
         """Refuse a method whose server needs every client's update on its own."""
-        if not method.takes_means:
+        if not method.aggregates_mean_only:
             raise ValueError(f"secagg: expected a server that needs the mean of updates alone, got {method.name!r}")

@@ -50,11 +50,11 @@ class SignSGD(Defense):
         """The observed signs, each times how well the prediction agrees with it: 1 from the margin on."""
         return {name: _agreement(dense(value), dense(observed[name])) for name, value in predicted.items()}
 
-    def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+    def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """Nothing: what is added before signs are taken does not add to them."""
         return zeros(known, known)
 
-    def keeps_ratios(self) -> bool:
+    def preserves_norm_ratios(self) -> bool:
         """No length is left."""
         return False
 

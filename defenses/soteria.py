@@ -92,7 +92,7 @@ class Soteria(Defense):
             grads = {**grads, f"{name}.weight": grads[f"{name}.weight"] * kept}
         return grad.pull(params, grads)
 
-    def guide(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
+    def search_gradient(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
         """The full gradient: what was pruned is read off the update."""
         return grad(params, batch)
 
@@ -100,7 +100,7 @@ class Soteria(Defense):
         """The prediction without the columns that are zero in what was sent."""
         return Columns(layer=self.layer).surrogate(predicted, observed)
 
-    def rescaled(self) -> Defense:
+    def with_unknown_scale(self) -> Defense:
         """What shows in the update."""
         return Columns(layer=self.layer)
 

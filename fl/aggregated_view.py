@@ -194,7 +194,7 @@ def as_one(view: ServerView) -> ServerView | str:
         return "every client of the group has private tensors of its own"
     if view.schedule is None or sum(map(len, view.schedule)) != 1:
         return "clients that take several steps, or an unknown number, do not add up to one with all images"
-    linear = method.per_sample and method.plain_gradient(1)
+    linear = method.has_per_sample_loss and method.follows_loss_gradient(1)
     if not linear or any(p.optimizer != "sgd" or any(g.max_norm is not None for g in p.groups) for p in phases):
         return f"{method.name}: what a client sends is not linear in its images' gradients"
     if any(overrides(client.defense, hook) for hook in ("gradient", "transform_update", "draw", "transform_batch")):

@@ -148,7 +148,7 @@ def from_update(
     if method is None:  # what nobody stated is not known to be plain SGD
         threat = replace(threat or ThreatModel(), knows_optimizer=False)
     knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
-    params = client.method.initial(client.task, stream(0, "capture"))
+    params = client.method.initial_parameters(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, known = _captured(client, params, scopes, update, shared, buffers, kind)
     check_shape(task.model, _gray(task, batch_size), task.num_classes)

@@ -162,7 +162,7 @@ class LossGradient(Gradient):
         Raises:
             ValueError: says what couples them.
         """
-        if not self.client.method.per_sample:
+        if not self.client.method.has_per_sample_loss:
             raise ValueError(f"{self.client.method.name}: its loss couples the samples of a batch; can't clip each")
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
         if norms:
@@ -318,8 +318,8 @@ class _Training:
         for i, batches in enumerate(steps):
             step = replace(base, draws=self._drawn(number, i, batches), phase=phase)
             grads = self._direction(params, tuple(groups), batches, step, fixed)
-            if phase.keeps is not None:
-                base = replace(base, kept={**base.kept, phase.keeps: grads})
+            if phase.records_direction_as is not None:
+                base = replace(base, recorded={**base.recorded, phase.records_direction_as: grads})
                 continue
             params, state = optimize(phase, groups, params, grads, state)
             taken += 1
@@ -345,7 +345,7 @@ class _Training:
         fixed: dict[str, Tensor] | None,
     ) -> Tensors:
         """The method's direction for a step, along gradients as the defense hands them over."""
-        client, looks = self.client, step.phase is not None and step.phase.keeps is not None
+        client, looks = self.client, step.phase is not None and step.phase.records_direction_as is not None
         still = client.stackable if self.derivative is func_derivative else client.predictor
         model = client.task.model if self.track and not looks else still  # a look leaves running statistics alone
         raw = LossGradient(client, step, moving, self.buffers, model, fixed, self.derivative)
@@ -365,7 +365,7 @@ class Defended:
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
         """By the names of the parameters that move."""
         if self.guided:
-            return self.defense.guide(self.raw, params, batch)
+            return self.defense.search_gradient(self.raw, params, batch)
         return self.defense.gradient(self.raw, params, batch, self.generator)
 
     def value(self, params: Tensors, batch: Batch) -> Tensor:

@@ -64,7 +64,7 @@ class Federation(FederationState):
         wanted = self.sampled(self.server.round) if numbers is None else list(numbers)
         if len(set(wanted)) < len(wanted):
             raise ValueError(f"expected different clients, got {wanted}")
-        chosen = [number for number in wanted if not self.client.method.silent(self.server, number)]
+        chosen = [number for number in wanted if not self.client.method.exclusion_reason(self.server, number)]
         method, task = self.client.method, self.client.task
         self.server = method.select(self.server, chosen, task)
         uploads, states, finite = Uploads(method), list(self.clients), dict[int, torch.Tensor]()
@@ -74,7 +74,7 @@ class Federation(FederationState):
             uploads.add(done.upload)
             yield done
         asked_for = evaluate and "server" in self.protocol.diagnostics
-        self.server_metrics = method.server_numbers(self.server, uploads.kept, task) if asked_for else None
+        self.server_metrics = method.server_metrics(self.server, uploads.kept, task) if asked_for else None
         after = method.aggregate(self.server, uploads.kept, task)
         self.clients = states
         self.server = replace(after, shared=settled(after.shared), own={k: settled(v) for k, v in after.own.items()})
@@ -170,7 +170,7 @@ class Federation(FederationState):
             raise ValueError(f"expected images for each of the clients {list(group)}, got {len(given)} batch(es)")
         seen, weights = [], []
         for member, images in zip(group, given, strict=True):
-            if reason := self.client.method.silent(self.server, member):
+            if reason := self.client.method.exclusion_reason(self.server, member):
                 raise ValueError(f"expected a client that still sends updates, got one that does not: {reason}")
             own = self.data[member]
             images = own.train if images is None else images

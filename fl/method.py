@@ -14,7 +14,7 @@ from fl.gradient import Gradient
 from fl.network import Network
 from fl.parametrization import Parametrization
 from fl.privacy_statement import PrivacyStatement
-from fl.registry import Registry
+from fl.registry import FormerHooks, Registry
 from fl.tensors import Payloads, Tensors, Value, dense, sub, weighted_sum
 from fl.types import Batch, Phase, Scope, Step, Task, Upload
 
@@ -52,13 +52,13 @@ class Download:
     received: Payloads = field(default_factory=dict)
 
     def numbers(self) -> int:
-        """How many numbers travel down."""
+        """Return how many numbers travel down."""
         parameters = sum(v.numel() for values in (self.shared, *self.received.values()) for v in values.values())
         return parameters + sum(v.numel() for v in self.buffers.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(FormerHooks):
     """The base of every federated method: parametrization x local rule x server rule.
 
     Attributes:
@@ -69,13 +69,31 @@ class Method:
     name: ClassVar[str]
     registry: ClassVar[Registry[Method]] = methods
     former_names: ClassVar[Mapping[str, str]] = {"parametrisation": "parametrization"}
+    former_hooks: ClassVar[Mapping[str, str]] = {
+        "adapting": "adaptation_method",
+        "beside": "personal_method",
+        "detour": "deviation_reason",
+        "initial": "initial_parameters",
+        "per_sample": "has_per_sample_loss",
+        "plain_gradient": "follows_loss_gradient",
+        "plain_loss": "uses_plain_cross_entropy",
+        "server_numbers": "server_metrics",
+        "silent": "exclusion_reason",
+        "takes_means": "aggregates_mean_only",
+        "takes_part": "max_participations",
+        "told_labels": "disclosed_label_shares",
+        "trains": "trains_predictor",
+        "tuning": "fine_tuning_phases",
+        "unreleased": "fine_tuning_method",
+        "weight": "aggregation_weight",
+    }
     plain: ClassVar[str] = ""
     """What it does, in words for a reader who knows none of the papers."""
-    per_sample: ClassVar[bool] = True
+    has_per_sample_loss: ClassVar[bool] = True
     """False where a loss couples the samples of a batch: then per-sample clipping means nothing."""
 
-    detour: ClassVar[str] = ""
-    """Where `plain_gradient` says no: why, and what can be tried instead, for attacks that have to refuse."""
+    deviation_reason: ClassVar[str] = ""
+    """Where `follows_loss_gradient` is false: why, and what can be tried instead, for attacks that have to refuse."""
 
     uses_labels: ClassVar[bool] = True
     """False where the loss looks at no label, so that an attack need not guess any."""
@@ -85,7 +103,7 @@ class Method:
 
     # ---- description -------------------------------------------------------------------------------------------------
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """Local training in round `round`."""
+        """Return the phases of local training in round `round`."""
         raise TypeError(f"{type(self).__name__} does not say how a client trains: define phases()")
 
     @property
@@ -93,40 +111,41 @@ class Method:
         """The first round in which clients train the network itself."""
         return 0
 
-    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
-        """How a client adapts what it received before it is scored: by default as in `first_round`, `epochs` passes."""
+    def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+        """Return how a client fine-tunes what it received before it is scored: as in `first_round`, `epochs` passes."""
         return tuple(replace(phase, epochs=epochs, steps=None) for phase in self.phases(task, self.first_round))
 
-    def unreleased(self) -> Method:
-        """The method as a client trains what it keeps to itself: what hides records from others is left out."""
+    def fine_tuning_method(self) -> Method:
+        """Return the method by which a client fine-tunes for itself: without what hides records from others."""
         return self
 
-    def beside(self) -> Method | None:
-        """The rule by which a client trains a whole model of its own beside what it sends, and predicts by it, or None.
+    def personal_method(self) -> Method | None:
+        """Return the method of a personal model, which a client trains beside the one it sends; or None.
 
-        That model starts as the initial one, sees the same batches and stays with the client, so that no defense but
-        the network of one touches it, and a server's view knows nothing of it. The rule finds the parameters that the
-        server sent in `step.received["sent"]`. Clients that never take part have no such model.
+        The client predicts by that model. It starts as the initial one, sees the same batches and stays with the
+        client, so that no defense but the network of one touches it, and a server's view knows nothing of it. The
+        method finds the parameters that the server sent in `step.received["sent"]`. Clients that never
+        take part have no such model.
         """
         return None
 
-    def adapting(self) -> Method | None:
-        """The rule by which a client adapts what it has each time before it predicts by it, or None.
+    def adaptation_method(self) -> Method | None:
+        """Return the method by which a client adapts its model each time before it predicts, or None.
 
         It trains on the client's own images and is forgotten after predicting.
         """
         return None
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Who holds a parameter or buffer: the parametrization's word, else shared."""
+        """Return who holds a parameter or buffer: as the parametrization says, else it is shared."""
         return self.parametrization.scope(name) or Scope.SHARED
 
     def client_model(self, task: Task) -> nn.Module:
-        """The network a client runs, built once per client."""
+        """Return the network a client runs, built once per client."""
         return copy.deepcopy(task.model)
 
     def privacy(self, sizes: Sequence[int], rounds: int, *, record_reader: str = "") -> PrivacyStatement | None:
-        """What differential privacy clients have after a number of rounds; None claims nothing.
+        """Return what differential privacy clients have after a number of rounds; None claims nothing.
 
         Args:
             sizes: the clients' numbers of images.
@@ -137,36 +156,36 @@ class Method:
         return None
 
     # ---- local rule --------------------------------------------------------------------------------------------------
-    def initial(self, task: Task, generator: torch.Generator) -> Tensors:
-        """Initial shared and private parameters."""
-        return self.parametrization.initial(task, generator)
+    def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
+        """Return the initial parameters, shared and private."""
+        return self.parametrization.initial_parameters(task, generator)
 
     def init_memory(self, params: Tensors, task: Task) -> Payloads:
-        """What a client remembers before its first round."""
+        """Return what a client remembers before its first round."""
         return {}
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Mean loss of a batch; penalties on parameters belong into `gradient`."""
+        """Return the mean loss of a batch; penalties on parameters belong into `gradient`."""
         return nn.functional.cross_entropy(network(batch.inputs), batch.labels)
 
-    def plain_loss(self, task: Task, round: int) -> bool:
-        """Whether `loss`, for what the network predicts by, is mean cross entropy and no more; attacks rest on it."""
+    def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
+        """Return whether what trains the predictor is mean cross entropy alone; attacks rest on it."""
         return type(self).loss is Method.loss
 
-    def plain_gradient(self, steps: int | None) -> bool:
-        """Whether each of a round's `steps` (None: unknown) goes along the gradient of `loss`, and nothing else."""
+    def follows_loss_gradient(self, steps: int | None) -> bool:
+        """Return whether each of a round's `steps` (None: unknown) goes along the gradient of `loss` alone."""
         return type(self).gradient is Method.gradient
 
-    def trains(self, phase: Phase) -> bool:
-        """Whether steps of a phase move what the network predicts by: attacks count only these as local steps."""
-        return phase.keeps is None
+    def trains_predictor(self, phase: Phase) -> bool:
+        """Return whether a phase moves what the network predicts by: attacks count only such local steps."""
+        return phase.records_direction_as is None
 
     def landmarks(self) -> tuple[str, ...]:
-        """Parameters whose update is worth matching on its own, beside that of all parameters together."""
+        """Return the parameters whose update is worth matching on its own, beside that of all together."""
         return ()
 
-    def told_labels(self, sent: Tensors, update: Tensors) -> Tensor | None:
-        """The shares of labels (K,) that a client tells the server by its update; None where it does not.
+    def disclosed_label_shares(self, sent: Tensors, update: Tensors) -> Tensor | None:
+        """Return the shares of labels (K,) that a client tells the server by its update; None where it does not.
 
         Args:
             sent: the shared parameters it started from.
@@ -175,63 +194,77 @@ class Method:
         return None
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
-        """What the network predicts (B, K), without the method's own random numbers."""
+        """Return what the network predicts (B, K), without the method's own random numbers."""
         return network(inputs)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """The direction of a step: `grad(params, batch)` by default."""
+        """Return the direction of a step: `grad(params, batch)` by default.
+
+        Args:
+            grad: of the loss, as the defense hands it over.
+            params: the parameters that move, by name.
+            batches: `Phase.batches_per_step` of them.
+            step: what the step may look at beside these.
+        """
         return grad(params, batches[0])
 
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """The method's own random numbers for one step; without a generator an attacker's guess of them."""
+        """Draw the method's own random numbers for one step; without a generator, an attacker's guess."""
         return {}
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
-        """Further payloads to send and the new memory, after `steps` local steps that ended at `params`."""
+        """Return further payloads to send and the new memory, after `steps` local steps that ended at `params`."""
         return {}, step.memory
 
-    def weight(self, images: int) -> float:
-        """What the upload of a client of `images` images counts in the server's mean, and so what it says of them."""
+    def aggregation_weight(self, images: int) -> float:
+        """Return the weight in the server's mean of a client of `images` images, which the server sees."""
         return float(images)
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     @property
-    def takes_means(self) -> bool:
-        """Whether the server's rule looks at no more than the clients' weighted mean, as secure aggregation asks."""
+    def aggregates_mean_only(self) -> bool:
+        """Whether the server's rule needs no more than the clients' weighted mean, as secure aggregation asks."""
         return type(self).aggregate is Method.aggregate
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """The server's state before round 0, from the initial parameters and the number of clients."""
+        """Return the server's state before round 0.
+
+        Args:
+            params: the initial parameters, by name.
+            task: of all clients.
+            clients: how many may take part.
+            generator: of whatever the server draws.
+        """
         shared = {name: value for name, value in params.items() if self.scope(name, task) is Scope.SHARED}
         buffers = {name: value for name, value in task.buffers.items() if self.scope(name, task) is Scope.SHARED}
         return ServerState(shared, buffers, clients=clients)
 
     @property
-    def takes_part(self) -> int | None:
-        """In how many rounds a client takes part at most; None where there is no bound."""
+    def max_participations(self) -> int | None:
+        """The number of rounds in which a client takes part at most; None where there is no bound."""
         return None
 
-    def silent(self, server: ServerState, client: int) -> str:
-        """Why client number `client` takes part in no round any more, neither training nor sending; or nothing."""
+    def exclusion_reason(self, server: ServerState, client: int) -> str:
+        """Return why client number `client` takes part in no round any more, or an empty string."""
         return ""
 
     def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
-        """The server's state once it knows which clients take part in the round, before any of them trains."""
+        """Return the server's state once it knows the clients of the round, before any of them trains."""
         return server
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """What client number `client` receives; from `server.clients` on, one that never takes part."""
+        """Return what client number `client` receives; numbers from `server.clients` on never take part."""
         return Download(server.shared, server.buffers)
 
     def serve(self, server: ServerState, client: int, task: Task) -> Download:
-        """What client number `client` predicts by: what it would receive for training, unless a method says otherwise.
+        """Return what client number `client` predicts by: by default what it would receive for training.
 
         Shapes may be others than the network's, which `logits` then has to expect. None of this is part of a round.
         """
         return self.broadcast(server, client, task)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The server's state after a round: the weighted mean of updates and buffers by default."""
+        """Return the server's state after a round: by default all moved by the weighted mean of updates and buffers."""
         if not uploads:
             return replace(server, round=server.round + 1)
         shared = {
@@ -246,8 +279,8 @@ class Method:
         buffers = {**server.buffers, **buffers}  # integer buffers count steps: they are never averaged
         return replace(server, shared=shared, buffers=buffers, round=server.round + 1)
 
-    def server_numbers(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
-        """What is worth recording of the server's own step on `uploads`, by name, one number for each of them.
+    def server_metrics(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
+        """Return what is worth recording of the server's own step on `uploads`, by name, one number for each of them.
 
         It is asked with what `aggregate` was asked with, where a protocol measures "server"; nothing follows from it.
         Names are words for a reader. {} says that there is nothing.
@@ -256,6 +289,6 @@ class Method:
 
 
 def mean(uploads: Sequence[Upload], pick: Callable[[Upload], Value]) -> Value:
-    """Mean of `pick(upload)` with the uploads' weights."""
+    """Return the mean of `pick(upload)` with the uploads' weights."""
     whole = sum(upload.weight for upload in uploads)
     return weighted_sum([pick(upload) for upload in uploads], [upload.weight / whole for upload in uploads])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from fl.registry import Registry
+from fl.registry import FormerHooks, Registry
 from fl.tensors import Tensors, dense
 from fl.types import Scope, Task
 
@@ -19,7 +19,7 @@ parametrizations: Registry[Parametrization] = Registry("parametrization", "fl.mo
 
 @parametrizations.register("direct")
 @dataclass(frozen=True, kw_only=True)
-class Parametrization:
+class Parametrization(FormerHooks):
     """Parameters are the network's own weights: the base of every generator, and the identity.
 
     A method takes one as a setting, so a generator composes with any local rule (HFN with FedProx, say).
@@ -27,10 +27,11 @@ class Parametrization:
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Parametrization]] = parametrizations
+    former_hooks: ClassVar[Mapping[str, str]] = {"initial": "initial_parameters"}
     structured: ClassVar[bool] = False
     """Whether gradients come as sums of outer products, which only SGD leaves what they are."""
 
-    def initial(self, task: Task, generator: torch.Generator) -> Tensors:
+    def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
         """Initial parameters; the network's own come from `task.model`."""
         return dict(task.parameters)
 

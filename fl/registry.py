@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import pkgutil
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from fl.settings import SettingError, check, current_names, first_name, first_value, shown
 
@@ -72,6 +74,41 @@ def _slips(a: str, b: str) -> int:
             if i > 1 and j > 1 and a[i - 2] == y and b[j - 2] == x:
                 row[j] = min(row[j], earlier[j - 2] + 1)
     return row[-1]
+
+
+class FormerHooks:
+    """A base of registered classes whose hooks had other names: what defines or asks for one by these is still heard.
+
+    Attributes:
+        former_hooks: today's name of a hook (a method, a property or a class attribute) by its former one.
+    """
+
+    former_hooks: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Take a hook that a subclass defines by its former name for the hook of today, with a warning."""
+        super().__init_subclass__(**kwargs)
+        for former in cls.former_hooks.keys() & cls.__dict__.keys():
+            if "ClassVar" not in str(inspect.get_annotations(cls).get(former, "ClassVar")):
+                continue  # a setting of the subclass that happens to have this name
+            current = cls.former_hooks[former]
+            _warn_of_hook(cls.__name__, former, current)
+            setattr(cls, current, cls.__dict__[former])
+            delattr(cls, former)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a hook by its former name, with a warning."""
+            current = type(self).former_hooks.get(name)
+            if current is None:
+                return object.__getattribute__(self, name)  # raises what was raised, also within a property
+            _warn_of_hook(type(self).__name__, name, current)
+            return getattr(self, current)
+
+
+def _warn_of_hook(owner: str, former: str, current: str) -> None:
+    warnings.warn(f"{owner}.{former} is now {owner}.{current}", DeprecationWarning, stacklevel=3)
 
 
 class Registry(Generic[T]):

@@ -169,8 +169,9 @@ class Phase:
         batch_size: images per batch; None is all of them.
         sampler: "shuffle", "poisson" (each image independently, at rate batch_size / n) or "sequential".
         batches_per_step: batches one step looks at (two for Per-FedAvg).
-        keeps: a name: the phase's one step moves nothing, and its direction stands in `Step.kept` under this name for
-            the rest of the round (SCAFFOLD's gradient at the server's parameters). Running statistics stay, too.
+        records_direction_as: a name: the phase's one step moves nothing, and its direction stands in `Step.recorded`
+            under this name for the rest of the round (SCAFFOLD's gradient at the server's parameters). Running
+            statistics stay, too.
 
     Raises:
         ValueError: if a setting is unknown or out of range.
@@ -185,7 +186,7 @@ class Phase:
     batch_size: int | None = None
     sampler: str = "shuffle"
     batches_per_step: int = 1
-    keeps: str | None = None
+    records_direction_as: str | None = None
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -200,10 +201,10 @@ class Phase:
             value = getattr(self, key)
             if value is not None and value < least:
                 raise ValueError(f"expected {key} >= {least}, got {value}")
-        if self.keeps is not None and self.steps != 1:
+        if self.records_direction_as is not None and self.steps != 1:
             raise ValueError(f"expected steps=1 in a phase that keeps its direction, got {self.steps}")
 
-    def first_step(self, group: Group) -> float:
+    def first_step_size(self, group: Group) -> float:
         """What the first step of SGD makes of a gradient of size 1.
 
         Momentum is zero before it, but Nesterov's form adds it at once.
@@ -319,7 +320,7 @@ class Step:
         memory: what the client keeps between rounds; never mutated.
         draws: the method's random numbers for this step.
         round: number of the round, from 0.
-        kept: directions of earlier phases of this round that moved nothing (`Phase.keeps`).
+        recorded: directions of earlier phases of this round that moved nothing (`Phase.records_direction_as`).
         phase: of which it is a step; None outside of local training.
     """
 
@@ -329,7 +330,7 @@ class Step:
     memory: Payloads
     draws: dict[str, Tensor]
     round: int
-    kept: Payloads = field(default_factory=dict)
+    recorded: Payloads = field(default_factory=dict)
     phase: Phase | None = None
 
 

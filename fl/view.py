@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl.client import Client
-from fl.defense import Defense, Unknown
+from fl.defense import Defense, UnknownDefense
 from fl.method import Method
 from fl.ranges import CountFrom0
 from fl.settings import declared
@@ -103,7 +103,7 @@ class ServerView:
         draws: the method's random numbers, if known.
         private_init: where private tensors started, if known.
         round: number of the round, from 0.
-        scaled: whether the update is known only up to a positive factor (clipping, after a rewrite).
+        scale_unknown: whether the update is known only up to a positive factor (clipping, after a rewrite).
         rounded: whether the update is a difference of weights and rounded as they are; False for a gradient by itself.
         history: earlier views of the same client, oldest first.
         parts: the clients of a group, () for a single one.
@@ -126,7 +126,7 @@ class ServerView:
     draws: Draws | None = None
     private_init: Tensors | None = None
     round: int = 0
-    scaled: bool = False
+    scale_unknown: bool = False
     rounded: bool = True
     history: tuple[ServerView, ...] = ()
     parts: tuple[Part, ...] = ()
@@ -134,7 +134,7 @@ class ServerView:
     @cached_property
     def client(self) -> Client:
         """The client's local rule as far as the server knows it, built once."""
-        known = self.defense if self.threat.knows_defense else Unknown(wrapped=self.defense)
+        known = self.defense if self.threat.knows_defense else UnknownDefense(wrapped=self.defense)
         return Client(self.task, self.method, known)
 
     @property

@@ -193,10 +193,10 @@ def network_view(view: ServerView, solved: FilterSolution) -> ServerView:
     return replace(
         view,
         method=method,
-        defense=view.defense.rescaled(),
+        defense=view.defense.with_unknown_scale(),
         shared=shared,
-        update={n: solved.gradient[n] * (1 / phase.first_step(own)) for n, own in known.items()},
-        scaled=view.scaled or group.max_norm is not None,
+        update={n: solved.gradient[n] * (1 / phase.first_step_size(own)) for n, own in known.items()},
+        scale_unknown=view.scale_unknown or group.max_norm is not None,
         private=private,
         private_init={n: v for n, v in start.items() if n in private} or None,
         history=(),
@@ -228,7 +228,7 @@ def _filters_obstacle(view: ServerView) -> str | None:
         return "the hypernetwork is not sent"
     if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
-    if not method.plain_loss(view.client.task, view.round):
+    if not method.uses_plain_cross_entropy(view.client.task, view.round):
         return f"{method.name} has a loss of its own that a plain view does not have"
     phases, _ = training_phases(view)
     if len(phases) != 1:
@@ -238,7 +238,7 @@ def _filters_obstacle(view: ServerView) -> str | None:
     owners = phases[0].assign(dict.fromkeys(name for name in view.update if name.startswith(HYPERNET)))
     if len({id(group) for group in owners.values()}) > 1:
         return "parts of the hypernetwork are trained apart: their ratios are not the gradients'"
-    if not view.client.defense.keeps_ratios():
+    if not view.client.defense.preserves_norm_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
     if is_sign_compressed(view):
         return "only signs are sent: they say nothing of sums"

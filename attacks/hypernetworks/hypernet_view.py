@@ -84,7 +84,7 @@ def parse_hypernet_view(view: ServerView) -> HypernetView | NotApplicable:
             one_step=view.schedule is not None and steps == 1,
             rounded=view.rounded,
         ),
-        passed=partial(defense.rescaled().passed, observed=view.update) if cuts else None,
+        passed=partial(defense.with_unknown_scale().transmit_known_part, observed=view.update) if cuts else None,
     )
     return HypernetView(view, phase, change, update)
 
@@ -93,7 +93,7 @@ def _training(view: ServerView) -> list[int]:
     """The phases that train the hypernetwork, empty ones left out."""
     method, phases = view.method, view.method.phases(view.client.task, view.round)
     counts = [1] * len(phases) if view.schedule is None else [len(steps) for steps in view.schedule]
-    chosen = [p for p, phase in enumerate(phases) if counts[p] and method.trains(phase)]
+    chosen = [p for p, phase in enumerate(phases) if counts[p] and method.trains_predictor(phase)]
     return [p for p in chosen if any(group.owns(TRUNK_WEIGHT) for group in phases[p].groups)]
 
 
@@ -103,7 +103,11 @@ def _noise_before(view: ServerView) -> bool:
     However noisy that gradient is, what the hypernetwork gets of it is outer products with the same factors.
     """
     method = view.method
-    return isinstance(method, Private) and method.at == "weights" and method.unreleased().plain_gradient(None)
+    return (
+        isinstance(method, Private)
+        and method.at == "weights"
+        and method.fine_tuning_method().follows_loss_gradient(None)
+    )
 
 
 def _obstacle(view: ServerView) -> str | None:
@@ -127,7 +131,7 @@ def _obstacle(view: ServerView) -> str | None:
         return f"expected one phase that trains the hypernetwork, got {len(owners)}"
     if (reason := adaptive_optimizer_obstacle([phases[owners[0]]])) is not None:
         return reason
-    if not view.client.defense.keeps_ratios():
+    if not view.client.defense.preserves_norm_ratios():
         return f"{view.defense.name} changes the length of each tensor apart, and their ratios are what is solved for"
     if is_sign_compressed(view):
         return "only signs are sent: they satisfy the equations of an outer product whatever its factors are"

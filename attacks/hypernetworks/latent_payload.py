@@ -68,7 +68,7 @@ class LatentPayload(Attack):
         """One image, as many times as the view has images; the seed changes nothing."""
         if LATENT not in view.update or not any(name.startswith(PREFIX) for name in view.shared):
             return NotApplicable("the client sends no latent vector of its images")
-        if view.scaled:
+        if view.scale_unknown:
             return NotApplicable("the unit of the latent vector is lost")
         if not _sent(view):
             return NotApplicable("no latent vector is sent while the autoencoder is trained")
@@ -120,7 +120,7 @@ def _altered(view: ServerView) -> str | None:
     if overrides(defense, "gradient"):
         return f"the defense {view.defense.name} changes the step that puts the latent vector in the update"
     probe = 2 * torch.where(sent != 0, sent, sent.abs().max().clamp_min(1.0))  # what is clipped comes back shorter
-    passed = dense(defense.passed({LATENT: probe}, view.update)[LATENT])
+    passed = dense(defense.transmit_known_part({LATENT: probe}, view.update)[LATENT])
     if bool(((passed - probe).abs() > 1e-3 * probe.abs()).any()):
         return f"the defense {view.defense.name} has shortened or left out the latent vector: its own size is lost"
     return None

@@ -238,7 +238,7 @@ def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads:
 def network_view(peeled: Peeled) -> ServerView | NotApplicable:
     """The view of the generated network, its classifier private unless it is shared."""
     view, hypernet = peeled.view, peeled.hypernet_view
-    if not view.method.plain_loss(view.client.task, view.round):
+    if not view.method.uses_plain_cross_entropy(view.client.task, view.round):
         return NotApplicable(f"{view.method.name} has a loss of its own that a plain view does not have")
     names = view.client.task.parameters
     direct = [n for n in view.shared if n in names]  # a shared classifier
@@ -256,10 +256,10 @@ def network_view(peeled: Peeled) -> ServerView | NotApplicable:
         view,
         task=freeze_untrained(view),
         method=method,
-        defense=view.defense.rescaled(),
+        defense=view.defense.with_unknown_scale(),
         shared={**peeled.extractor, **{n: view.shared[n] for n in direct}},
         update=update,
-        scaled=hypernet.steps == 1 and _may_be_clipped(hypernet),
+        scale_unknown=hypernet.steps == 1 and _may_be_clipped(hypernet),
         private=private,
         private_init=None if start is None else {n: v for n, v in start.items() if n in private},
         schedule=None if view.schedule is None else view.schedule[part],
@@ -278,23 +278,23 @@ def _may_be_clipped(hypernet: HypernetView) -> bool:
     if type(view.client.defense) is not Defense or any(group.owns(name) for name in view.private):
         return True  # a defense may have shortened it, or what is private made up for the rest
     length = norm({name: value for name, value in hypernet.change.items() if group.owns(name)})
-    return float(length) >= 0.999 * group.max_norm * phase.first_step(group)
+    return float(length) >= 0.999 * group.max_norm * phase.first_step_size(group)
 
 
 def _one_step_rule(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
     """The gradient itself: a step of size 1 without momentum, decay and clipping."""
     hypernet, view = peeled.hypernet_view, peeled.view
     phase = hypernet.phases[hypernet.phase]
-    gradient: Tensors = {n: g / phase.first_step(hypernet.group) for n, g in peeled.gradient.items()}
+    gradient: Tensors = {n: g / phase.first_step_size(hypernet.group) for n, g in peeled.gradient.items()}
     groups = phase.assign(dict.fromkeys(direct))
-    gradient.update({n: hypernet.change[n] * (1 / phase.first_step(groups[n])) for n in groups})
+    gradient.update({n: hypernet.change[n] * (1 / phase.first_step_size(groups[n])) for n in groups})
     settings = {"lr": 1.0, "steps": 1, "batch_size": None, "momentum": 0.0, "weight_decay": 0.0}
     return _network_method(view.method, FedAvg if direct else FedPer, settings), gradient
 
 
 def _network_method(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Method:
     """A method of that kind on the network itself, with what a private method clips and adds to each of its steps."""
-    if not isinstance(method, Private) or method.plain_gradient(None):
+    if not isinstance(method, Private) or method.follows_loss_gradient(None):
         return kind(**settings, train_mode=method.train_mode)
     ours = {field.name for field in fields(Private)} - {"parametrization", "epochs", "steps"}
     kept = {**settings, **{name: getattr(method, name) for name in ours}}  # the noise, and what the sum is divided by

@@ -160,7 +160,7 @@ def _embedding_view(view: ServerView, model: nn.Module, layer: str, gradient: Te
     return replace(
         view,
         method=LayerSignal(layer=layer, train_mode=view.method.train_mode),
-        defense=view.defense.rescaled(),
+        defense=view.defense.with_unknown_scale(),
         task=replace(view.task, model=model, head="no head."),
         shared={name: view.shared[f"{EMBEDDER}{name}"] for name in names},
         update={name: gradient[f"{EMBEDDER}{name}"] for name in names if f"{EMBEDDER}{name}" in gradient},
@@ -169,7 +169,7 @@ def _embedding_view(view: ServerView, model: nn.Module, layer: str, gradient: Te
         order=None,
         draws=None,
         buffers={},
-        scaled=False,  # the signals have the update's own factor
+        scale_unknown=False,  # the signals have the update's own factor
         received={LAYER_SIGNAL: read},
         history=(),
     )

@@ -118,14 +118,16 @@ class ClassifierGradient:
         """Return the gradient that an update holds, or None where it says nothing of labels."""
         view, update = observed.view, observed.change
         weight_name, bias_name = classifier_names(view, update)
-        plain = deviation_from_loss_gradient(view) is None and view.method.plain_loss(view.client.task, view.round)
+        plain = deviation_from_loss_gradient(view) is None and view.method.uses_plain_cross_entropy(
+            view.client.task, view.round
+        )
         if weight_name is None or not plain or weight_name not in view.shared:
             return None
         steps = StepWeights.of(view, weight_name)
         if steps is None:
             return None
         hooks = [overrides(view.client.defense, hook) for hook in ("gradient", "surrogate", "transform_update")]
-        sized = not (steps.clipped or view.scaled or hooks[0] or hooks[1])
+        sized = not (steps.clipped or view.scale_unknown or hooks[0] or hooks[1])
         if view.parts and not (sized and _clients_count_alike(view, weight_name, float(steps.shares.sum()))):
             return None
         whole = float(steps.shares.sum()) * steps.lr

@@ -48,11 +48,11 @@ def recover_labels(observed: ObservedUpdate) -> Tensor | None:
 def label_counts(observed: ObservedUpdate) -> Tensor | None:
     """Return how many images of each class there are, int64 (K,), as `recover_labels` reads them."""
     view = observed.view
-    stated = view.method.told_labels(view.shared, observed.change)
+    stated = view.method.disclosed_label_shares(view.shared, observed.change)
     if stated is not None and view.batch_size is not None:
         if (counts := _whole_counts(view, stated, view.batch_size)) is not None:
             return counts
-        if not view.method.plain_loss(view.client.task, view.round):
+        if not view.method.uses_plain_cross_entropy(view.client.task, view.round):
             return None  # other features than the images' are in the classifier's gradient
     if view.batch_size == 1:
         remembers = any(name.startswith("memory/") for name in view.private)
@@ -138,7 +138,9 @@ def _labels_by_signs(observed: ObservedUpdate) -> Tensor | None:
     view = observed.view
     bias = classifier_tensors(view, observed.change)[1]
     steps = [step for steps in training_phases(view)[1] or () for step in steps]
-    plain = deviation_from_loss_gradient(view) is None and view.method.plain_loss(view.client.task, view.round)
+    plain = deviation_from_loss_gradient(view) is None and view.method.uses_plain_cross_entropy(
+        view.client.task, view.round
+    )
     if bias is None or len(steps) != 1 or not plain or overrides(view.client.defense, "transform_update"):
         return None
     negative = (bias < 0).nonzero().flatten()
@@ -153,7 +155,13 @@ def _whole_counts(view: ServerView, shares: Tensor, images: int) -> Tensor | Non
     """
     counts = (shares.double() * images).round()
     off = float((shares.double() * images - counts).abs().max())
-    if view.scaled or view.parts or not off <= MAX_FRACTION or float(counts.min()) < 0 or float(counts.sum()) != images:
+    if (
+        view.scale_unknown
+        or view.parts
+        or not off <= MAX_FRACTION
+        or float(counts.min()) < 0
+        or float(counts.sum()) != images
+    ):
         return None
     if view.schedule is None or images % sum(map(sum, view.schedule[0])):
         return None

@@ -85,7 +85,7 @@ class Surrogate(ViewRewriter):
             view,
             task=freeze_untrained(view),
             method=kind(lr=1.0, steps=1, batch_size=None, train_mode=view.method.train_mode),
-            defense=view.defense.rescaled(),
+            defense=view.defense.with_unknown_scale(),
             shared={n: add(w, view.update[n], -along) if n in view.update else w for n, w in view.shared.items()},
             update=gradient,
             schedule=(((images,),),),
@@ -96,7 +96,7 @@ class Surrogate(ViewRewriter):
             received={},
             # else the classifier has moved on before the first step on what is shared
             private_init=view.private_init if len(phases) == 1 else None,
-            scaled=view.scaled or view.schedule is None or clipped,
+            scale_unknown=view.scale_unknown or view.schedule is None or clipped,
             history=(),
         )
         mine = easier.client.task.parameters  # without what a method has put beside the network
@@ -132,7 +132,7 @@ def surrogate_obstacle(view: ServerView) -> str | None:
         return reason
     if type(view.method.parametrization) is not Parametrization:
         return "the network's weights are generated: peel it first"
-    if not view.method.plain_loss(view.client.task, view.round):
+    if not view.method.uses_plain_cross_entropy(view.client.task, view.round):
         return f"{view.method.name} has a loss of its own that a plain view does not have"
     if any(n in view.task.parameters and not n.startswith(view.task.head) for n in view.private):
         return "more than the classifier is private"

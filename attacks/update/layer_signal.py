@@ -159,7 +159,7 @@ def _truncated_view(
     return replace(
         view,
         method=method,
-        defense=view.defense.rescaled(),
+        defense=view.defense.with_unknown_scale(),
         shared={n: v for n, v in view.shared.items() if n in weights and n in view.task.parameters},
         update={n: gradient[n] for n in below if n in gradient},
         private={n: shape for n, shape in view.private.items() if n in weights or n in buffers},
@@ -168,7 +168,7 @@ def _truncated_view(
         order=None,
         draws=None,
         buffers={n: v for n, v in view.buffers.items() if n in buffers},
-        scaled=False,  # the signal has the update's own factor
+        scale_unknown=False,  # the signal has the update's own factor
         received={LAYER_SIGNAL: {"delta": delta, "features": features}},
         history=(),
     )

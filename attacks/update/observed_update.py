@@ -80,7 +80,7 @@ class ObservedUpdate:
         view = view or self.view
         # of a group, predictions go through the defense client by client
         known = self.view.threat.knows_defense and not self.view.parts
-        passed = partial(self.view.defense.passed, observed=view.update) if known else None
+        passed = partial(self.view.defense.transmit_known_part, observed=view.update) if known else None
         return without_decay(values, view.shared, self.decay_shares, passed)
 
     @cached_property
@@ -92,7 +92,7 @@ class ObservedUpdate:
         """Return where a known defense let an entry of a tensor through (bool): only there is a zero an observation."""
         seen = dense(self.view.update[name])
         probe: Tensors = {name: torch.where(seen != 0, seen, seen.abs().max())}
-        return dense(self.view.client.defense.passed(probe, self.view.update)[name]) != 0
+        return dense(self.view.client.defense.transmit_known_part(probe, self.view.update)[name]) != 0
 
     def before_defense(self, name: str, signal: Tensor) -> Tensor:
         """Return a part of the update at the scale that it had before a known defense.
@@ -104,8 +104,8 @@ class ObservedUpdate:
             name: of the tensor that the part is of.
             signal: the part, in the tensor's shape.
         """
-        defense = self.view.client.defense.rescaled()
-        again = dense(defense.passed({name: signal}, {name: self.view.update[name]})[name])
+        defense = self.view.client.defense.with_unknown_scale()
+        again = dense(defense.transmit_known_part({name: signal}, {name: self.view.update[name]})[name])
         norms = {n: dense(v).norm() for n, v in rescale_to_unit({"sent": signal, "again": again})[0].items()}
         return signal * (norms["sent"] / norms["again"]) if bool(again.any()) else signal
 
@@ -132,7 +132,7 @@ class ObservedUpdate:
         moved = {n: value for n, value in self.change.items() if n in groups}
         if view.rounded:
             moved = {n: _zero_below_rounding(value, view.shared[n]) for n, value in moved.items()}
-        return {n: value * (1 / phase.first_step(groups[n])) for n, value in moved.items()}
+        return {n: value * (1 / phase.first_step_size(groups[n])) for n, value in moved.items()}
 
     def scale(self, name: str) -> float | None:
         """Return the length that a gradient of norm 1 has in this update.
@@ -146,7 +146,9 @@ class ObservedUpdate:
         ((phase, _),) = self.moving_phases(name)
         group = phase.assign({name: None})[name]
         changed = any(overrides(self.view.client.defense, hook) for hook in ("surrogate", "gradient"))
-        return None if group.max_norm is not None or self.view.scaled or changed else phase.first_step(group)
+        return (
+            None if group.max_norm is not None or self.view.scale_unknown or changed else phase.first_step_size(group)
+        )
 
     def steps(self, name: str) -> int | None:
         """Return how many local steps a shared tensor moves in; None if unknown."""
@@ -188,7 +190,9 @@ class ObservedUpdate:
         logits itself is recognized by the update that it would make of gray images.
         """
         view, count = self.view, self.view.batch_size
-        plain = deviation_from_loss_gradient(view) is None and view.method.plain_loss(view.client.task, view.round)
+        plain = deviation_from_loss_gradient(view) is None and view.method.uses_plain_cross_entropy(
+            view.client.task, view.round
+        )
         if not plain or type(view.client.defense) is not Defense or view.private or view.parts or count is None:
             return False
         if not is_update_sign_flipped(view, self.change, count):

@@ -42,6 +42,6 @@ def exact_step_gradient(view: ServerView, *, batches: bool = False) -> Tensors |
     """
     if (reason := single_step_obstacle(view, batches=batches)) is not None:
         return NotApplicable(reason)
-    if not view.client.defense.keeps_ratios():
+    if not view.client.defense.preserves_norm_ratios():
         return NotApplicable(f"the defense {view.defense.name} leaves no ratio of a weight's to a bias's update")
     return ObservedUpdate(view).gradient

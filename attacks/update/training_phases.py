@@ -24,7 +24,7 @@ def training_phases(
         The phases, and the batch sizes of each step of each phase, None if unknown.
     """
     phases = view.method.phases(view.client.task, view.round)
-    chosen = [p for p, phase in enumerate(phases) if view.method.trains(phase)]
+    chosen = [p for p, phase in enumerate(phases) if view.method.trains_predictor(phase)]
     schedule = (part or view).schedule
     return tuple(phases[p] for p in chosen), None if schedule is None else tuple(schedule[p] for p in chosen)
 
@@ -32,9 +32,9 @@ def training_phases(
 def deviation_from_loss_gradient(view: ServerView) -> str | None:
     """That the client steps along something else than the gradient of its method's loss, or None if it does not."""
     _, schedule = training_phases(view)
-    if view.method.plain_gradient(None if schedule is None else sum(map(len, schedule))):
+    if view.method.follows_loss_gradient(None if schedule is None else sum(map(len, schedule))):
         return None
-    why = f": {view.method.detour}" if view.method.detour else ""
+    why = f": {view.method.deviation_reason}" if view.method.deviation_reason else ""
     return f"{view.method.name} does not step along the gradient of its loss alone{why}"
 
 

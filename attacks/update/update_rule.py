@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
-from fl.defense import Defense, Unknown
+from fl.defense import Defense, UnknownDefense
 from fl.tensors import LowRank
 from fl.view import ServerView
 
@@ -63,7 +63,7 @@ def guess_update_rule(view: ServerView) -> str:
     """
     if (
         adaptive_optimizer_obstacle(training_phases(view)[0]) is not None
-        or type(view.client.defense) not in {Defense, Unknown}
+        or type(view.client.defense) not in {Defense, UnknownDefense}
         or view.parts
     ):
         return ""

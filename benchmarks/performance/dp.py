@@ -63,7 +63,7 @@ class Stepper:
     def prepared(self) -> Run:
         """One step: gradient and optimizer."""
         client = Client(self.task, self.method)
-        params = self.method.parametrization.lift(self.method.initial(client.task, stream(0, "init")))
+        params = self.method.parametrization.lift(self.method.initial_parameters(client.task, stream(0, "init")))
         phase = self.method.phases(client.task, 0)[-1]
         groups, buffers = phase.assign(params), client.task.buffers
         draws = self.method.draw(self.batch, client.task, stream(0, "draws"))

@@ -33,13 +33,13 @@ def check_assembly(client: Client, federation: FederationSpec, clients: int) -> 
     for number in range(min(federation.rounds, ROUNDS) + 1):
         method.phases(task, number)
     if federation.fine_tune_epochs:
-        method.tuning(task, federation.fine_tune_epochs)
-    method.adapting()
-    if (beside := method.beside()) is not None:
+        method.fine_tuning_phases(task, federation.fine_tune_epochs)
+    method.adaptation_method()
+    if (beside := method.personal_method()) is not None:
         beside.phases(task, 0)
     if sum(value.numel() for value in task.parameters.values()) > LARGEST and not dataset_sources([method]):
         return
-    params = method.initial(task, stream(0, "init"))
+    params = method.initial_parameters(task, stream(0, "init"))
     method.init_memory(params, task)
     server = method.init_server(params, task, clients, stream(0, "server"))
     method.broadcast(server, 0, task)

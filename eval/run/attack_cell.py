@@ -180,7 +180,7 @@ def _observed(
 
 def _silent(federation: Federation, victim: Target) -> str:
     """Why nothing is sent of a victim any more, or nothing: of a group, that one of it keeps out."""
-    silent = federation.client.method.silent
+    silent = federation.client.method.exclusion_reason
     reasons = (silent(federation.server, member.client) for member in victim.group)
     reason = next((one for one in reasons if one), "")
     return f"nothing is sent: {reason}; watch it in an earlier round (observe.rounds)" if reason else ""

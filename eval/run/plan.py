@@ -272,7 +272,7 @@ def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
     Raises:
         ValueError: a round before which every client has sent its last update.
     """
-    bound = method.item.takes_part
+    bound = method.item.max_participations
     if bound is None or part.federation.client_fraction < 1:
         return part.rounds
     if not part.observe.rounds:

@@ -153,7 +153,7 @@ class _Trainee:
             "start": self.base.start,
             "received": self.base.received,
             "memory": self.base.memory,
-            "kept": self.base.kept,
+            "recorded": self.base.recorded,
         }
         self.kind = _kind(self.rest)
 
@@ -162,14 +162,16 @@ class _Trainee:
         trace = self.start.trace
         batches = [(trace.inputs[index], trace.labels[index]) for index in trace.order[p][s]]
         self.fed = batches, trace.draws[p][s]
-        self.count += self.start.phases[p].keeps is None
+        self.count += self.start.phases[p].records_direction_as is None
 
     def end(self, phase: Phase) -> None:
         """End a phase."""
         if self.stack is not None:
             self.stack.dissolve()
-        if phase.keeps is not None:
-            self.base = replace(self.base, kept={**self.base.kept, phase.keeps: self.state["kept"]})
+        if phase.records_direction_as is not None:
+            self.base = replace(
+                self.base, recorded={**self.base.recorded, phase.records_direction_as: self.state["recorded"]}
+            )
         self.params = {name: self.state["params"].get(name, value) for name, value in self.params.items()}
         self.buffers = self.state["buffers"]
 
@@ -231,15 +233,15 @@ class _Stack:
         """One client's step, as in `local_update`."""
         client, round = self.members[0].start.client, self.members[0].start.round
         rest, (batches, draws), buffers = pytree.tree_unflatten(leaves, self.tree), fed, dict(state["buffers"])
-        held = (rest["start"], rest["received"], rest["memory"], draws, round, rest["kept"])
+        held = (rest["start"], rest["received"], rest["memory"], draws, round, rest["recorded"])
         step = Step(client.task, *held, self.phase)
         params = {name: (state["params"] if name in state["params"] else rest["params"])[name] for name in step.start}
         groups, derivative = self.phase.assign(params), partial(_derivative, buffers)
         raw = LossGradient(client, step, tuple(groups), buffers, client.task.model, rest["fixed"], derivative)
         defended = Defended(raw, client.defense, _Streams(row, streams=self.streams), False)  # type: ignore[arg-type]
         grads = client.method.gradient(defended, params, [Batch(*batch) for batch in batches], step)  # type: ignore[arg-type]
-        if self.phase.keeps is not None:
-            return {**state, "kept": grads}
+        if self.phase.records_direction_as is not None:
+            return {**state, "recorded": grads}
         optim = OptimState(s, state["first"], state["second"])
         params, optim = optimize(self.phase, groups, params, grads, optim)
         moved = {name: params[name] for name in groups}

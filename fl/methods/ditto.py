@@ -57,11 +57,11 @@ class Ditto(FedAvg):
         """Two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
-    def unreleased(self) -> FedAvg:
+    def fine_tuning_method(self) -> FedAvg:
         """Fine-tuning starts from the server's network, by FedAvg's rule."""
         return FedAvg(**{field.name: getattr(self, field.name) for field in fields(FedAvg)})
 
-    def beside(self) -> Ditto:
+    def personal_method(self) -> Ditto:
         """The rule of the personal model."""
         return _Personal(**{field.name: getattr(self, field.name) for field in fields(self)})
 

@@ -51,7 +51,7 @@ class DPHyperFL(Private, HyperFL):
         return f"the gradients of the classifier and then of {what}" if self.head_epochs else f"the gradient of {what}"
 
     @property
-    def detour(self) -> str:  # type: ignore[override]
+    def deviation_reason(self) -> str:  # type: ignore[override]
         """What its noise leaves of an update's equations."""
         if self.noise_on == "extractor":
             return (

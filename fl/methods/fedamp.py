@@ -78,7 +78,7 @@ class FedAMP(KeepsModels):
         away = combine({name: params[name] for name in loss}, step.start, -1.0)
         return combine(loss, away, self.lam / self.alpha)
 
-    def plain_gradient(self, steps: int | None) -> bool:
+    def follows_loss_gradient(self, steps: int | None) -> bool:
         """In the first step the client is at u_i."""
         return type(self).gradient is FedAMP.gradient and (steps == 1 or self.lam == 0)
 

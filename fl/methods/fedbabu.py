@@ -59,7 +59,7 @@ class FedBABU(FedAvg):
                 value.requires_grad_(False)
         return model
 
-    def unreleased(self) -> FedBABU:
+    def fine_tuning_method(self) -> FedBABU:
         """The rule of fine-tuning, in which the classifier may move."""
         return _Tuning(**{field.name: getattr(self, field.name) for field in fields(self)})
 

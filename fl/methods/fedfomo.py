@@ -73,7 +73,7 @@ class FedFomo(KeepsModels):
         "clients get other clients' networks, check on pictures of their own which of them do well, and go on from a "
         "mixture of those."
     )
-    per_sample: ClassVar[bool] = False
+    has_per_sample_loss: ClassVar[bool] = False
     """Its weights look at all images held out, so clipping each image's gradient would promise nothing."""
 
     downloads: CountFrom0 = 4
@@ -107,22 +107,24 @@ class FedFomo(KeepsModels):
         if not round:
             return (training,)
         whole = (Group(lr=1.0),)
-        look = PartPhase(groups=whole, steps=1, sampler="sequential", keeps=WEIGHTS, every=self.every, held_out=True)
+        look = PartPhase(
+            groups=whole, steps=1, sampler="sequential", records_direction_as=WEIGHTS, every=self.every, held_out=True
+        )
         return look, _Mix(groups=whole, steps=1, batch_size=1, sampler="sequential"), training
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """That of the loss; in the first phases the weights, and the way back from the mixture."""
-        if step.phase is not None and step.phase.keeps == WEIGHTS:
+        if step.phase is not None and step.phase.records_direction_as == WEIGHTS:
             return {MODELS: weights(grad, params, batches[0], step)}
         if isinstance(step.phase, _Mix):
-            mixed = mixture(step.received[BEFORE], candidates(step), dense(step.kept[WEIGHTS][MODELS]))
+            mixed = mixture(step.received[BEFORE], candidates(step), dense(step.recorded[WEIGHTS][MODELS]))
             return combine(params, {**params, **mixed}, -1.0)
         return super().gradient(grad, params, batches, step)
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
         """The weights, where there are any."""
-        return {key: value for key, value in step.kept.items() if key == WEIGHTS}, step.memory
+        return {key: value for key, value in step.recorded.items() if key == WEIGHTS}, step.memory
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:

@@ -82,7 +82,7 @@ class FedGen(FedAvg):
         "as fedavg, but the server makes up what the inside of a network looks like for each label, from the networks "
         "that arrive, and clients learn from that, too; they also send how many pictures of each label they have."
     )
-    per_sample: ClassVar[bool] = False
+    has_per_sample_loss: ClassVar[bool] = False
 
     epochs: CountFrom0 | None = None
     batch_size: Count | None = 32
@@ -141,7 +141,7 @@ class FedGen(FedAvg):
         """The shares of labels, then the network."""
         return Phase(groups=(COUNTING,), steps=1, sampler="sequential"), self._training(task, round)
 
-    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+    def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The network alone."""
         return (replace(self._training(task, self.first_round), epochs=epochs, steps=None),)
 
@@ -151,15 +151,15 @@ class FedGen(FedAvg):
         (group,) = phase.groups
         return replace(phase, groups=(replace(group, prefixes=tuple(n for n in task.parameters if n != SHARES)),))
 
-    def plain_loss(self, task: Task, round: int) -> bool:
+    def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
         """In the first round there is no generator; the shares of labels move nothing that the network predicts by."""
         return type(self).loss is FedGen.loss and (round == 0 or self.alpha == self.beta == 0)
 
-    def trains(self, phase: Phase) -> bool:
+    def trains_predictor(self, phase: Phase) -> bool:
         """Counting moves nothing that the network reads."""
-        return super().trains(phase) and phase.groups != (COUNTING,)
+        return super().trains_predictor(phase) and phase.groups != (COUNTING,)
 
-    def told_labels(self, sent: Tensors, update: Tensors) -> Tensor | None:
+    def disclosed_label_shares(self, sent: Tensors, update: Tensors) -> Tensor | None:
         """What the counting ended with."""
         return dense(sent[SHARES]) - dense(update[SHARES]) if SHARES in update else None
 
@@ -199,7 +199,7 @@ class FedGen(FedAvg):
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """FedAvg's state, a fresh generator and a seed."""
         server = super().init_server(params, task, clients, generator)
-        fresh = self.generator(task).initial(generator, next(iter(task.parameters.values())))
+        fresh = self.generator(task).initial_parameters(generator, next(iter(task.parameters.values())))
         seed = torch.randint(2**31, (), generator=generator)
         return replace(server, own={GENERATOR: fresh, OPTIMIZER: {}, KEYS: {SEED: seed}})
 

@@ -90,9 +90,9 @@ class FedJETs(FedAvg):
         """FedAvg's, with a look at all images after it, which moves nothing."""
         (main,) = super().phases(task, round)
         still = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
-        return main, Phase(groups=still, steps=1, sampler="sequential", keeps=SCORES)
+        return main, Phase(groups=still, steps=1, sampler="sequential", records_direction_as=SCORES)
 
-    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+    def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The local rule for `epochs` passes, without the look."""
         main, _ = self.phases(task, self.first_round)
         return (replace(main, epochs=epochs, steps=None),)
@@ -111,13 +111,13 @@ class FedJETs(FedAvg):
         """That of the loss; in the look what `loss` returns."""
         return {MEAN: grad.value(params, batches[0])} if _looks(step) else grad(params, batches[0])
 
-    def plain_gradient(self, steps: int | None) -> bool:
+    def follows_loss_gradient(self, steps: int | None) -> bool:
         """The look is no step."""
         return type(self).gradient is FedJETs.gradient
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
         """The mean scores, for the server to choose by."""
-        return ({SCORES: step.kept[SCORES]} if SCORES in step.kept else {}), {}
+        return ({SCORES: step.recorded[SCORES]} if SCORES in step.recorded else {}), {}
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
         """What the expert with the highest score says of each image (B, K), out of those in the network."""
@@ -269,7 +269,7 @@ def _name(expert: int) -> str:
 
 
 def _looks(step: Step) -> bool:
-    return step.phase is not None and step.phase.keeps is not None
+    return step.phase is not None and step.phase.records_direction_as is not None
 
 
 def _stacked(network: Network) -> bool:

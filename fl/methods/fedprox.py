@@ -55,6 +55,6 @@ class FedProx(FedAvg):
         drift = combine({name: params[name] for name in loss}, step.start, -1.0)
         return combine(loss, drift, self.mu)
 
-    def plain_gradient(self, steps: int | None) -> bool:
+    def follows_loss_gradient(self, steps: int | None) -> bool:
         """In the first step nothing has drifted yet."""
         return type(self).gradient is FedProx.gradient and (steps == 1 or self.mu == 0)

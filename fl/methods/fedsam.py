@@ -61,6 +61,6 @@ class FedSAM(FedAvg):
         up = self.rho / norm(here)
         return grad({**params, **{name: add(params[name], g, up) for name, g in here.items()}}, batches[0])
 
-    def plain_gradient(self, steps: int | None) -> bool:
+    def follows_loss_gradient(self, steps: int | None) -> bool:
         """Only where it looks nowhere else."""
         return type(self).gradient is FedSAM.gradient and self.rho == 0

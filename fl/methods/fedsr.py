@@ -60,7 +60,9 @@ class FedSR(FedAvg):
         "as fedavg, but what the network sees in a picture is blurred by random numbers and kept short, so that it "
         "holds little beyond the label."
     )
-    per_sample: ClassVar[bool] = False  # the draws are those of a whole batch, which nobody takes apart to clip each
+    has_per_sample_loss: ClassVar[bool] = (
+        False  # the draws are those of a whole batch, which nobody takes apart to clip each
+    )
 
     l2: Weight = 0.01
     cmi: Weight = 0.001
@@ -106,9 +108,9 @@ class FedSR(FedAvg):
         setattr(model.get_submodule(parent), last, RandomHead(found, stream(0, "fedsr")))
         return model
 
-    def initial(self, task: Task, generator: torch.Generator) -> Tensors:
+    def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
         """The task's own parameters; those of the further layer drawn from `generator` as PyTorch does."""
-        params = super().initial(task, generator)
+        params = super().initial_parameters(task, generator)
         name, head = _random(task.model)
         layer = nn.utils.skip_init(nn.Linear, head.encode.in_features, head.encode.out_features)
         initialize(layer, generator)

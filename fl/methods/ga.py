@@ -83,10 +83,13 @@ class GA(FedAvg):
         """FedAvg's, with a look at all images before and after, which moves nothing."""
         (main,) = super().phases(task, round)
         still = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
-        first, last = (Phase(groups=still, steps=1, sampler="sequential", keeps=name) for name in (RECEIVED, TRAINED))
+        first, last = (
+            Phase(groups=still, steps=1, sampler="sequential", records_direction_as=name)
+            for name in (RECEIVED, TRAINED)
+        )
         return first, main, last
 
-    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+    def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The local rule for `epochs` passes, without the looks."""
         _, main, _ = self.phases(task, self.first_round)
         return (replace(main, epochs=epochs, steps=None),)
@@ -94,17 +97,17 @@ class GA(FedAvg):
     # ---- local rule --------------------------------------------------------------------------------------------------
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """That of the loss; in a look the loss itself."""
-        if step.phase is None or step.phase.keeps is None:
+        if step.phase is None or step.phase.records_direction_as is None:
             return grad(params, batches[0])
         return {LOSS: grad.value(params, batches[0])}
 
-    def plain_gradient(self, steps: int | None) -> bool:
+    def follows_loss_gradient(self, steps: int | None) -> bool:
         """Looks are no steps."""
         return type(self).gradient is GA.gradient
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
         """Both losses; nothing is remembered."""
-        losses = {name: looked[LOSS] for name, looked in step.kept.items()}
+        losses = {name: looked[LOSS] for name, looked in step.recorded.items()}
         return ({LOSS: losses} if losses else {}), {}  # there are none in fine-tuning, which nobody hears of
 
     # ---- server rule -------------------------------------------------------------------------------------------------

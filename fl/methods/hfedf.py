@@ -116,9 +116,9 @@ class HFedF(FedAvg):
         """The masks of the network's dropout."""
         return masks(task.model, batch.inputs, generator)
 
-    def plain_loss(self, task: Task, round: int) -> bool:
+    def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
         """Without dropout there are no masks, and it is."""
-        return super().plain_loss(task, round) and not drops(task.model)
+        return super().uses_plain_cross_entropy(task, round) and not drops(task.model)
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def generated(self, task: Task) -> list[str]:
@@ -137,7 +137,7 @@ class HFedF(FedAvg):
         hypernetwork, like = self.generator(task, clients), next(iter(task.parameters.values()))
         start = torch.randn(clients, hypernetwork.embedding, generator=generator).to(like)
         seed = torch.randint(2**31, (), generator=generator)
-        own: Tensors = {EMBEDDINGS: start, **hypernetwork.initial(generator, like)}
+        own: Tensors = {EMBEDDINGS: start, **hypernetwork.initial_parameters(generator, like)}
         return replace(server, own={HYPERNETWORK: own, OPTIMIZER: {}, KEYS: {SEED: seed}})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
@@ -164,7 +164,7 @@ class HFedF(FedAvg):
             moved[EMBEDDINGS] = self._redrawn(server)
         return replace(after, own={**server.own, HYPERNETWORK: moved, OPTIMIZER: kept})
 
-    def server_numbers(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
+    def server_metrics(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
         """GradAlign's weights: "alignment" of the hypernetwork's layers, and of embeddings where they are learned."""
         pulled = self._pulled(server, uploads, task) if uploads else {}
         return {name: alignment(part, self.align).tolist() for name, part in pulled.items()}

@@ -121,7 +121,7 @@ class HFedFLatent(HFedF):
         """The one after the autoencoder's."""
         return self.autoencoder_rounds
 
-    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+    def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The network alone."""
         return tuple(replace(phase, epochs=epochs, steps=None) for phase in self._training(task, self.first_round))
 
@@ -144,7 +144,7 @@ class HFedFLatent(HFedF):
         apart = (network.weights[LATENT] - latents).square().sum(1).mean() / 2
         return super().loss(network, batch, step) + apart
 
-    def plain_loss(self, task: Task, round: int) -> bool:
+    def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
         """Once the autoencoder is trained: the other term moves nothing that the network predicts by."""
         return type(self).loss is HFedFLatent.loss and round >= self.first_round and not drops(task.model)
 
@@ -170,9 +170,9 @@ class HFedFLatent(HFedF):
             every[upload.client] = dense(sub(every[upload.client], upload.update[LATENT]))
         return replace(after, own={**after.own, HYPERNETWORK: {**after.own[HYPERNETWORK], EMBEDDINGS: every}})
 
-    def server_numbers(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
+    def server_metrics(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
         """As for hFedF, once the hypernetwork moves."""
-        return {} if server.round < self.autoencoder_rounds else super().server_numbers(server, uploads, task)
+        return {} if server.round < self.autoencoder_rounds else super().server_metrics(server, uploads, task)
 
 
 def _autoencoder(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ class HyperFedNet(FedAvg):
         groups = tuple(replace(group, lr=group.lr * 0.1**passed) for group in phase.groups)
         return (replace(phase, groups=groups, nesterov=self.nesterov),)
 
-    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+    def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The network's own weights, and the embeddings where these are tuned, at the last step size."""
         (phase,) = self.phases(task, max(self.drops, default=0))
         made = self.parametrization.generates(task) if isinstance(self.parametrization, Generated) else []

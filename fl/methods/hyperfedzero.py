@@ -63,7 +63,7 @@ class HyperFedZero(FedAvg):
         "a shared network makes a classifier of its own for every single picture, so that clients who never took part "
         "need no training; everything is sent."
     )
-    per_sample: ClassVar[bool] = False
+    has_per_sample_loss: ClassVar[bool] = False
 
     lr: StepSize = 0.001
     epochs: CountFrom0 | None = None
@@ -102,12 +102,12 @@ class HyperFedZero(FedAvg):
         draw_initial(model, stream(0, "hyperfedzero"))
         return drawn(model.to(some))
 
-    def initial(self, task: Task, generator: torch.Generator) -> Tensors:
+    def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
         """Parameters drawn from `generator`; of a shared classifier (Opt. 1), the task's own."""
         model = copy.deepcopy(task.model).cpu()  # numbers are drawn on the CPU, wherever they go
         draw_initial(next(m for m in model.modules() if isinstance(m, ZeroNet | JoinedNet)), generator)
         fresh = dict(model.named_parameters())
-        params = super().initial(task, generator)
+        params = super().initial_parameters(task, generator)
         return {n: fresh[n].detach().to(dense(v).device) if n in fresh else v for n, v in params.items()}
 
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:

@@ -138,7 +138,7 @@ class HyperGenFL(FedAvg):
         """FedAvg's state, a fresh hypernetwork and an embedding for each client."""
         server = super().init_server(params, task, clients, generator)
         hypernetwork, like = self.hypernetwork(server), dense(next(iter(server.shared.values())))
-        own = hypernetwork.initial(generator, like)
+        own = hypernetwork.initial_parameters(generator, like)
         for client in range(clients):
             if self.start == "one-hot":
                 values = torch.nn.functional.one_hot(torch.tensor(client), clients)

@@ -88,7 +88,7 @@ class Moon(FedAvg):
         )
         return loss + self.mu * functional.softplus((t - s) / self.temperature).mean()
 
-    def plain_loss(self, task: Task, round: int) -> bool:
+    def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
         """In the first round nobody has a network of an earlier one."""
         return type(self).loss is Moon.loss and (round == 0 or self.mu == 0)
 

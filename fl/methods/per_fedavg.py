@@ -68,11 +68,11 @@ class PerFedAvg(FedAvg):
         """Two steps of two batches, everything on."""
         return cls(alpha=0.1, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
-    def adapting(self) -> FedAvg:
+    def adaptation_method(self) -> FedAvg:
         """One step of plain SGD."""
-        return replace(self.unreleased(), steps=1, epochs=None)
+        return replace(self.fine_tuning_method(), steps=1, epochs=None)
 
-    def unreleased(self) -> FedAvg:
+    def fine_tuning_method(self) -> FedAvg:
         """Fine-tuning is more of the adaptation: plain SGD of step size alpha."""
         kept = {field.name: getattr(self, field.name) for field in fields(FedAvg)}
         plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "max_norm": None}

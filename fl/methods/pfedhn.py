@@ -112,7 +112,7 @@ class PFedHN(FedAvg):
         server = super().init_server({}, task, clients, generator)
         hypernetwork, like = self.generator(task, clients), next(iter(task.parameters.values()))
         drawn = torch.randn(clients, hypernetwork.embedding, generator=generator).to(like)
-        own: Tensors = {EMBEDDINGS: drawn, **hypernetwork.initial(generator, like)}
+        own: Tensors = {EMBEDDINGS: drawn, **hypernetwork.initial_parameters(generator, like)}
         return replace(server, own={HYPERNETWORK: own, OPTIMIZER: {}})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:

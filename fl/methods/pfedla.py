@@ -89,7 +89,7 @@ class PFedLA(KeepsModels):
         """FedAvg's, the hypernetwork that all begin with, and an embedding for each client."""
         server = super().init_server(params, task, clients, generator)
         like = dense(next(iter(server.shared.values())))
-        network = self.generator(server).initial(generator, like)
+        network = self.generator(server).initial_parameters(generator, like)
         for name in layers(server):  # positive, so that ReLU leaves something
             drawn = torch.rand(tuple(network[head_weight(name)].shape), generator=generator)
             network |= {head_weight(name): drawn.to(like), head_bias(name): torch.zeros(clients).to(like)}

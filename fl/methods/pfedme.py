@@ -69,7 +69,7 @@ class PFedMe(FedAvg):
         inner = cls(lam=2.0, inner_steps=3, inner_lr=0.1, beta=0.7, lr=0.1, epochs=2, batch_size=2)
         return replace(inner, momentum=0.5, weight_decay=5e-4, max_norm=1.0)
 
-    def adapting(self) -> PFedMe:
+    def adaptation_method(self) -> PFedMe:
         """One step that ends at theta: its size takes w by lam * (w - theta) / lam."""
         whole = replace(self, lr=1 / self.lam, epochs=None, steps=1)
         return replace(whole, optimizer="sgd", momentum=0.0, weight_decay=0.0, max_norm=None)
@@ -85,7 +85,7 @@ class PFedMe(FedAvg):
         return scaled(combine({name: params[name] for name in loss}, theta, -1.0), self.lam)
 
     @property
-    def takes_means(self) -> bool:
+    def aggregates_mean_only(self) -> bool:
         """The server looks at the mean alone."""
         return type(self).aggregate is PFedMe.aggregate
 

@@ -74,9 +74,9 @@ class Scaffold(FedAvg):
         if self.option == "II":
             return (main,)
         still = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
-        return Phase(groups=still, steps=1, sampler="sequential", keeps=AT_START), main
+        return Phase(groups=still, steps=1, sampler="sequential", records_direction_as=AT_START), main
 
-    def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+    def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The local rule for `epochs` passes, without the look at all images: no new c_i is kept."""
         *_, main = self.phases(task, self.first_round)
         return (replace(main, epochs=epochs, steps=None),)
@@ -95,8 +95,8 @@ class Scaffold(FedAvg):
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
         """The change of c_i, and c_i after it: directions hold c - c_i, so the change is a direction less c."""
         own = step.memory[CONTROL]
-        if AT_START in step.kept:
-            way = {name: step.kept[AT_START][name] for name in own}
+        if AT_START in step.recorded:
+            way = {name: step.recorded[AT_START][name] for name in own}
         elif steps:
             way = scaled(combine({name: step.start[name] for name in own}, params, -1.0), 1 / self._length(steps))
         else:  # no step, nothing learned

@@ -49,7 +49,8 @@ class Private(Method):
         noise_multiplier: standard deviation of the noise, in units of `clip`; takes the place of `epsilon`.
         delta: of the guarantee.
         clip: what one record moves the sum of gradients by at most (client-level: one client, the sum of updates).
-        rounds: in which a client takes part at most. After them it trains no more and sends nothing (`silent`).
+        rounds: in which a client takes part at most. After them it trains no more and sends nothing
+            (`exclusion_reason`).
         images: public number of images of a client, on which rate and steps are based, and what counts in the server's
             mean under Poisson sampling. None takes each client's own, which then is public, and needs
             `noise_multiplier`.
@@ -188,7 +189,7 @@ class Private(Method):
         settings["sampler"] = "poisson"
         return PoissonPhase(**settings, rate=self._sampling, images=self.images, secret=self.noise_source == "secure")
 
-    def weight(self, images: int) -> float:
+    def aggregation_weight(self, images: int) -> float:
         """The public number, where a record more or less must not show; else the client's own."""
         return float(self.images or images) if self.sampler == "poisson" else float(images)
 
@@ -249,16 +250,16 @@ class Private(Method):
         settings = {field.name: getattr(raw, field.name) for field in fields(LossGradient)}
         return PrivateGradient(**{**settings, "live": live}, privatization=how)
 
-    def unreleased(self) -> Private:
+    def fine_tuning_method(self) -> Private:
         """The method behind, as its clients train at client level: neither clipped nor with noise, shuffled batches."""
         return replace(self, mode="client-level", rate=None, local_steps=None)
 
-    def plain_gradient(self, steps: int | None) -> bool:
+    def follows_loss_gradient(self, steps: int | None) -> bool:
         """At client level, where the server sees updates as they are, if the method behind says nothing else."""
         return self.mode == "client-level" and getattr(super().gradient, "__func__", None) is Method.gradient
 
     @property
-    def detour(self) -> str:  # type: ignore[override]
+    def deviation_reason(self) -> str:  # type: ignore[override]
         """What makes equations of its update useless, and the search that knows of it."""
         search = "joint" if self.personal else "ig"
         return f"each image's gradient is clipped and noise is added, which no equation survives; search with {search}"
@@ -273,7 +274,7 @@ class Private(Method):
 
     # ---- server ------------------------------------------------------------------------------------------------------
     @property
-    def takes_means(self) -> bool:
+    def aggregates_mean_only(self) -> bool:
         """Not at client level, where the server shortens every update."""
         return self.mode != "client-level"
 
@@ -286,11 +287,11 @@ class Private(Method):
         return replace(server, own=own)  # type: ignore[arg-type]
 
     @property
-    def takes_part(self) -> int:
+    def max_participations(self) -> int:
         """In the rounds that its budget is spent on."""
         return self.rounds
 
-    def silent(self, server: ServerState, client: int) -> str:
+    def exclusion_reason(self, server: ServerState, client: int) -> str:
         """That the client has taken part in `rounds` rounds, on which its budget is spent."""
         count = dense(server.own[COUNT]["rounds"])
         if client >= len(count) or int(count[client]) < self.rounds:

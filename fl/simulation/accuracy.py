@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fl.client import Client
-from fl.defense import Unknown
+from fl.defense import UnknownDefense
 from fl.method import Download
 from fl.simulation.client_round import ClientState, train_client
 from fl.tensors import Tensors, dense
@@ -86,10 +86,13 @@ def adapt(
     round: int = 0,
     seed: int = 0,
 ) -> tuple[ClientState, Download]:
-    """What a client keeps, and the shared part, after `Method.adapting`; as they are without. As of `train_client`."""
-    method = client.method.adapting()
+    """Return what a client keeps and the shared part after `Method.adaptation_method`; as they are without one.
+
+    Arguments are those of `train_client`.
+    """
+    method = client.method.adaptation_method()
     if method is None:
         return state, down
-    rule = Client(client.base, method, Unknown(wrapped=client.defense))
+    rule = Client(client.base, method, UnknownDefense(wrapped=client.defense))
     done = train_client(rule, state, down, data, augment=augment, number=number, round=round, seed=seed)
     return done.state, Download(done.result.trained(down.shared), done.result.buffers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl.client import Client, LocalResult, gather, local_update
-from fl.defense import Unknown, overrides
+from fl.defense import UnknownDefense, overrides
 from fl.gradient import DRAWN
 from fl.local import sampling
 from fl.method import Download
@@ -33,7 +33,7 @@ class ClientState:
         memory: what its method remembers.
         buffers: those of the model that it keeps.
         personal: "parameters" and "buffers" of a model that it predicts by and nothing else depends on
-            (`Method.beside`); empty without one.
+            (`Method.personal_method`); empty without one.
     """
 
     private: Tensors = field(default_factory=dict)
@@ -162,7 +162,7 @@ def prepare(
     trace = _feed(client, data, order, stream(seed, "draws", number, round), augment)
     buffers = {**client.task.buffers, **download.buffers, **state.buffers}
     noise = stream(seed, "defense", number, round)
-    weight = client.method.weight(len(data))
+    weight = client.method.aggregation_weight(len(data))
     return Start(client, state, download, trace, buffers, weight, number, round, noise, phases)
 
 
@@ -187,10 +187,10 @@ def finish(start: Start, result: LocalResult) -> Round:
 
 def _beside(start: Start) -> Payloads:
     """The client's personal model after the round, trained on the batches of the other; empty without one."""
-    method, before = start.client.method.beside(), start.state.personal
+    method, before = start.client.method.personal_method(), start.state.personal
     if method is None or not before:
         return {}
-    client = Client(start.client.base, method, Unknown(wrapped=start.client.defense))
+    client = Client(start.client.base, method, UnknownDefense(wrapped=start.client.defense))
     with torch.no_grad():
         result = local_update(
             client,

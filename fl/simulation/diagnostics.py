@@ -54,7 +54,7 @@ class TrainingDiagnostics:
             round; absent before the first. "similarity": cosine of any two clients' weights, in [-1, 1], row by row.
             "divergence": for every layer the Euclidean distance of two clients' weights, mean over pairs; None of
             single clients. "embeddings": the clients' (see `embedding`); absent where a method has none. "confidence":
-            see `confidence_histogram`. "server": `Method.server_numbers` of the last round, of its clients in order;
+            see `confidence_histogram`. "server": `Method.server_metrics` of the last round, of its clients in order;
             {} where a method has none, absent before the first.
         """
         asked, found = set(run.protocol.diagnostics), dict[str, Any]()

@@ -80,7 +80,7 @@ class FederationState:
         private_init: what all clients' private tensors started from.
         participants: numbers of the clients that may take part.
         held_out_clients: numbers of those that never do.
-        server_metrics: numbers of the server's last step, where the protocol asks for them (`Method.server_numbers`).
+        server_metrics: numbers of the server's last step, where the protocol asks for them (`Method.server_metrics`).
     """
 
     client: Client
@@ -105,14 +105,14 @@ class FederationState:
         if accepts_channels_last(self.client, self.data[0].train.inputs):
             self.data = [own.channels_last() for own in self.data]
         method, task = self.client.method, self.client.task
-        params = method.initial(task, stream(self.seed, "init"))
+        params = method.initial_parameters(task, stream(self.seed, "init"))
         scopes = self.client.scopes({**params, **task.buffers})
         self.private_init = {k: v for k, v in params.items() if scopes[k] is Scope.PRIVATE}
         buffers = {k: v for k, v in task.buffers.items() if scopes[k] is Scope.PRIVATE}
         memory = method.init_memory(params, task)
         # every client starts from the same private tensors, as the published methods do
         self.clients = [ClientState(self.private_init, memory, buffers) for _ in self.data]
-        if method.beside() is not None:
+        if method.personal_method() is not None:
             personal: Payloads = {"parameters": params, "buffers": dict(task.buffers)}
             every = [replace(self.clients[number], personal=personal) for number in self.participants]
             self.clients[: len(every)] = every

@@ -23,8 +23,8 @@ class Protocol:
 
     Attributes:
         held_out_clients: the last so many clients never take part.
-        fine_tune_epochs: every client adapts what it received for so many epochs (`Method.tuning`) and is scored once
-            more; 0 leaves that out.
+        fine_tune_epochs: every client adapts what it received for so many epochs (`Method.fine_tuning_phases`) and is
+            scored once more; 0 leaves that out.
         global_test: images on which every participant's model is scored, too.
         diagnostics: what is taken beside accuracies.
 

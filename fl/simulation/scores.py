@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fl.client import Client
-from fl.defense import Unknown
+from fl.defense import UnknownDefense
 from fl.seeds import derive
 from fl.simulation.client_round import train
 from fl.simulation.federation_state import FederationState
@@ -41,12 +41,12 @@ def accuracy_tuned(run: FederationState, number: int) -> float:
     """Accuracy on client `number`'s test images after it fine-tuned what it would receive now; changes nothing.
 
     What is tuned stays with the client, so no defense enters but the network of one, nor a private method's clipping
-    and noise (`Method.unreleased`). The accuracy is a figure of the experiment, which no client sends: a guarantee of
-    what clients send does not cover it.
+    and noise (`Method.fine_tuning_method`). The accuracy is a figure of the experiment, which no client sends: a
+    guarantee of what clients send does not cover it.
     """
-    method = run.client.method.unreleased()
-    client = Client(run.client.base, method, Unknown(wrapped=run.client.defense))
-    phases = method.tuning(client.task, run.protocol.fine_tune_epochs)
+    method = run.client.method.fine_tuning_method()
+    client = Client(run.client.base, method, UnknownDefense(wrapped=run.client.defense))
+    phases = method.fine_tuning_phases(client.task, run.protocol.fine_tune_epochs)
     start = run.start(number, client=client, seed=derive(run.seed, "tuning"), phases=phases)
     start = replace(start, round=max(start.round, method.first_round))  # a loss may be another before
     return run.scored(train(start), client).accuracy or 0.0
@@ -70,7 +70,7 @@ def _accuracy_global(run: FederationState, numbers: Iterable[int], images: Batch
         down, state = run.prediction_download(number), run.clients[number]
         parts = [*down.shared.values(), *down.buffers.values(), *state.private.values(), *state.buffers.values()]
         parts += [value for part in state.personal.values() for value in part.values()]
-        if run.client.method.adapting() is not None:  # what is scored is made of a client's images, too
+        if run.client.method.adaptation_method() is not None:  # what is scored is made of a client's images, too
             parts.append(run.clients[number])  # type: ignore[arg-type]
         held.append(parts)
         key = tuple(map(id, parts))

@@ -25,7 +25,7 @@ class Uploads:
     """
 
     def __init__(self, method: Method) -> None:
-        self.joins = method.takes_means  # another rule looks at single clients
+        self.joins = method.aggregates_mean_only  # another rule looks at single clients
         self.kept: list[Upload] = []
         self.bytes = 0
 

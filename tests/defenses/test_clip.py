@@ -69,7 +69,7 @@ def test_the_truth_predicts_the_update(method: Any, scope: Any) -> None:
 def test_in_another_unit_the_truth_has_the_observed_direction(scope: Any) -> None:
     defense = Clip(max_norm=0.5, scope=scope)
     observed = scaled(defense.transform_update(UPDATE, None), 100.0)
-    assert_near(defense.rescaled().surrogate(UPDATE, observed), observed, 1e-12)
+    assert_near(defense.with_unknown_scale().surrogate(UPDATE, observed), observed, 1e-12)
 
 
 def test_the_share_of_a_known_part_is_found() -> None:
@@ -77,10 +77,10 @@ def test_the_share_of_a_known_part_is_found() -> None:
     rest: Tensors = {"a": torch.randn(4000, generator=stream(1), dtype=torch.float64)}
     whole = combine(known, rest)
     defense = Clip(max_norm=0.25 * float(norm(whole)))
-    found = defense.passed(known, defense.transform_update(whole, None))
+    found = defense.transmit_known_part(known, defense.transform_update(whole, None))
     assert_near(found, scaled(known, 0.25), 0.1)
     unclipped = Clip(max_norm=2 * float(norm(whole)))
-    assert_same(unclipped.passed(known, whole), known)
+    assert_same(unclipped.transmit_known_part(known, whole), known)
 
 
 def test_a_clipped_hypernetwork_is_peeled_all_the_same() -> None:

@@ -60,28 +60,28 @@ def test_what_it_is_made_of_decides_what_it_changes() -> None:
     inner = Chain(parts=(Clip(), Noise()))
     chain = Chain(parts=(inner, Prune()))
     assert chain.members() == (Clip(), Noise(), Prune())
-    assert overrides(chain, "deviations")
-    assert not overrides(chain, "weights")
+    assert overrides(chain, "noise_std")
+    assert not overrides(chain, "tensor_trust")
     assert not overrides(chain, "wrap_model")
     assert not overrides(chain, "gradient")
-    assert chain.keeps_ratios()
-    assert not Chain(parts=(inner, Clip(scope="tensor"))).keeps_ratios()
-    left = Chain(parts=(Clip(), Prune())).rescaled()
+    assert chain.preserves_norm_ratios()
+    assert not Chain(parts=(inner, Clip(scope="tensor"))).preserves_norm_ratios()
+    left = Chain(parts=(Clip(), Prune())).with_unknown_scale()
     assert left.members() == (Unscaled(scope="global"), Prune())
 
 
 def test_noise_is_that_of_all() -> None:
     noise, more = Noise(std=0.3), Noise(std=0.4, unit="absolute")
-    assert Chain(parts=(Prune(), noise)).deviations(UPDATE) == noise.deviations(UPDATE)
-    both = Chain(parts=(noise, more)).deviations(UPDATE)
-    assert both == pytest.approx({name: math.hypot(x, 0.4) for name, x in noise.deviations(UPDATE).items()})
+    assert Chain(parts=(Prune(), noise)).noise_std(UPDATE) == noise.noise_std(UPDATE)
+    both = Chain(parts=(noise, more)).noise_std(UPDATE)
+    assert both == pytest.approx({name: math.hypot(x, 0.4) for name, x in noise.noise_std(UPDATE).items()})
 
 
 def test_trust_is_that_of_all() -> None:
     observed = {"body.0.weight": torch.ones(2), "body.bottleneck.encoder.weight": torch.ones(2)}
-    trust = Precode().weights(observed)
+    trust = Precode().tensor_trust(observed)
     assert min(trust.values()) < 1
-    assert Chain(parts=(Precode(), Prune())).weights(observed) == trust
+    assert Chain(parts=(Precode(), Prune())).tensor_trust(observed) == trust
 
 
 def test_it_does_not_call_itself_no_defense() -> None:

@@ -143,7 +143,7 @@ def test_settings_are_checked(settings: dict[str, Any]) -> None:
 
 
 def test_in_another_unit_directions_are_compared() -> None:
-    assert DPSGD().rescaled() == Unscaled(scope="global")
+    assert DPSGD().with_unknown_scale() == Unscaled(scope="global")
 
 
 # ---- what may be said ------------------------------------------------------------------------------------------------

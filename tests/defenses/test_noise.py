@@ -64,7 +64,7 @@ def test_seeds(unit: Any) -> None:
 def test_no_noise_is_no_defense_bit_for_bit(unit: Any) -> None:
     nothing = Noise(std=0.0, unit=unit)
     assert nothing.transform_update(UPDATE, stream(0)) is UPDATE
-    assert set(nothing.deviations(UPDATE).values()) == {0.0}
+    assert set(nothing.noise_std(UPDATE).values()) == {0.0}
     for method in (FedAvg.example(), HyperFL.example()):
         with_, without = (worlds.federation(method, defense).train(0).upload for defense in (nothing, None))
         assert_same(with_.update, without.update)
@@ -79,16 +79,16 @@ def test_settings_are_checked(std: float) -> None:
 def test_deviations_are_those_of_the_noise() -> None:
     defense = Noise(std=0.3)
     observed = defense.transform_update(UPDATE, stream(0))
-    found = defense.deviations(observed)
+    found = defense.noise_std(observed)
     for name, value in UPDATE.items():
         assert found[name] == pytest.approx(0.3 * rms(value), rel=0.02)
-    larger = defense.deviations(scaled(observed, 1024.0))
+    larger = defense.noise_std(scaled(observed, 1024.0))
     assert larger == pytest.approx({name: 1024 * value for name, value in found.items()})
-    assert set(Noise(std=0.3, unit="absolute").deviations(observed).values()) == {0.3}
+    assert set(Noise(std=0.3, unit="absolute").noise_std(observed).values()) == {0.3}
 
 
 def test_deviations_of_an_update_of_zeros() -> None:
-    assert Noise().deviations({"a": torch.zeros(3)}) == {"a": 0.0}
+    assert Noise().noise_std({"a": torch.zeros(3)}) == {"a": 0.0}
 
 
 @pytest.mark.parametrize("method", [FedAvg.example(), HyperFL.example()], ids=lambda m: m.name)

@@ -136,7 +136,7 @@ def test_servers_that_need_every_update_are_refused(name: str) -> None:
     method = dict(methods.examples())[name]
     with pytest.raises(ValueError, match="secagg: expected a server that needs the mean"):
         Client(worlds.task(), method, SecAgg())
-    assert not PFedHN.example().takes_means
+    assert not PFedHN.example().aggregates_mean_only
 
 
 def test_groups_never_overlap_and_none_is_smaller_than_asked_for() -> None:

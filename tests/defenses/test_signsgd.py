@@ -62,7 +62,7 @@ def test_agreement_is_complete_beyond_the_margin_alone() -> None:
 def test_no_decay_is_taken_off_signs() -> None:
     defense = SignSGD()
     observed = defense.transform_update(UPDATE, None)
-    assert not any(dense(value).any() for value in defense.passed(scaled(UPDATE, 0.5), observed).values())
+    assert not any(dense(value).any() for value in defense.transmit_known_part(scaled(UPDATE, 0.5), observed).values())
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -5,9 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import pytest
+import torch
 
+from fl.defense import Defense, overrides
+from fl.methods.fedavg import FedAvg
 from fl.registry import Registry, UnknownNameError
 from fl.settings import FormerNameWarning, SettingError, current_settings, declared
+from fl.tensors import Tensors
 
 tools: Registry[Any] = Registry("tool", "fl")
 tools._searched = True  # they live in this file
@@ -106,3 +110,53 @@ def test_todays_names_bring_no_warning(noted: list[str]) -> None:
     Box(tools=(Saw(length=3),), best=tools.build({"name": "saw", "material": "metal"}))
     current_settings(Box, {"tools": [{"name": "saw", "length": 2}]})
     assert not noted
+
+
+def test_a_hook_by_its_former_name_is_still_heard_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"^Withheld\.passed is now Withheld\.transmit_known_part$") as caught:
+
+        @dataclass(frozen=True, kw_only=True)
+        class Withheld(Defense):
+            guide: int = 3  # a setting, and no hook
+            detail: ClassVar[str] = "x"
+
+            def passed(self, known: Tensors, observed: Tensors) -> Tensors:
+                return {}
+
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    defense, known = Withheld(), {"w": torch.ones(2)}
+    assert defense.transmit_known_part(known, known) == {}
+    assert overrides(defense, "transmit_known_part")
+    assert defense.guide == 3
+    with pytest.warns(DeprecationWarning, match=r"Withheld\.deviations is now Withheld\.noise_std$") as caught:
+        assert defense.deviations(known) == {"w": 0.0}  # type: ignore[attr-defined]
+    assert caught[0].filename == __file__
+
+
+def test_class_attributes_and_properties_by_their_former_names_are_heard() -> None:
+    with pytest.warns(DeprecationWarning, match="takes_means|per_sample"):
+
+        class Lonely(FedAvg):
+            per_sample: ClassVar[bool] = False
+
+            @property
+            def takes_means(self) -> bool:
+                return False
+
+    method = Lonely()
+    assert not method.has_per_sample_loss
+    assert not method.aggregates_mean_only
+    with pytest.warns(DeprecationWarning, match="Lonely.tuning is now Lonely.fine_tuning_phases"):
+        assert method.tuning  # type: ignore[attr-defined]
+
+
+def test_an_unknown_attribute_is_an_error_and_that_of_a_property_says_its_own() -> None:
+    class Faulty(FedAvg):
+        @property
+        def aggregates_mean_only(self) -> bool:
+            return self.nowhere  # type: ignore[attr-defined, no-any-return]
+
+    for name in ("nowhere", "aggregates_mean_only"):
+        with pytest.raises(AttributeError, match="'Faulty' object has no attribute 'nowhere'"):
+            getattr(Faulty(), name)

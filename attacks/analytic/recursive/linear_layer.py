@@ -167,7 +167,7 @@ def _obstacle(view: ServerView) -> str | None:
         return "nothing is shared"
     if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
-    if not view.client.defense.keeps_ratios():
+    if not view.client.defense.preserves_norm_ratios():
         return f"the defense {view.defense.name} leaves no ratio of a weight's to a bias's update"
     return adaptive_optimizer_obstacle(view.method.phases(view.client.task, view.round))
 
@@ -176,7 +176,7 @@ def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, 
     """Which entries of the weight's update a known defense let through, and its trust in the bias's."""
     sent = ObservedUpdate(view).transmitted(weight).double() if overrides(view.client.defense, "surrogate") else None
     defense = view.client.defense
-    trusts, noise = defense.weights(view.update), defense.deviations(view.update)
+    trusts, noise = defense.tensor_trust(view.update), defense.noise_std(view.update)
     cleaner = noise[weight] / noise[bias] if noise[weight] > 0 and noise[bias] > 0 else 1.0
     return sent, cleaner * trusts[bias] / trusts[weight]
 
@@ -194,10 +194,10 @@ class _Probe:
         view = self.view
         self.model = copy.deepcopy(view.client.predictor).double()
         draw = stream(0, "probe")
-        self.weights, known = {}, {**frozen(self.model), **view.shared}
+        self.tensor_trust, known = {}, {**frozen(self.model), **view.shared}
         for name, value in self.model.named_parameters():
             guess = torch.randn(value.shape, generator=draw, dtype=torch.float64) * value.shape[1:].numel() ** -0.5
-            self.weights[name] = (dense(known[name]) if name in known else guess).to(value).detach()
+            self.tensor_trust[name] = (dense(known[name]) if name in known else guess).to(value).detach()
         own = {**dict(self.model.named_buffers()), **view.buffers}
         self.buffers = {n: v.double() if v.is_floating_point() else v for n, v in own.items()}
 
@@ -268,7 +268,7 @@ class _Probe:
 
     def run(self, images: Tensor) -> Any:
         """What the network returns."""
-        return functional_call(self.model, {**self.weights, **self.buffers}, (images,))
+        return functional_call(self.model, {**self.tensor_trust, **self.buffers}, (images,))
 
     def back(self, layer: str) -> tuple[Tensor, Tensor]:
         """The layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
@@ -299,14 +299,14 @@ class _Probe:
         model = copy.deepcopy(self.model)
         with torch.no_grad():
             for name, value in [*model.named_parameters(), *model.named_buffers()]:
-                value.copy_({**self.weights, **self.buffers}[name])
+                value.copy_({**self.tensor_trust, **self.buffers}[name])
         return model
 
     def _with_biases(self, layer: VectorLayer, count: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The weights with as many rows of a layer's bias as there are images, and those rows (N, m)."""
         name = layer.names["bias"]
-        own = self.weights[name].flatten().expand(count, -1).clone().requires_grad_()
-        return own, {**self.weights, name: own}
+        own = self.tensor_trust[name].flatten().expand(count, -1).clone().requires_grad_()
+        return own, {**self.tensor_trust, name: own}
 
     def signals(self, layer: str, images: Tensor, label: int) -> Tensor:
         """Gradients (N, m) of each image's own loss at the layer's output."""
@@ -320,7 +320,7 @@ class _Probe:
                 (grad,) = torch.autograd.grad(loss, own)
             return grad * count
         with _Tapped(self.model, layer) as tap, torch.enable_grad():
-            loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)
+            loss = view.method.loss(Network(self.model, self.tensor_trust, self.buffers), batch, step)
             (grad,) = torch.autograd.grad(loss, tap.outputs)
         return grad * count
 

@@ -124,7 +124,7 @@ def _separate_at_classifier(
         return "no gradient of a linear classifier was sent"
     mine = [last.parameter_name(kind) for kind in ("weight", "bias") if kind == "weight" or layer.bias is not None]
     known = view.shared.keys() | frozen(view.client.task.model).keys()
-    plain = view.method.uses_labels and view.method.plain_loss(view.client.task, view.round)
+    plain = view.method.uses_labels and view.method.uses_plain_cross_entropy(view.client.task, view.round)
     if not plain or not mine[0].startswith(view.task.head) or any(n not in known for n in mine):
         return "the classifier or its loss is unknown"
     if not _size_is_known(view, mine[0]):
@@ -185,4 +185,4 @@ def _size_is_known(view: ServerView, name: str) -> bool:
     once, twice = (view.defense.surrogate(scaled(view.update, size), view.update)[name] for size in (1.0, 2.0))
     hidden = dense(twice).norm() < 1.5 * dense(once).norm()  # a longer update would have been shortened to the same
     changed = not view.threat.knows_defense or overrides(view.defense, "gradient")
-    return not (view.scaled or clipped or hidden or changed)
+    return not (view.scale_unknown or clipped or hidden or changed)

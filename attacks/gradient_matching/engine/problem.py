@@ -172,9 +172,9 @@ class Problem:
         """Factors of every tensor on both sides, by a known defense's trust and the balance; None where all are 1."""
         view, observed = self.view, self.observed
         known: dict[str, float] = dict.fromkeys(observed, 1.0)
-        trusted = view.threat.knows_defense and overrides(view.defense, "weights")
+        trusted = view.threat.knows_defense and overrides(view.defense, "tensor_trust")
         if trusted:
-            known |= view.defense.weights(view.update)
+            known |= view.defense.tensor_trust(view.update)
         if self.balance:
             sizes = {name: rms(value) for name, value in normalize(observed)[0].items()}
             floor = SCALE_FLOOR * max(sizes.values())
@@ -263,7 +263,7 @@ class Problem:
         if self.uses_surrogate:
             predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weighed(self.update.without_decay(predicted, view), constants["weights"])
-        if view.scaled:
+        if view.scale_unknown:
             predicted = scaled(predicted, _factor(constants["observed"], predicted) * constants["size"])
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
         if constants["marks"] is not None:

@@ -34,7 +34,7 @@ class FeatureGenerator:
     hidden: int
     features: int
 
-    def initial(self, generator: torch.Generator, like: Tensor) -> Tensors:
+    def initial_parameters(self, generator: torch.Generator, like: Tensor) -> Tensors:
         """Layers as `nn.Linear` starts, batch norm as the identity; of the type of `like`, and where it lies."""
         sizes = {"hidden": (self.hidden, self.noise + self.classes), "features": (self.features, self.hidden)}
         found: Tensors = {}

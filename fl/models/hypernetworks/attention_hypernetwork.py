@@ -51,7 +51,7 @@ class AttentionHypernetwork:
         if not 0 < self.floor < math.inf:
             raise ValueError(f"expected floor > 0, got {self.floor}")
 
-    def initial(self, generator: torch.Generator, like: Tensor | None = None) -> Tensors:
+    def initial_parameters(self, generator: torch.Generator, like: Tensor | None = None) -> Tensors:
         """Fresh parameters.
 
         Args:

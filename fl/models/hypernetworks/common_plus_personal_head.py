@@ -24,7 +24,7 @@ class AdditiveHead(Parametrization):
     The common one starts as the task's classifier, the personal one at zero (not given in the paper).
     """
 
-    def initial(self, task: Task, generator: torch.Generator) -> Tensors:
+    def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
         """The task's parameters, the classifier's in two parts."""
         params: Tensors = {}
         for name, value in task.parameters.items():

@@ -118,7 +118,7 @@ class Filters(Generated):
         """Names of the generated convolution weights."""
         return list(self.basic(task))
 
-    def initial(self, task: Task, generator: torch.Generator) -> Tensors:
+    def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
         """Hypernetworks and embeddings from `generator`, everything else from `task.model`.
 
         Raises:

@@ -72,7 +72,7 @@ class Hypernetwork(Generated):
             return Scope.PRIVATE
         return Scope.SHARED if name.startswith("hypernet.") else None
 
-    def initial(self, task: Task, generator: torch.Generator) -> Tensors:
+    def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
         """Hypernetwork and embedding from `generator`, the classifier from `task.model`."""
         made = set(self.generates(task))
         some = next(iter(task.parameters.values()))

@@ -80,7 +80,7 @@ class ServerHypernetwork:
         if not self.hidden or min(self.hidden) < 1:
             raise ValueError(f"expected at least one hidden layer, each of >= 1 units, got {self.hidden}")
 
-    def initial(self, generator: torch.Generator, like: Tensor | None = None) -> Tensors:
+    def initial_parameters(self, generator: torch.Generator, like: Tensor | None = None) -> Tensors:
         """Every layer and head as `nn.Linear` starts: U(-1/sqrt(fan in), 1/sqrt(fan in)), weights and biases.
 
         Args:

@@ -152,7 +152,7 @@ def test_a_step_shorter_than_the_clip_keeps_its_size(max_norm: float | None) -> 
     view, truth = victim("resnet18-adapter", max_norm=max_norm)
     plain = Peel(classifier="joint").rewrite(view)
     assert isinstance(plain, ServerView)
-    assert plain.scaled == (max_norm == 1e-3)
+    assert plain.scale_unknown == (max_norm == 1e-3)
     private = {n: truth.private[n] for n in plain.private}
     predicted = predict(plain, replace(truth.candidate(), private=private))
     name = "body.adapter1.conv.weight"

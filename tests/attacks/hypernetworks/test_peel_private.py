@@ -170,7 +170,7 @@ def test_noise_on_the_hypernetwork_itself_leaves_nothing_to_solve() -> None:
 
 def test_a_method_with_a_gradient_of_its_own_is_refused() -> None:
     class Bent(DPHyperFL):
-        def plain_gradient(self, steps: int | None) -> bool:
+        def follows_loss_gradient(self, steps: int | None) -> bool:
             return False
 
     view, _ = victim(STEP)

@@ -68,7 +68,7 @@ def test_shares_that_are_not_whole_are_no_answer_and_then_the_gradient_is_asked_
         found = fixed_labels(replace(view, update=sent), "auto")
         assert (found is not None) == there
         assert found is None or found.tolist() == truth.labels.tolist()
-    assert (fixed_labels(replace(view, scaled=True), "auto") is not None) == said
+    assert (fixed_labels(replace(view, scale_unknown=True), "auto") is not None) == said
     fewer = torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)  # -1, 2 and 0 images
     less = {**view.update, SHARES: dense(view.update[SHARES]) + fewer}
     assert (fixed_labels(replace(view, update=less), "auto") is not None) == said
@@ -90,4 +90,4 @@ def test_changed_images_are_counted_only_where_the_whole_data_is_fed_again(metho
 def test_noise_in_what_is_told_leaves_it_to_a_search() -> None:
     view, _ = fed(Noise(std=1.0)).observe(0, data=labeled(1))
     assert fixed_labels(view, "auto") is None
-    assert STEP.told_labels({}, {}) is None  # nor where a rewrite has left them out
+    assert STEP.disclosed_label_shares({}, {}) is None  # nor where a rewrite has left them out

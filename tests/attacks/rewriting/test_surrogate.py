@@ -127,7 +127,7 @@ def test_movement_is_that_of_torchs_optimizer(nesterov: bool, counts: list[int])
 def test_without_a_schedule_the_gradient_is_known_up_to_its_size() -> None:
     view, truth, task = victim(FedAvg(lr=1e-6, epochs=5, batch_size=None, momentum=0.5), knows_schedule=False)
     made = rewritten(view)
-    assert made.scaled
+    assert made.scale_unknown
     expected = gradient(task, truth)
     factors = [dense(made.update[n]).norm() / g.norm() for n, g in expected.items()]
     assert torch.allclose(torch.stack(factors), factors[0].expand(len(factors)), rtol=1e-4)
@@ -136,10 +136,10 @@ def test_without_a_schedule_the_gradient_is_known_up_to_its_size() -> None:
 
 
 def test_a_clipped_round_has_lost_its_size() -> None:
-    assert rewritten(victim(FedAvg(lr=0.1, epochs=3, batch_size=None, max_norm=1e-3))[0]).scaled
+    assert rewritten(victim(FedAvg(lr=0.1, epochs=3, batch_size=None, max_norm=1e-3))[0]).scale_unknown
     one = FedPer(lr=0.1, epochs=2, batch_size=2, max_norm=1.0)
-    assert rewritten(victim(one)[0]).scaled
-    assert not rewritten(victim(replace(one, max_norm=None))[0]).scaled
+    assert rewritten(victim(one)[0]).scale_unknown
+    assert not rewritten(victim(replace(one, max_norm=None))[0]).scale_unknown
 
 
 def test_the_classifier_stays_private() -> None:

@@ -90,7 +90,7 @@ def reason(view: ServerView) -> str:
 
 def test_clipping_and_rewriting_hide_the_scale():
     assert ObservedUpdate(seen(max_norm=1.0)).scale("1.weight") is None
-    assert ObservedUpdate(replace(seen(), scaled=True)).scale("1.weight") is None
+    assert ObservedUpdate(replace(seen(), scale_unknown=True)).scale("1.weight") is None
     assert ObservedUpdate(seen(steps=3)).steps("1.weight") == 3
 
 

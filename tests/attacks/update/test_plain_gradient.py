@@ -71,8 +71,8 @@ def test_several_steps_of_it_are_not(name: str, steps: int | None) -> None:
 
 
 def test_without_weight_the_term_is_none() -> None:
-    assert FedProx(mu=0.0).plain_gradient(None)
-    assert FedProx(mu=0.0).plain_gradient(2)
+    assert FedProx(mu=0.0).follows_loss_gradient(None)
+    assert FedProx(mu=0.0).follows_loss_gradient(2)
 
 
 def test_labels_are_counted_alike() -> None:
@@ -94,13 +94,13 @@ class Twice(FedProx):
 
 
 def test_only_fedprox_itself_says_so() -> None:
-    assert not FedSAM().plain_gradient(1)
-    assert not Twice().plain_gradient(1)
-    assert FedAvg().plain_gradient(None)
+    assert not FedSAM().follows_loss_gradient(1)
+    assert not Twice().follows_loss_gradient(1)
+    assert FedAvg().follows_loss_gradient(None)
     prox = FedProx()
-    assert prox.plain_gradient(1)
-    assert not prox.plain_gradient(2)
-    assert not prox.plain_gradient(None)
+    assert prox.follows_loss_gradient(1)
+    assert not prox.follows_loss_gradient(2)
+    assert not prox.follows_loss_gradient(None)
 
 
 @pytest.mark.parametrize("name", ["analytic", "cascade", "rgap", "spear", "headless", "surrogate+ig", "peel+ig"])

@@ -69,7 +69,7 @@ def releases(sigma: float, candidates: Batch, seed: int) -> tuple[Tensor, Tensor
     """What steps on the first of the candidates release (trials, d), and the clipped gradient of each (N, d)."""
     size = candidates.inputs.shape[-1]
     client = Client(Task(Probe(size), (1, 1, size), 2, "head."), DPFedAvg(noise_multiplier=1.0))
-    params = client.method.initial(client.task, stream(0, "init"))
+    params = client.method.initial_parameters(client.task, stream(0, "init"))
     step = Step(client.task, params, {}, {}, {}, 0)
     grad = LossGradient(client, step, ("body.weight",), {}, client.predictor, None, autograd_derivative)
 

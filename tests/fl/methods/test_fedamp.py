@@ -128,9 +128,9 @@ def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
 
 
 def test_steps_along_the_plain_gradient_and_settings_out_of_range() -> None:
-    assert METHOD.plain_gradient(1)
-    assert not METHOD.plain_gradient(2)
-    assert replace(METHOD, lam=0.0).plain_gradient(None)
+    assert METHOD.follows_loss_gradient(1)
+    assert not METHOD.follows_loss_gradient(2)
+    assert replace(METHOD, lam=0.0).follows_loss_gradient(None)
     for key in ("alpha", "sigma"):
         with pytest.raises(ValueError, match=f"{key}: expected a number > 0, got 0"):
             FedAMP(**{key: 0.0})

@@ -57,8 +57,8 @@ def test_fine_tuning_moves_what_it_is_told(tunes: Literal["full", "head", "body"
     run = federation(replace(FedBABU.example(), tunes=tunes))
     run.run_round()
     moves = {"full": lambda name: True, "head": in_head, "body": in_body}[tunes]
-    rule = Client(run.client.base, run.client.method.unreleased())
-    begin = run.start(1, client=rule, seed=derive(0, "tuning"), phases=rule.method.tuning(rule.task, 2))
+    rule = Client(run.client.base, run.client.method.fine_tuning_method())
+    begin = run.start(1, client=rule, seed=derive(0, "tuning"), phases=rule.method.fine_tuning_phases(rule.task, 2))
     done = train(begin)
     local = plain.loaded(worlds.task().model, dict(run.server.shared))  # type: ignore[arg-type]
     assert begin.phases[0].epochs == 2

@@ -144,9 +144,9 @@ def test_a_round_of_fedsam_equals_a_plain_loop(settings: dict[str, Any]) -> None
 def test_fedsam_that_looks_nowhere_else_is_fedavg() -> None:
     ours = worlds.federation(replace(FedSAM.example(), rho=0.0))
     assert_same(ours.server.shared, worlds.federation(FedAvg.example()).server.shared)
-    assert FedSAM(rho=0.0).plain_gradient(None)
-    assert not FedSAM().plain_gradient(1)
-    assert not FedDyn().plain_gradient(1)
+    assert FedSAM(rho=0.0).follows_loss_gradient(None)
+    assert not FedSAM().follows_loss_gradient(1)
+    assert not FedDyn().follows_loss_gradient(1)
 
 
 def test_settings_out_of_range() -> None:

@@ -174,7 +174,11 @@ def test_running_statistics_are_the_clients_own() -> None:
     run = federation(METHOD, task=worlds.task(batch_norm=True))
     run.run_round()
     (done,) = run.run_round([1])
-    (only,) = [p for p, phase in enumerate(METHOD.phases(run.client.task, 1)) if phase.keeps is None and phase.epochs]
+    (only,) = [
+        p
+        for p, phase in enumerate(METHOD.phases(run.client.task, 1))
+        if phase.records_direction_as is None and phase.epochs
+    ]
     steps = len(done.trace.order[only])
     counted = [v for n, v in done.result.buffers.items() if not v.is_floating_point()]
     assert all(int(value) == steps for value in counted)

@@ -160,9 +160,9 @@ def test_stacked_clients_train_alike() -> None:
 
 def test_its_loss_is_plain_where_nothing_is_generated() -> None:
     task = worlds.task()
-    assert small().plain_loss(task, 0)
-    assert not small().plain_loss(task, 1)
-    assert small(alpha=0.0, beta=0.0).plain_loss(task, 1)
+    assert small().uses_plain_cross_entropy(task, 0)
+    assert not small().uses_plain_cross_entropy(task, 1)
+    assert small(alpha=0.0, beta=0.0).uses_plain_cross_entropy(task, 1)
 
 
 def test_without_labels_clients_count_alike() -> None:

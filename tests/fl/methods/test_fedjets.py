@@ -175,5 +175,5 @@ def test_settings_out_of_range() -> None:
         FedJETs(parametrization=Hypernetwork.example())
     with pytest.raises(ValueError, match="expected a linear layer called 'body' as classifier, got none"):
         Client(replace(worlds.task(), head="body."), FedJETs())
-    (phase,) = FedJETs().tuning(worlds.task(), 2)
-    assert (phase.epochs, phase.keeps) == (2, None)
+    (phase,) = FedJETs().fine_tuning_phases(worlds.task(), 2)
+    assert (phase.epochs, phase.records_direction_as) == (2, None)

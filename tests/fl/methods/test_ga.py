@@ -138,8 +138,8 @@ def test_looks_move_nothing_and_tuning_has_none() -> None:
     ours, theirs = (federation(kind.example(), task=task).run_round()[0] for kind in (GA, FedAvg))
     counts = [int(one.result.buffers["body.norm1.num_batches_tracked"]) for one in (ours, theirs)]
     assert counts[0] == counts[1]
-    (phase,) = GA().tuning(worlds.task(), 3)
-    assert (phase.epochs, phase.keeps) == (3, None)
+    (phase,) = GA().fine_tuning_phases(worlds.task(), 3)
+    assert (phase.epochs, phase.records_direction_as) == (3, None)
 
 
 def test_settings_out_of_range() -> None:

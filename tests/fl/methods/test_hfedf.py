@@ -175,7 +175,7 @@ def test_weights_are_recorded_of_scored_rounds_alone_and_change_no_bit() -> None
     for _ in range(3):
         assert plain.step().measured == {}
     assert_same(asking.server.own[HYPERNETWORK], plain.server.own[HYPERNETWORK])
-    assert method().server_numbers(asking.server, [], task()) == {}
+    assert method().server_metrics(asking.server, [], task()) == {}
 
 
 def test_no_client_moved_is_no_number_lost() -> None:
@@ -246,7 +246,7 @@ def test_the_hypernetworks_size_follows_from_tables_8_and_9() -> None:
     layers = (1 * 50 + 50) + 3 * (50 * 50 + 50)
     assert layers + 51 * sum(s.numel() for s in published.shapes.values()) == 47_345_899
     small = replace(published, shapes={"a": torch.Size([3, 2])})
-    assert sum(dense(v).numel() for v in small.initial(stream(0, "x")).values()) == layers + 51 * 6
+    assert sum(dense(v).numel() for v in small.initial_parameters(stream(0, "x")).values()) == layers + 51 * 6
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_what_is_sent_of_the_images_is_differentiable_in_them() -> None:
 def test_fine_tuning_trains_the_network_alone() -> None:
     method = HFedFLatent.example()
     task = federation().client.task
-    (phase,) = method.tuning(task, 3)
+    (phase,) = method.fine_tuning_phases(task, 3)
     assert (phase.epochs, phase.steps) == (3, None)
     assert set(phase.assign(task.parameters)) == set(method.generated(task))
 
@@ -148,7 +148,7 @@ def test_before_the_network_is_trained_fine_tuning_trains_it(rounds: int) -> Non
         number=0,
         round=rounds,
         seed=derive(0, "tuning"),
-        phases=method.tuning(run.client.task, 20),
+        phases=method.fine_tuning_phases(run.client.task, 20),
     )
     for (index,) in start.trace.order[0]:
         optimizer.zero_grad()
@@ -178,10 +178,14 @@ def test_the_loss_is_plain_once_the_autoencoder_is_trained() -> None:
             return super().loss(network, batch, step) * 2
 
     task = federation().client.task
-    assert [HFedFLatent(autoencoder_rounds=2).plain_loss(task, round) for round in range(3)] == [False, False, True]
-    assert not Other().plain_loss(task, 1)
+    assert [HFedFLatent(autoencoder_rounds=2).uses_plain_cross_entropy(task, round) for round in range(3)] == [
+        False,
+        False,
+        True,
+    ]
+    assert not Other().uses_plain_cross_entropy(task, 1)
     masked = Client(build("hfedf-cnn", num_classes=3, input_shape=(1, 8, 8), dropout=0.5), HFedFLatent()).task
-    assert not HFedFLatent().plain_loss(masked, 1)
+    assert not HFedFLatent().uses_plain_cross_entropy(masked, 1)
 
 
 def test_one_step_for_many_is_one_of_the_network_alone() -> None:
@@ -275,7 +279,7 @@ def test_where_nothing_is_sent_there_is_nothing_to_invert() -> None:
     assert attack(plain) == NotApplicable("the client sends no latent vector of its images")
     assert isinstance(attack(federation().observe(0)[0]), NotApplicable)  # the autoencoder's round
     view = federation(rounds=1).observe(0)[0]
-    assert isinstance(attack(replace(view, scaled=True)), NotApplicable)
+    assert isinstance(attack(replace(view, scale_unknown=True)), NotApplicable)
 
 
 def test_the_server_speaks_of_alignment_only_where_the_hypernetwork_moves() -> None:

@@ -46,7 +46,7 @@ def batches(done: Round) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def sizes(task_: Task, filters: Filters) -> tuple[int, int]:
     """Shared and all parameters."""
-    params = filters.initial(task_, stream(0, "init"))
+    params = filters.initial_parameters(task_, stream(0, "init"))
     shared = sum(v.numel() for n, v in params.items() if filters.scope(n) is Scope.SHARED)
     return shared, sum(v.numel() for v in params.values())
 
@@ -88,12 +88,12 @@ def test_only_what_blocks_tile_is_generated() -> None:
     made = FILTERS.generates(task())
     groups = [f"body.group{g}.0.conv{c}.weight" for g in (2, 3, 4) for c in (1, 2)]
     assert made == groups  # neither body.conv1 nor the 1x1 shortcuts
-    params = FILTERS.initial(task(), stream(0, "init"))
+    params = FILTERS.initial_parameters(task(), stream(0, "init"))
     tiles = [params[f"embeddings.2x2x3x3.{name}"].shape[:2] for name in made]
     assert tiles == [(1, 1), (1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
     assert_near(FILTERS.filters(params), generated(params), 1e-14)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected convolutions that blocks"):
-        Filters(block=(7, 7)).initial(task(), stream(0, "init"))
+        Filters(block=(7, 7)).initial_parameters(task(), stream(0, "init"))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_lenet_has_one_hypernetwork_and_its_first_convolution_stays_local(
     basic = chosen.basic(network)
     assert "body.conv1.weight" not in basic
     assert list(basic.values()) == [shape] * filters
-    params = chosen.initial(network, stream(0, "init"))
+    params = chosen.initial_parameters(network, stream(0, "init"))
     out, inside, height, width = shape
     n = out * height * width
     assert sizes(network, chosen)[0] == inside * 8 * 8 + inside * 8 + n * 8 + n
@@ -119,7 +119,9 @@ def test_generated_weights_start_as_wide_as_said(init: Any, spread: float) -> No
     network = build("hfn-resnet", num_classes=10)
     for embedding in (32, 64):
         filters = Filters(embedding=embedding, init=init)
-        made = torch.cat([w.flatten() for w in filters.filters(filters.initial(network, stream(3, "init"))).values()])
+        made = torch.cat(
+            [w.flatten() for w in filters.filters(filters.initial_parameters(network, stream(3, "init"))).values()]
+        )
         assert float(made.std()) == pytest.approx(spread, rel=0.1)
 
 
@@ -173,23 +175,23 @@ def test_step_sizes_drop_and_tuning_takes_the_last() -> None:
     method = replace(METHOD, lr=0.1, drops=(2, 5))
     rates = [method.phases(task(), round)[0].groups[0].lr for round in (0, 1, 2, 4, 5)]
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
-    assert method.tuning(task(), 3)[0].groups[0].lr == pytest.approx(0.001)
-    assert method.tuning(task(), 3)[0].epochs == 3
-    assert replace(method, max_norm=2.0).tuning(task(), 3)[0].groups[0].max_norm == 2.0
+    assert method.fine_tuning_phases(task(), 3)[0].groups[0].lr == pytest.approx(0.001)
+    assert method.fine_tuning_phases(task(), 3)[0].epochs == 3
+    assert replace(method, max_norm=2.0).fine_tuning_phases(task(), 3)[0].groups[0].max_norm == 2.0
 
 
 @pytest.mark.parametrize("tune", ["own", "private"])
 def test_tuning_moves_what_is_local(tune: Any) -> None:
     run = federation(replace(METHOD, tune=tune))
-    (phase,) = run.client.method.tuning(run.client.task, 2)
+    (phase,) = run.client.method.fine_tuning_phases(run.client.task, 2)
     moved = set(phase.assign({**run.server.shared, **run.clients[0].private}))
     private = set(run.clients[0].private)
     assert moved == (private if tune == "private" else private - {n for n in private if n.startswith("embeddings.")})
     letter = replace(METHOD, tune=tune, parametrization=replace(FILTERS, regenerate="round"))
     lifted = FILTERS.generates(task())
-    assert not set(letter.tuning(task(), 2)[0].assign(dict.fromkeys(lifted)))
+    assert not set(letter.fine_tuning_phases(task(), 2)[0].assign(dict.fromkeys(lifted)))
     plain = HyperFedNet(parametrization=methods.get("fedavg")().parametrization)
-    assert set(plain.tuning(task(), 2)[0].assign(task().parameters)) == set(task().parameters)
+    assert set(plain.fine_tuning_phases(task(), 2)[0].assign(task().parameters)) == set(task().parameters)
 
 
 def test_new_users_start_from_fresh_embeddings_and_are_tuned() -> None:
@@ -233,7 +235,7 @@ def test_hfn_with_fedprox_is_two_settings() -> None:
 
 def test_hfn_with_fedbn_shares_what_fedbn_does() -> None:
     local, left = (FedBN(parametrization=replace(FILTERS, local=here)) for here in (True, False))
-    names = [*FILTERS.initial(task(), stream(0, "init")), *task().buffers]
+    names = [*FILTERS.initial_parameters(task(), stream(0, "init")), *task().buffers]
     shared = {name for name in names if left.scope(name, task()) is Scope.SHARED}
     assert {"hypernet.2x2x3x3.in.bias", "body.conv1.weight", "head.weight"} <= shared
     assert not any("norm1" in name or "norm2" in name or "shortcut.1" in name for name in shared)

@@ -196,7 +196,7 @@ def test_the_input_can_be_conditioned_instead() -> None:
     names = set(client.task.parameters)
     assert not any(name.startswith("hypernet.") for name in names)
     assert {"classifier.body.fc1.condition", "classifier.body.fc1.inner.weight", "classifier.head.bias"} <= names
-    params = client.method.initial(client.task, stream(3, "init"))
+    params = client.method.initial_parameters(client.task, stream(3, "init"))
     torch.testing.assert_close(params["classifier.head.weight"], task.parameters["head.weight"])
     images = worlds.images(5).inputs
     network = client.network(params, client.task.buffers)

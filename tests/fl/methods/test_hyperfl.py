@@ -115,7 +115,7 @@ def test_the_published_networks_have_as_many_parameters_as_published(name: str, 
     hypernet = method.parametrization
     assert isinstance(hypernet, Hypernetwork)
     assert sum(task.parameters[made].numel() for made in hypernet.generates(task)) == generated
-    params = method.initial(task, stream(0, "init"))
+    params = method.initial_parameters(task, stream(0, "init"))
     assert sum(v.numel() for k, v in params.items() if method.scope(k, task) is Scope.SHARED) == numbers
     assert params["embedding"].shape == (64,)
     private = {name for name in params if method.scope(name, task) is Scope.PRIVATE}

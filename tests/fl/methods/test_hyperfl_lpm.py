@@ -65,7 +65,7 @@ def test_the_published_networks_have_as_many_parameters_as_published(
     assert sum(made) == generated
     assert _numbers(hypernet, made) == numbers
     small = task("resnet18-adapter")  # the formula is what is really made
-    params = replace(METHOD, parametrization=TINY).initial(small, stream(0, "init"))
+    params = replace(METHOD, parametrization=TINY).initial_parameters(small, stream(0, "init"))
     shared = sum(v.numel() for k, v in params.items() if METHOD.scope(k, small) is Scope.SHARED)
     assert shared == _numbers(TINY, [small.parameters[name].numel() for name in TINY.generates(small)])
 
@@ -192,7 +192,7 @@ def test_a_start_at_the_network_lets_adapters_pass_features_on() -> None:
 
     def scales(init: Any) -> torch.Tensor:
         start = Hypernetwork(init=init)
-        made = start.generate(start.initial(here, stream(0, "start")), here)
+        made = start.generate(start.initial_parameters(here, stream(0, "start")), here)
         weights = [made[name] for name in sorted(made) if name.endswith("weight") and made[name].ndim == 1]
         return torch.cat(weights)
 

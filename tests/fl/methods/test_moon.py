@@ -91,17 +91,17 @@ def test_the_first_round_and_no_contrast_are_fedavg() -> None:
     plain = worlds.federation(FedAvg.example(), rounds=2)
     run = worlds.federation(Moon.example())
     assert_same(run.server.shared, worlds.federation(FedAvg.example()).server.shared)
-    assert Moon().plain_loss(worlds.task(), 0)
+    assert Moon().uses_plain_cross_entropy(worlds.task(), 0)
     run.run_round()
     assert (
         float((dense(run.server.shared["body.fc1.weight"]) - dense(plain.server.shared["body.fc1.weight"])).norm())
         > 1e-4
     )
-    assert not Moon().plain_loss(worlds.task(), 1)
+    assert not Moon().uses_plain_cross_entropy(worlds.task(), 1)
     none = worlds.federation(replace(Moon.example(), mu=0.0), rounds=2)
     assert_same(none.server.shared, plain.server.shared)
     assert not none.clients[0].memory
-    assert Moon(mu=0.0).plain_loss(worlds.task(), 1)
+    assert Moon(mu=0.0).uses_plain_cross_entropy(worlds.task(), 1)
 
 
 def test_what_is_kept_is_the_trained_network_below_its_classifier() -> None:

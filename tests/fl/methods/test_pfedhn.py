@@ -141,7 +141,7 @@ def test_epochs_replace_the_steps() -> None:
     assert PFedHN(epochs=3).phases(task, 0)[0].epochs == 3
     assert PFedHN(steps=7).phases(task, 0)[0].steps == 7
     assert replace(PFedHN(), steps=1, epochs=None).phases(task, 0)[0].steps == 1
-    assert PFedHN().tuning(task, 2)[0].epochs == 2
+    assert PFedHN().fine_tuning_phases(task, 2)[0].epochs == 2
 
 
 def test_another_generator_on_the_clients_is_refused() -> None:

@@ -87,7 +87,7 @@ def test_clients_predict_by_theta() -> None:
 
 def test_adapting_ends_at_theta_and_changes_nothing() -> None:
     run = federation(PLAIN)
-    rule = Client(run.client.base, run.client.method.adapting())  # type: ignore[arg-type]
+    rule = Client(run.client.base, run.client.method.adaptation_method())  # type: ignore[arg-type]
     begin = prepare(rule, run.clients[0], run.download(0), run.data[0].train, seed=derive(0, "adapting"))
     (batch,) = plain.fed(begin.trace, 0)
     before = dict(run.server.shared)
@@ -118,7 +118,7 @@ def test_every_client_is_scored_by_its_own_model_on_the_images_of_all() -> None:
 
 
 def test_its_server_looks_at_the_mean_alone() -> None:
-    assert PLAIN.takes_means
+    assert PLAIN.aggregates_mean_only
     assert_near(
         worlds.federation(replace(PLAIN, beta=1.0), SecAgg(group_size=3)).server.shared,
         worlds.federation(replace(PLAIN, beta=1.0)).server.shared,

@@ -146,9 +146,9 @@ def test_generated_and_private_parameters(option: Any) -> None:
 def test_no_epoch_and_tuning() -> None:
     run = worlds.federation(replace(Scaffold.example(), epochs=0))
     assert not any(dense(value).any() for value in run.server.own["control"].values())
-    (phase,) = Scaffold(option="I").tuning(worlds.task(), 3)
+    (phase,) = Scaffold(option="I").fine_tuning_phases(worlds.task(), 3)
     assert phase.epochs == 3
-    assert phase.keeps is None
+    assert phase.records_direction_as is None
 
 
 def test_the_look_counts_for_no_decay() -> None:
@@ -167,7 +167,7 @@ def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="expected lr > 0, got 0"):
         Scaffold(lr=0.0)
     with pytest.raises(ValueError, match="expected steps=1 in a phase that keeps its direction, got 2"):
-        Phase(groups=(), steps=2, keeps="x")
+        Phase(groups=(), steps=2, records_direction_as="x")
 
 
 def test_no_label_is_read_off_steps_that_memory_bends() -> None:

@@ -112,7 +112,7 @@ def test_a_budget_holds_for_a_client_of_any_size() -> None:
         method = kind(epsilon=source.uniform(0.5, 8), rounds=source.randint(1, 5), **settings)
         run = federation_of(method, n)
         server, executed = run.server, 0
-        while not method.silent(server, 0):
+        while not method.exclusion_reason(server, 0):
             server, executed = (
                 method.select(server, [0], run.client.task),
                 executed + most_steps(run.start(0).trace.order),

@@ -47,8 +47,12 @@ def test_only_secret_numbers_of_images_may_be_one_more_or_less() -> None:
     assert public.privacy([100, 11], 1).adjacency == "zero-out"  # with one gone the other feeds all in every step
     assert public.privacy([100, 10], 1).adjacency == "zero-out"  # all that the smaller one has is in every step
     assert own.privacy([100], 1).adjacency == "zero-out"  # its rate follows from its number
-    assert [method.weight(60) for method in (public, own, replace(public, sampler="shuffle"))] == [100.0, 60.0, 60.0]
-    assert FedAvg().weight(60) == 60.0
+    assert [method.aggregation_weight(60) for method in (public, own, replace(public, sampler="shuffle"))] == [
+        100.0,
+        60.0,
+        60.0,
+    ]
+    assert FedAvg().aggregation_weight(60) == 60.0
 
 
 def test_shuffled_batches_claim_nothing_from_sampling() -> None:

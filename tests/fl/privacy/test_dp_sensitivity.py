@@ -157,7 +157,7 @@ def wide(name: str) -> tuple[Private, Gradient, Tensors]:
         method = replace(method, parametrization=Hypernetwork(embedding=4, hidden=8, init="scaled"))
     task = build("hyperfl-grey", num_classes=10, seed=0)
     client = Client(task, method)
-    params = method.parametrization.lift(method.initial(client.task, stream(0, "init")))
+    params = method.parametrization.lift(method.initial_parameters(client.task, stream(0, "init")))
     phase = method.phases(client.task, 0)[-1]
     step = Step(client.task, params, {}, {}, {}, 0)
     live = tuple(phase.assign(params))

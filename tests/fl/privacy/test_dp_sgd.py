@@ -34,7 +34,7 @@ EXACT: dict[str, Any] = {"noise_multiplier": 0.0, "generator": None}
 
 def prepared(method: Method, task: Task | None = None, prefix: str = "") -> tuple[Gradient, Tensors]:
     client = Client(task or worlds.task(), method)
-    params = method.parametrization.lift(method.initial(client.task, stream(0, "init")))
+    params = method.parametrization.lift(method.initial_parameters(client.task, stream(0, "init")))
     live = tuple(name for name in params if name.startswith(prefix))
     step = Step(client.task, params, {}, {}, {}, 0)
     buffers = client.task.buffers

@@ -165,7 +165,7 @@ def test_a_method_that_says_nothing_of_its_servers_step_says_that() -> None:
 
 
 def test_a_number_of_the_servers_step_that_is_none_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FedAvg, "server_numbers", lambda *_: {"share": [0.5, float("inf"), 0.5]})
+    monkeypatch.setattr(FedAvg, "server_metrics", lambda *_: {"share": [0.5, float("inf"), 0.5]})
     assert four(FedAvg.example(), "server").step().measured == {"server": {"share": [0.5, None, 0.5]}}
 
 

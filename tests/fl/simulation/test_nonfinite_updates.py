@@ -81,7 +81,7 @@ class Weighted(FedAvg):
 
     counts: object = 1.0
 
-    def weight(self, images: int) -> float:
+    def aggregation_weight(self, images: int) -> float:
         return self.counts  # type: ignore[return-value]
 
 

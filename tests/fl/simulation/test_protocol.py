@@ -76,7 +76,7 @@ def test_tuning_is_a_round_of_the_phases_that_the_method_says_and_leaves_no_trac
     class OnlyHead(FedAvg):
         """Tunes the classifier alone (made up for this test)."""
 
-        def tuning(self, task: Task, epochs: int) -> tuple[Phase, ...]:
+        def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
             return (Phase(groups=(Group(prefixes=(task.head,), lr=1.0),), epochs=epochs, batch_size=2),)
 
     method = replace(METHOD, epochs=1) if tuning == "default" else OnlyHead(lr=0.1)

@@ -261,7 +261,7 @@ def test_a_distance_does_not_depend_on_an_unknown_factor() -> None:
     clipped = {name: value * 0.05 for name, value in view.update.items()}
     row = {"inputs": (truth.inputs - torch.tensor(view.task.mean)) / torch.tensor(view.task.std)}
     for scaled, least in ((False, 0.5), (True, 0.0)):
-        problem = Problem(replace(view, update=clipped, scaled=scaled), truth.labels, "l2")
+        problem = Problem(replace(view, update=clipped, scale_unknown=scaled), truth.labels, "l2")
         value, _ = ProblemBatch([problem]).evaluate({k: v[None] for k, v in row.items()})
         assert value.item() >= least
     assert value.item() < 1e-12
@@ -283,7 +283,7 @@ def test_a_guess_that_points_away_is_told_where_to_turn(objective: str) -> None:
     view, truth = tiny_views(1)[0]
     opposed = {name: value * -0.05 for name, value in view.update.items()}
     guess = torch.rand(1, *truth.inputs.shape, generator=stream(0, "away")).double()
-    problem = Problem(replace(view, update=opposed, scaled=True), truth.labels, objective)
+    problem = Problem(replace(view, update=opposed, scale_unknown=True), truth.labels, objective)
     value, grads = ProblemBatch([problem]).evaluate({INPUTS: guess})
     assert value.item() > 1
     assert grads[INPUTS].abs().max() > 1e-6

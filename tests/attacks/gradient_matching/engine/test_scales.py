@@ -72,8 +72,8 @@ def test_each_tensor_is_divided_by_a_power_of_its_size(objective: str, balance: 
 def test_a_balanced_objective_has_no_unit() -> None:
     view = seen()
     guess = torch.rand(1, *view.task.input_shape, generator=stream(0, "guess")).double()
-    tiny = replace(view, update={name: dense(x) * 1e-140 for name, x in view.update.items()}, scaled=True)
-    at_scale = value(replace(view, scaled=True), guess, balance=1.0)
+    tiny = replace(view, update={name: dense(x) * 1e-140 for name, x in view.update.items()}, scale_unknown=True)
+    at_scale = value(replace(view, scale_unknown=True), guess, balance=1.0)
     assert value(tiny, guess, balance=1.0) == pytest.approx(at_scale, rel=1e-6)
 
 

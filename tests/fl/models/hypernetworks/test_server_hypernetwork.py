@@ -21,7 +21,7 @@ LIKE = torch.zeros((), dtype=torch.float64)
 def made(**settings: Any) -> tuple[ServerHypernetwork, Tensors, torch.Tensor]:
     hyper = ServerHypernetwork(shapes=SHAPES, embedding=4, hidden=(6, 5), **settings)
     embedding = torch.randn(4, generator=stream(0, "v"), dtype=torch.float64)
-    return hyper, hyper.initial(stream(0, "h"), LIKE), embedding
+    return hyper, hyper.initial_parameters(stream(0, "h"), LIKE), embedding
 
 
 @pytest.mark.parametrize("activation", ["relu", "leaky-relu"])
@@ -65,7 +65,7 @@ def test_the_pullback_equals_finite_differences(activation: Any) -> None:
 
 def test_it_starts_as_linear_layers_do() -> None:
     hyper = ServerHypernetwork(shapes={"w": torch.Size((40, 50))}, embedding=9, hidden=(100,))
-    params = hyper.initial(stream(0, "h"))
+    params = hyper.initial_parameters(stream(0, "h"))
     for name, fan_in in {"mlp.0.weight": 9, "mlp.0.bias": 9, "heads.w.weight": 100, "heads.w.bias": 100}.items():
         drawn = dense(params[name])
         assert drawn.dtype == torch.float32
@@ -80,7 +80,7 @@ def test_the_authors_hypernetwork_of_pfedhn_has_its_size() -> None:
     assert numbers == 121_182
     hyper = ServerHypernetwork(shapes=shapes, embedding=13, hidden=(100,) * 4)
     layers = (13 + 1) * 100 + 3 * (100 + 1) * 100
-    assert sum(v.numel() for v in hyper.initial(stream(0, "h")).values()) == layers + (100 + 1) * numbers
+    assert sum(v.numel() for v in hyper.initial_parameters(stream(0, "h")).values()) == layers + (100 + 1) * numbers
 
 
 @pytest.mark.parametrize(
