@@ -17,7 +17,7 @@ from fl.gradient import Gradient
 from fl.method import Method
 from fl.models.building_blocks.initialization import NORMS
 from fl.privacy.accounting import Charge, worst
-from fl.privacy.dp_sgd import fastest, private_gradient
+from fl.privacy.dp_sgd import Privatization, fastest, private_gradient
 from fl.privacy_statement import PrivacyStatement
 from fl.ranges import OpenShare, Positive, Weight
 from fl.tensors import Tensors
@@ -111,15 +111,8 @@ class DPSGD(Defense):
         noisy = generator is not None and self.multiplier > 0
         own = of_client(grad)
         way = fastest(own, params, batch) if noisy else private_gradient  # without noise training equals prediction
-        return way(
-            own,
-            params,
-            batch,
-            clip=self.clip,
-            noise_multiplier=self.multiplier,
-            generator=generator,
-            denominator=self.denominator,
-        )
+        privatization = Privatization(clip=self.clip, noise_multiplier=self.multiplier, denominator=self.denominator)
+        return way(own, params, batch, privatization, generator)
 
     def with_unknown_scale(self) -> Defense:
         """An update of unknown length."""

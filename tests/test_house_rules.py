@@ -19,8 +19,6 @@ NOT_YET = {
     "fl/capture.py: from_batch",
     "fl/capture.py: from_update",
     "fl/client.py: local_update",
-    "fl/privacy/dp_sgd.py: opacus_gradient",
-    "fl/privacy/dp_sgd.py: private_gradient",
     "fl/simulation/accuracy.py: adapt",
     "fl/simulation/client_round.py: observe",
     "fl/simulation/client_round.py: prepare",

@@ -28,7 +28,7 @@ from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.privacy.dp_sgd import private_gradient
+from fl.privacy.dp_sgd import Privatization, private_gradient
 from fl.privacy.private_method import Private
 from fl.seeds import stream
 from fl.tensors import Tensors
@@ -85,10 +85,8 @@ def graphed(grad: LossGradient, params: Tensors, batch: Batch) -> Tensors:
     """The private gradient by `vmap`, which attacks differentiate through."""
     method = grad.client.method
     assert isinstance(method, Private)
-    noise, divisor = method.noise(grad.step.draws), method.denominator()
-    return private_gradient(
-        grad, params, batch, clip=CLIP, noise_multiplier=SIGMA, generator=noise, denominator=divisor, at=method.at
-    )
+    how = Privatization(clip=CLIP, noise_multiplier=SIGMA, denominator=method.denominator(), at=method.at)
+    return private_gradient(grad, params, batch, how, method.noise(grad.step.draws))
 
 
 def authors(task: Task, batch: Batch) -> Run:

@@ -9,7 +9,7 @@ from fl.method import methods
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.parametrization import Parametrization
-from fl.privacy.dp_sgd import Where
+from fl.privacy.dp_sgd import ClipTarget
 from fl.privacy.private_method import Private
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class DPHyperFL(Private, HyperFL):
     train_mode: bool = False
 
     @property
-    def at(self) -> Where:  # type: ignore[override]
+    def at(self) -> ClipTarget:  # type: ignore[override]
         """Where a sample's gradient is clipped."""
         return "weights" if self.noise_on == "extractor" else "parameters"
 

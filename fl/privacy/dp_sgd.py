@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,20 +22,57 @@ from fl.types import Batch
 STABILISER = 1e-6
 """Added to a norm before dividing by it, as in Opacus and `clip_grad_norm_`: it only ever shrinks the result."""
 
-Where = Literal["parameters", "weights"]
+ClipTarget = Literal["parameters", "weights"]
 Source = torch.Generator | Noise | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Privatization:
+    """How the gradients of a step are clipped and made noisy.
+
+    Attributes:
+        clip: bound on the norm of one sample's gradient, > 0.
+        noise_multiplier: standard deviation of the noise on the sum, in units of `clip`, >= 0.
+        denominator: what the sum is divided by, > 0. It must be public: the expected batch size under Poisson sampling.
+            None takes the size of the batch, which is public only where all batches have one size.
+        at: what is clipped and gets the noise: the gradient of all "parameters" that move together, or that of the
+            network's "weights" they make, in which case the noisy sum is pulled back to the parameters.
+
+    Raises:
+        ValueError: a setting out of its range; says which.
+    """
+
+    clip: float
+    noise_multiplier: float
+    denominator: float | None = None
+    at: ClipTarget = "parameters"
+
+    def __post_init__(self) -> None:
+        if self.clip <= 0:
+            raise ValueError(f"expected clip > 0, got {self.clip}")
+        if self.noise_multiplier < 0:
+            raise ValueError(f"expected noise_multiplier >= 0, got {self.noise_multiplier}")
+        if self.denominator is not None and self.denominator <= 0:
+            raise ValueError(f"expected a public denominator > 0, got {self.denominator}")
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the noise on the sum."""
+        return self.clip * self.noise_multiplier
+
+    def divisor(self, batch: Batch) -> float:
+        """Return what the sum over `batch` is divided by.
+
+        Raises:
+            ValueError: the batch is empty, and there is no denominator.
+        """
+        if self.denominator is None and not len(batch):
+            raise ValueError("expected a public denominator > 0 for a batch of 0 images, got None")
+        return float(len(batch) if self.denominator is None else self.denominator)
+
+
 def private_gradient(
-    grad: LossGradient,
-    params: Tensors,
-    batch: Batch,
-    *,
-    clip: float,
-    noise_multiplier: float,
-    generator: Source,
-    denominator: float | None = None,
-    at: Where = "parameters",
+    grad: LossGradient, params: Tensors, batch: Batch, privatization: Privatization, noise: Source
 ) -> Tensors:
     """The gradient of DP-SGD (Abadi et al., CCS 2016, Algorithm 1): clip each sample's, sum, add noise, divide.
 
@@ -47,36 +84,24 @@ def private_gradient(
         grad: of the method's loss.
         params: where to take it.
         batch: the samples; it may be empty.
-        clip: bound on the norm of one sample's gradient.
-        noise_multiplier: standard deviation of the noise on the sum, in units of `clip`.
-        generator: of the noise; None leaves the noise out.
-        denominator: what the sum is divided by. It must be public: the expected batch size under Poisson sampling.
-            None takes the size of the batch, which is public only where all batches have one size.
-        at: what is clipped and gets the noise: the gradient of all "parameters" that move together, or that of the
-            network's "weights" they make, in which case the noisy sum is pulled back to the parameters.
+        privatization: how each gradient is clipped, and what is added to their sum.
+        noise: where the noise is drawn from; None leaves it out.
 
     Raises:
-        ValueError: for a loss or a model that couples samples, a bad setting, or an empty batch without denominator.
+        ValueError: for a loss or a model that couples samples, or an empty batch without denominator.
     """
-    divisor = _check(grad, batch, clip, noise_multiplier, denominator)
+    grad.check_per_sample()
+    divisor = privatization.divisor(batch)
     weights = grad.weights(params)
-    if not len(batch):
-        return _finished(grad, params, _nothing(grad, weights), clip * noise_multiplier, generator, divisor, at)
-
-    sums = _summed(grad, params, _samples(grad, weights, batch), clip, at)
-    return _finished(grad, params, sums, clip * noise_multiplier, generator, divisor, at)
+    if len(batch):
+        sums = _summed(grad, params, _samples(grad, weights, batch), privatization)
+    else:
+        sums = _nothing(grad, weights)
+    return scaled(_noisy_sum(grad, params, sums, privatization, noise), 1 / divisor)
 
 
 def opacus_gradient(
-    grad: LossGradient,
-    params: Tensors,
-    batch: Batch,
-    *,
-    clip: float,
-    noise_multiplier: float,
-    generator: Source,
-    denominator: float | None = None,
-    at: Where = "parameters",
+    grad: LossGradient, params: Tensors, batch: Batch, privatization: Privatization, noise: Source
 ) -> Tensors:
     """`private_gradient` for training, by ghost clipping and Opacus' rules for layers: equal, faster, without a graph.
 
@@ -85,17 +110,19 @@ def opacus_gradient(
     Raises:
         ValueError: further, for a network whose layers don't say all (see `fl.privacy.ghost_clipping.obstacle`).
     """
-    divisor = _check(grad, batch, clip, noise_multiplier, denominator)
+    grad.check_per_sample()
+    divisor = privatization.divisor(batch)
     if reason := ghost_clipping.obstacle(grad):
         raise ValueError(f"expected a network of known layers, but {reason}: use private_gradient")
     with torch.no_grad():
         weights = grad.weights(params)
         sums = _nothing(grad, weights)
-        if len(batch) and (at == "weights" or type(grad.client.method.parametrization) is Parametrization):
-            sums = _ghost_sums(grad, weights, batch, clip)
+        by_weights = privatization.at == "weights" or type(grad.client.method.parametrization) is Parametrization
+        if len(batch) and by_weights:
+            sums = _ghost_sums(grad, weights, batch, privatization.clip)
         elif len(batch):
-            sums = _summed(grad, params, ghost_clipping.per_sample(grad, weights, batch), clip, at)
-        return _finished(grad, params, sums, clip * noise_multiplier, generator, divisor, at)
+            sums = _summed(grad, params, ghost_clipping.per_sample(grad, weights, batch), privatization)
+        return scaled(_noisy_sum(grad, params, sums, privatization, noise), 1 / divisor)
 
 
 def fastest(grad: LossGradient, params: Tensors, batch: Batch) -> Callable[..., Tensors]:
@@ -105,18 +132,6 @@ def fastest(grad: LossGradient, params: Tensors, batch: Batch) -> Callable[..., 
     if stacked or any(value.requires_grad for value in asked) or ghost_clipping.obstacle(grad):
         return private_gradient
     return opacus_gradient
-
-
-def _check(grad: LossGradient, batch: Batch, clip: float, noise_multiplier: float, denominator: float | None) -> float:
-    grad.check_per_sample()
-    if clip <= 0:
-        raise ValueError(f"expected clip > 0, got {clip}")
-    if noise_multiplier < 0:
-        raise ValueError(f"expected noise_multiplier >= 0, got {noise_multiplier}")
-    divisor = len(batch) if denominator is None else denominator
-    if divisor <= 0:
-        raise ValueError(f"expected a public denominator > 0 for a batch of {len(batch)} images, got {denominator}")
-    return float(divisor)
 
 
 def _nothing(grad: LossGradient, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,11 +159,12 @@ def _factors(norms: Tensor, clip: float) -> Tensor:
 
 
 def _summed(
-    grad: LossGradient, params: Tensors, samples: dict[str, Tensor], clip: float, at: Where
+    grad: LossGradient, params: Tensors, samples: dict[str, Tensor], privatization: Privatization
 ) -> dict[str, Tensor]:
-    """The sum of the clipped gradients (B, ...) of the network's weights, clipped `at` these or the parameters."""
-    norms = vmap(lambda one: norm(one if at == "weights" else grad.pull(params, one)))(samples)
-    fine, factors = norms.isfinite(), _factors(norms, clip)
+    """The sum of the gradients (B, ...) of the network's weights, each clipped as these or as the parameters'."""
+    at_weights = privatization.at == "weights"
+    norms = vmap(lambda one: norm(one if at_weights else grad.pull(params, one)))(samples)
+    fine, factors = norms.isfinite(), _factors(norms, privatization.clip)
     watched = torch.is_grad_enabled() or grad.derivative is not autograd_derivative
     if watched or not bool(fine.all()):  # zero times no number is no number
         samples = {k: torch.where(fine.view(-1, *[1] * (g.ndim - 1)), g, 0.0) for k, g in samples.items()}
@@ -166,31 +182,26 @@ def _ghost_sums(grad: LossGradient, weights: dict[str, Tensor], batch: Batch, cl
     return {name: found[name] for name in _nothing(grad, weights)}  # the order in which noise is drawn
 
 
-def _finished(
-    grad: LossGradient,
-    params: Tensors,
-    sums: dict[str, Tensor],
-    std: float,
-    generator: Source,
-    divisor: float,
-    at: Where,
+def _noisy_sum(
+    grad: LossGradient, params: Tensors, sums: dict[str, Tensor], privatization: Privatization, noise: Source
 ) -> Tensors:
-    """Noise of standard deviation `std` on every entry of the sum, then the mean."""
-    if at == "weights":
-        return scaled(grad.pull(params, _noisy(sums, std, generator)), 1 / divisor)
+    """The sum of the weights' clipped gradients as that of the parameters, with noise on every entry."""
+    std = privatization.std
+    if privatization.at == "weights":
+        return grad.pull(params, _noisy(sums, std, noise))
     pulled = grad.pull(params, sums)
-    if generator is not None and std > 0:
-        pulled = {**_noisy({name: dense(value) for name, value in pulled.items()}, std, generator)}
-    return scaled(pulled, 1 / divisor)
+    if noise is None or std == 0:
+        return pulled
+    return {**_noisy({name: dense(value) for name, value in pulled.items()}, std, noise)}
 
 
-def _noisy(sums: dict[str, Tensor], std: float, generator: Source) -> dict[str, Tensor]:
-    if generator is None or std == 0:
+def _noisy(sums: dict[str, Tensor], std: float, noise: Source) -> dict[str, Tensor]:
+    if noise is None or std == 0:
         return sums
-    if isinstance(generator, Noise):
-        return {name: sums[name] + draw * std for name, draw in generator.like(sums).items()}
+    if isinstance(noise, Noise):
+        return {name: sums[name] + draw * std for name, draw in noise.like(sums).items()}
     noisy = {}
     for name, value in sums.items():
-        draw = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(value.device)
+        draw = torch.randn(value.shape, generator=noise, dtype=value.dtype).to(value.device)
         noisy[name] = value + draw * std
     return noisy

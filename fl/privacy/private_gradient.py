@@ -9,29 +9,10 @@ from torch import Tensor
 
 from fl.client import LossGradient
 from fl.gradient import Derivative, autograd_derivative
-from fl.privacy.dp_sgd import Where, fastest
+from fl.privacy.dp_sgd import Privatization, fastest
 from fl.privacy.gaussian_noise import Noise
 from fl.tensors import Tensors, dense
 from fl.types import Batch
-
-
-@dataclass(frozen=True)
-class Privatization:
-    """How a step's gradients are clipped and made noisy.
-
-    Attributes:
-        clip: norm that every sample's gradient is clipped to.
-        noise_multiplier: standard deviation of the noise, in units of `clip`.
-        noise: where it is drawn from; None leaves it out.
-        denominator: what the noisy sum is divided by; None takes the batch's size.
-        at: whether gradients of the "parameters" or of the network's "weights" are clipped.
-    """
-
-    clip: float
-    noise_multiplier: float
-    noise: Noise | None
-    denominator: float | None
-    at: Where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +20,12 @@ class PrivateGradient(LossGradient):
     """`gradient(params, batch)` of a private method: every sample's clipped, then noise.
 
     Attributes:
-        privatization: how.
+        privatization: how each is clipped, and what is added to their sum.
+        noise: where the noise is drawn from; None leaves it out.
     """
 
     privatization: Privatization
+    noise: Noise | None
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
         """By the names of the parameters that move; noise alone for an empty batch."""
@@ -73,17 +56,7 @@ class PrivateGradient(LossGradient):
         raise ValueError(f"{self.client.method.name} clips every sample's gradient itself: leave such a defense out")
 
     def _private(self, plain: LossGradient, params: Tensors, batch: Batch) -> Tensors:
-        how = self.privatization
-        return fastest(plain, params, batch)(
-            plain,
-            params,
-            batch,
-            clip=how.clip,
-            noise_multiplier=how.noise_multiplier,
-            generator=how.noise,
-            denominator=how.denominator,
-            at=how.at,
-        )
+        return fastest(plain, params, batch)(plain, params, batch, self.privatization, self.noise)
 
     def _fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(LossGradient)}

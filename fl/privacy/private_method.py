@@ -15,9 +15,9 @@ from fl.gradient import Gradient
 from fl.local.sampling import PoissonPhase
 from fl.method import Method, ServerState, Step
 from fl.privacy.accounting import Accountant, Charge, calibrate, worst
-from fl.privacy.dp_sgd import STABILISER, Where
+from fl.privacy.dp_sgd import STABILISER, ClipTarget, Privatization
 from fl.privacy.gaussian_noise import Noise, drawn_key, fresh_key
-from fl.privacy.private_gradient import PrivateGradient, Privatization
+from fl.privacy.private_gradient import PrivateGradient
 from fl.privacy_statement import PrivacyStatement
 from fl.ranges import Count, CountFrom0, OpenShare, Positive, PositiveShare, Range, Weight
 from fl.tensors import Tensors, dense, norm, scaled, zeros
@@ -69,7 +69,7 @@ class Private(Method):
             those on which the noise is calibrated.
     """
 
-    at: ClassVar[Where] = "weights"
+    at: ClassVar[ClipTarget] = "weights"
     """What is clipped: gradients of the network's weights; what is pulled back from them stays private."""
     personal: ClassVar[bool] = False
     """Whether a client trains tensors that it keeps."""
@@ -240,15 +240,10 @@ class Private(Method):
 
     def _privatized(self, raw: LossGradient, live: tuple[str, ...]) -> PrivateGradient:
         """The gradient of the parameters `live`, clipped sample by sample and with noise."""
-        how = Privatization(
-            clip=self.clip,
-            noise_multiplier=self.sigma,
-            noise=self.noise(raw.step.draws),
-            denominator=self.denominator(),
-            at=self.at,
-        )
+        how = Privatization(clip=self.clip, noise_multiplier=self.sigma, denominator=self.denominator(), at=self.at)
         settings = {field.name: getattr(raw, field.name) for field in fields(LossGradient)}
-        return PrivateGradient(**{**settings, "live": live}, privatization=how)
+        noise = self.noise(raw.step.draws)
+        return PrivateGradient(**{**settings, "live": live}, privatization=how, noise=noise)
 
     def fine_tuning_method(self) -> Private:
         """The method behind, as its clients train at client level: neither clipped nor with noise, shuffled batches."""

@@ -26,7 +26,7 @@ from fl.methods.fedgen import FedGen
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as network
 from fl.predict import predict
-from fl.privacy.dp_sgd import private_gradient
+from fl.privacy.dp_sgd import Privatization, private_gradient
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Candidate, Task
@@ -116,7 +116,7 @@ def test_noise_of_another_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected noise \(3, 6\)"):
         grad(params, batch.take(torch.arange(3)))
     whole = grad.of_weights(grad.weights(params), batch, autograd_derivative)
-    single = private_gradient(grad, params, batch, clip=1e9, noise_multiplier=0.0, generator=None)
+    single = private_gradient(grad, params, batch, Privatization(clip=1e9, noise_multiplier=0.0), None)
     assert_near(single, whole, 1e-12)  # there each image meets its own row
 
 

@@ -17,7 +17,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.network import Network
 from fl.predict import predict
-from fl.privacy.dp_sgd import opacus_gradient, private_gradient
+from fl.privacy.dp_sgd import Privatization, opacus_gradient, private_gradient
 from fl.tensors import dense
 from fl.types import Task, frozen
 
@@ -96,7 +96,7 @@ def test_clipping_by_sample_leaves_them_out() -> None:
     step = Step(client.task, params, {}, {}, {}, 0)
     grad = LossGradient(client, step, tuple(params), {}, client.task.model, None, autograd_derivative)
     found = [
-        way(grad, params, batch, clip=0.1, noise_multiplier=0.0, generator=None)
+        way(grad, params, batch, Privatization(clip=0.1, noise_multiplier=0.0), None)
         for way in (private_gradient, opacus_gradient)
     ]
     assert found[0].keys() == params.keys()

@@ -21,7 +21,7 @@ from fl.methods.pfedhn import PFedHN
 from fl.methods.scaffold import Scaffold
 from fl.models.hypernetworks.filter_hypernetwork import Filters
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.privacy.dp_sgd import private_gradient
+from fl.privacy.dp_sgd import Privatization, private_gradient
 from fl.tensors import Tensors
 from fl.types import Batch, Scope, Task
 
@@ -45,9 +45,8 @@ class DPSGD(Defense):
     noise_multiplier: float = 0.0
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
-        return private_gradient(
-            grad, params, batch, clip=self.clip, noise_multiplier=self.noise_multiplier, generator=generator
-        )
+        how = Privatization(clip=self.clip, noise_multiplier=self.noise_multiplier)
+        return private_gradient(grad, params, batch, how, generator)
 
 
 @dataclass(frozen=True)

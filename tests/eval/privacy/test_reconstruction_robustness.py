@@ -13,7 +13,7 @@ from fl.gradient import autograd_derivative
 from fl.method import Step
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.privacy.accounting import Charge
-from fl.privacy.dp_sgd import private_gradient
+from fl.privacy.dp_sgd import Privatization, private_gradient
 from fl.privacy.gaussian_noise import Noise
 from fl.seeds import stream
 from fl.types import Batch, Task
@@ -75,9 +75,8 @@ def releases(sigma: float, candidates: Batch, seed: int) -> tuple[Tensor, Tensor
 
     def released(batch: Batch, key: Tensor | None, noise: float) -> Tensor:
         source = None if key is None else Noise(key)
-        found = private_gradient(
-            grad, params, batch, clip=CLIP, noise_multiplier=noise, generator=source, denominator=1
-        )
+        how = Privatization(clip=CLIP, noise_multiplier=noise, denominator=1)
+        found = private_gradient(grad, params, batch, how, source)
         return found["body.weight"].flatten()  # type: ignore[union-attr]
 
     keys = torch.randint(2**62, (TRIALS, 2), generator=stream(seed, "rero", str(sigma)))

@@ -22,14 +22,18 @@ from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.models import build
 from fl.privacy import ghost_clipping
-from fl.privacy.dp_sgd import STABILISER, fastest, opacus_gradient, private_gradient
+from fl.privacy.dp_sgd import STABILISER, Privatization, fastest, opacus_gradient, private_gradient
 from fl.privacy.gaussian_noise import Noise
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense, norm
 from fl.types import Batch, Group, Phase, Task
 
 BATCH = worlds.images(5)
-EXACT: dict[str, Any] = {"noise_multiplier": 0.0, "generator": None}
+
+
+def exact(clip: float = 1.0, **settings: Any) -> Privatization:
+    """Clipping without noise."""
+    return Privatization(clip=clip, noise_multiplier=0.0, **settings)
 
 
 def prepared(method: Method, task: Task | None = None, prefix: str = "") -> tuple[Gradient, Tensors]:
@@ -56,7 +60,7 @@ def by_hand(model: torch.nn.Module, batch: Batch, clip: float, prefix: str = "")
 @pytest.mark.parametrize("prefix", ["", "head."])
 def test_both_ways_equal_a_loop_over_the_images(clip: float, way: Any, prefix: str) -> None:
     grad, params = prepared(FedAvg(), prefix=prefix)
-    found = way(grad, params, BATCH, clip=clip, **EXACT)
+    found = way(grad, params, BATCH, exact(clip), None)
     assert_near(found, by_hand(worlds.task().model, BATCH, clip, prefix), 1e-12)
 
 
@@ -67,20 +71,20 @@ def test_both_ways_agree_on_published_networks(name: str) -> None:
     batch = worlds.images(3, shape=task.input_shape)
     norms = [float(norm(g)) for g in per_sample_gradients(task.model, batch.inputs, batch.labels)]  # type: ignore
     clip = sorted(norms)[1]
-    one, other = (way(grad, params, batch, clip=clip, **EXACT) for way in (private_gradient, opacus_gradient))
+    one, other = (way(grad, params, batch, exact(clip), None) for way in (private_gradient, opacus_gradient))
     assert_near(one, other, 1e-12)
 
 
 def test_without_binding_clip_it_is_the_gradient() -> None:
     grad, params = prepared(FedAvg())
-    assert_near(private_gradient(grad, params, BATCH, clip=1e9, **EXACT), grad(params, BATCH), 1e-12)
+    assert_near(private_gradient(grad, params, BATCH, exact(clip=1e9), None), grad(params, BATCH), 1e-12)
 
 
 def test_generated_updates_stay_outer_products() -> None:
     method = HyperFL.example()
     grad, params = prepared(method, prefix="hypernet.")
     clip = 0.05
-    found = private_gradient(grad, params, BATCH, clip=clip, **EXACT)
+    found = private_gradient(grad, params, BATCH, exact(clip), None)
     alone = [grad(params, BATCH.take(torch.tensor([i]))) for i in range(len(BATCH))]
     norms = [float(norm(g).detach()) for g in alone]
     assert min(norms) < max(norms)
@@ -98,18 +102,18 @@ def test_the_published_hypernetwork_needs_no_dense_gradients() -> None:
     task = build("hyperfl-grey", num_classes=3, seed=0)
     grad, params = prepared(HyperFL(), task, prefix="hypernet.")
     inputs = worlds.images(4, shape=(1, 28, 28)).inputs.float()
-    found = private_gradient(grad, params, Batch(inputs, torch.arange(4) % 3), clip=1.0, **EXACT)
+    found = private_gradient(grad, params, Batch(inputs, torch.arange(4) % 3), exact(clip=1.0), None)
     held = sum(v.terms[0].left.numel() if isinstance(v, LowRank) else v.numel() for v in found.values())
     assert held < 10 * 115_776
 
 
 def test_no_image_moves_the_sum_by_more_than_the_clip() -> None:
     grad, params = prepared(FedAvg())
-    settings = {**EXACT, "clip": 0.3, "denominator": 1.0}
-    whole = private_gradient(grad, params, BATCH, **settings)
+    settings = exact(0.3, denominator=1.0)
+    whole = private_gradient(grad, params, BATCH, settings, None)
     for i in range(len(BATCH)):
         rest = BATCH.take(torch.tensor([j for j in range(len(BATCH)) if j != i]))
-        without = private_gradient(grad, params, rest, **settings)
+        without = private_gradient(grad, params, rest, settings, None)
         change = norm({k: dense(v) - dense(without[k]) for k, v in whole.items()})
         assert 0.29 < float(change) <= 0.3
 
@@ -117,37 +121,35 @@ def test_no_image_moves_the_sum_by_more_than_the_clip() -> None:
 @pytest.mark.parametrize("way", [private_gradient, opacus_gradient])
 def test_noise_has_the_stated_size_and_a_seed(way: Any) -> None:
     grad, params = prepared(FedAvg())
-    quiet = way(grad, params, BATCH, clip=0.5, denominator=2.0, **EXACT)
-    settings = {"clip": 0.5, "noise_multiplier": 3.0, "denominator": 2.0}
-    noisy, same, other = (way(grad, params, BATCH, generator=stream(s), **settings) for s in (0, 0, 1))
+    quiet = way(grad, params, BATCH, exact(clip=0.5, denominator=2.0), None)
+    settings = Privatization(clip=0.5, noise_multiplier=3.0, denominator=2.0)
+    noisy, same, other = (way(grad, params, BATCH, settings, stream(s)) for s in (0, 0, 1))
     draws = torch.cat([(dense(noisy[k]) - dense(quiet[k])).flatten() for k in quiet])
     assert float(draws.std()) == pytest.approx(0.5 * 3.0 / 2.0, rel=0.06)
     assert abs(float(draws.mean())) < 0.1
     assert all(torch.equal(dense(noisy[k]), dense(same[k])) for k in noisy)
     assert not torch.equal(dense(noisy["head.bias"]), dense(other["head.bias"]))
-    assert torch.equal(
-        dense(way(grad, params, BATCH, generator=None, **settings)["head.bias"]), dense(quiet["head.bias"])
-    )
+    assert torch.equal(dense(way(grad, params, BATCH, settings, None)["head.bias"]), dense(quiet["head.bias"]))
 
 
 @pytest.mark.parametrize("way", [private_gradient, opacus_gradient])
 def test_an_empty_batch_gives_noise_alone(way: Any) -> None:
     grad, params = prepared(FedAvg())
     nobody = BATCH.take(torch.empty(0, dtype=torch.int64))
-    settings = {"clip": 1.0, "noise_multiplier": 2.0, "denominator": 4.0}
-    silent = way(grad, params, nobody, generator=None, **settings)
+    settings = Privatization(clip=1.0, noise_multiplier=2.0, denominator=4.0)
+    silent = way(grad, params, nobody, settings, None)
     assert set(silent) == set(grad.live)
     assert not any(dense(v).any() for v in silent.values())
-    draws = torch.cat([dense(v).flatten() for v in way(grad, params, nobody, generator=stream(0), **settings).values()])
+    draws = torch.cat([dense(v).flatten() for v in way(grad, params, nobody, settings, stream(0)).values()])
     assert float(draws.std()) == pytest.approx(0.5, rel=0.06)
     with pytest.raises(ValueError, match="public denominator"):
-        way(grad, params, nobody, generator=None, clip=1.0, noise_multiplier=2.0)
+        way(grad, params, nobody, replace(settings, denominator=None), None)
 
 
 def test_an_empty_batch_of_a_hypernetwork() -> None:
     grad, params = prepared(HyperFL.example(), prefix="hypernet.")
     nobody = BATCH.take(torch.empty(0, dtype=torch.int64))
-    found = private_gradient(grad, params, nobody, clip=1.0, denominator=2.0, **EXACT)
+    found = private_gradient(grad, params, nobody, exact(clip=1.0, denominator=2.0), None)
     assert {k: v.shape for k, v in found.items()} == {k: params[k].shape for k in grad.live}
     assert not any(dense(v).any() for v in found.values())
 
@@ -164,41 +166,41 @@ def test_an_empty_batch_of_a_hypernetwork() -> None:
 def test_settings_are_checked(way: Any, settings: dict[str, float], message: str) -> None:
     grad, params = prepared(FedAvg())
     with pytest.raises(ValueError, match=message):
-        way(grad, params, BATCH, **{"clip": 1.0, **EXACT, **settings})
+        way(grad, params, BATCH, Privatization(**{"clip": 1.0, "noise_multiplier": 0.0, **settings}), None)
 
 
 @pytest.mark.parametrize("way", [private_gradient, opacus_gradient])
 def test_losses_and_models_that_couple_samples_are_refused(way: Any) -> None:
     grad, params = prepared(HyperFedZero.example())
     with pytest.raises(ValueError, match="couples the samples"):
-        way(grad, params, BATCH, clip=1.0, **EXACT)
+        way(grad, params, BATCH, exact(clip=1.0), None)
     grad, params = prepared(FedAvg(), worlds.task(batch_norm=True))
     with pytest.raises(ValueError, match="batch norm in train mode"):
-        way(grad, params, BATCH, clip=1.0, **EXACT)
+        way(grad, params, BATCH, exact(clip=1.0), None)
 
 
 def test_batch_norm_in_evaluation_mode_is_fine() -> None:
     task = worlds.task(batch_norm=True)
     grad, params = prepared(FedAvg(train_mode=False), task)
-    found = private_gradient(grad, params, BATCH, clip=0.7, **EXACT)
+    found = private_gradient(grad, params, BATCH, exact(clip=0.7), None)
     assert_near(found, by_hand(task.model.eval(), BATCH, 0.7), 1e-12)
     with pytest.raises(ValueError, match=r"'body\.norm1' \(BatchNorm2d\): use private_gradient"):
-        opacus_gradient(grad, params, BATCH, clip=0.7, **EXACT)
+        opacus_gradient(grad, params, BATCH, exact(clip=0.7), None)
 
 
 @pytest.mark.parametrize("at", ["parameters", "weights"])
 @pytest.mark.parametrize("clip", [0.05, 1e3])
 def test_both_ways_agree_on_generated_weights(at: Any, clip: float) -> None:
     grad, params = prepared(HyperFL.example(), prefix="hypernet.")
-    one, other = (way(grad, params, BATCH, clip=clip, at=at, **EXACT) for way in (private_gradient, opacus_gradient))
+    one, other = (way(grad, params, BATCH, exact(clip, at=at), None) for way in (private_gradient, opacus_gradient))
     assert_near(one, other, 1e-12)
 
 
 def test_noise_on_the_extractor_is_pulled_back() -> None:
     grad, params = prepared(HyperFL.example(), prefix="hypernet.")
-    settings = {"clip": 0.3, "noise_multiplier": 2.0, "denominator": 4.0, "at": "weights"}
+    settings = Privatization(clip=0.3, noise_multiplier=2.0, denominator=4.0, at="weights")
     quiet, noisy = (
-        {k: dense(v) for k, v in opacus_gradient(grad, params, BATCH, generator=g, **settings).items()}  # type: ignore
+        {k: dense(v) for k, v in opacus_gradient(grad, params, BATCH, settings, g).items()}  # type: ignore
         for g in (None, Noise(torch.tensor([1, 2])))
     )
     made = grad.client.method.parametrization.sources(grad.client.task, grad.live)
@@ -211,7 +213,7 @@ def test_noise_on_the_extractor_is_pulled_back() -> None:
 def test_opacus_changes_no_module() -> None:
     grad, params = prepared(FedAvg())
     before = {name: p.clone() for name, p in grad.model.named_parameters()}
-    opacus_gradient(grad, params, BATCH, clip=1.0, **EXACT)
+    opacus_gradient(grad, params, BATCH, exact(clip=1.0), None)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in grad.model.named_parameters())
     assert not any(module._forward_hooks or module._backward_hooks for module in grad.model.modules())
 
@@ -227,9 +229,8 @@ class Poisson(FedAvg):
 @dataclass(frozen=True, kw_only=True)
 class Amortised(DPSGD):
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: Any) -> Tensors:
-        return private_gradient(
-            grad, params, batch, clip=0.5, noise_multiplier=1.0, generator=generator, denominator=1.0
-        )
+        how = Privatization(clip=0.5, noise_multiplier=1.0, denominator=1.0)
+        return private_gradient(grad, params, batch, how, generator)
 
 
 @pytest.mark.parametrize("method", [Poisson(), replace(HyperFL.example(), train_mode=False)], ids=["fedavg", "hyperfl"])
@@ -298,7 +299,7 @@ def test_every_way_to_per_sample_gradients_is_the_loop(part: int) -> None:
         if seed % 2:
             batch = Batch(batch.inputs.to(memory_format=torch.channels_last), batch.labels)
         if not count:
-            found = opacus_gradient(grad, params, batch, clip=1.0, denominator=1.0, **EXACT)
+            found = opacus_gradient(grad, params, batch, exact(clip=1.0, denominator=1.0), None)
             assert not any(dense(v).any() for v in found.values())
             continue
         loop = per_sample_gradients(model, batch.inputs, batch.labels)
@@ -307,7 +308,7 @@ def test_every_way_to_per_sample_gradients_is_the_loop(part: int) -> None:
         near(hooked(model, batch), stacked)  # type: ignore[arg-type]
         near(ghost_clipping.per_sample(grad, grad.weights(params), batch), stacked)  # type: ignore[arg-type]
         clip = sorted(float(norm(one)) for one in loop)[count // 2]  # type: ignore[arg-type]
-        near(opacus_gradient(grad, params, batch, clip=clip, **EXACT), by_hand(model, batch, clip))  # type: ignore
+        near(opacus_gradient(grad, params, batch, exact(clip), None), by_hand(model, batch, clip))  # type: ignore
 
 
 def near(x: Tensors, y: Tensors) -> None:
@@ -328,7 +329,7 @@ def test_the_hypernetwork_s_closed_form_is_the_loop(count: int) -> None:
     factors = [min(1.0, clip / (n + STABILISER)) for n in norms]
     expected = {k: sum(f * dense(g[k]) for f, g in zip(factors, alone, strict=True)) / count for k in alone[0]}
     for way in (private_gradient, opacus_gradient):
-        assert_near(way(grad, params, batch, clip=clip, **EXACT), expected, 1e-12)  # type: ignore[arg-type]
+        assert_near(way(grad, params, batch, exact(clip), None), expected, 1e-12)  # type: ignore[arg-type]
 
 
 def test_opacus_module_is_wrong_with_channels_innermost() -> None:
@@ -351,9 +352,9 @@ def test_samples_without_a_finite_gradient_count_as_nothing(way: Any, bad: float
     for count in (1, 3, len(BATCH)):
         inputs = BATCH.inputs.clone()
         inputs[:count, 0, 2, 2] = bad
-        found = way(grad, params, Batch(inputs, BATCH.labels), clip=0.3, denominator=1.0, **EXACT)
+        found = way(grad, params, Batch(inputs, BATCH.labels), exact(clip=0.3, denominator=1.0), None)
         rest = BATCH.take(torch.arange(count, len(BATCH)))
-        expected = way(grad, params, rest, clip=0.3, denominator=1.0, **EXACT)
+        expected = way(grad, params, rest, exact(clip=0.3, denominator=1.0), None)
         assert all(dense(v).isfinite().all() for v in found.values())
         assert float(norm(found)) <= 0.3 * (len(BATCH) - (count if bad != 1e300 else 0)) + 1e-9
         if bad != 1e300:
@@ -376,8 +377,8 @@ def test_networks_whose_layers_do_not_say_all_are_told_apart() -> None:
     ):
         grad, params = prepared(FedAvg(), Task(copy.deepcopy(model).double(), (1, 8, 8), 3, head="2."))
         with pytest.raises(ValueError, match=message):
-            opacus_gradient(grad, params, BATCH, clip=1.0, **EXACT)
-        private_gradient(grad, params, BATCH, clip=1.0, **EXACT)
+            opacus_gradient(grad, params, BATCH, exact(clip=1.0), None)
+        private_gradient(grad, params, BATCH, exact(clip=1.0), None)
     for model in (
         nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.ReLU(inplace=True)),
         nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(64, 3)),
@@ -396,6 +397,6 @@ def test_the_fastest_way_keeps_a_graph_where_one_is_asked_for() -> None:
     assert fastest(apart, params, BATCH) is private_gradient
     with torch.no_grad():
         assert fastest(grad, params, moving) is opacus_gradient
-        stacked = vmap(lambda x: private_gradient(apart, params, Batch(x, BATCH.labels), clip=0.3, **EXACT))
+        stacked = vmap(lambda x: private_gradient(apart, params, Batch(x, BATCH.labels), exact(clip=0.3), None))
     found = {k: dense(v)[0] for k, v in stacked(BATCH.inputs[None]).items()}
-    assert_near(found, private_gradient(grad, params, BATCH, clip=0.3, **EXACT), 1e-12)
+    assert_near(found, private_gradient(grad, params, BATCH, exact(clip=0.3), None), 1e-12)
