@@ -124,6 +124,12 @@ class Attack:
         """Attack several views within what `control` allows; what does not search in iterations runs to its end."""
         return self.run(views, seeds)
 
+    @property
+    def is_controllable(self) -> bool:
+        """Whether it searches in iterations, and so hears a `SearchControl`; a `run` of its own goes before."""
+        own = next(kind for kind in type(self).__mro__ if {"run", "run_controlled"} & vars(kind).keys())
+        return own is not Attack and "run_controlled" in vars(own)
+
     def estimate_seconds(self, views: Sequence[ServerView]) -> float | None:
         """Return about how long the attack takes on these views in one process, or None where it can't tell."""
         return None
@@ -199,7 +205,7 @@ def runner(
     attack: Attack, control: SearchControl | None
 ) -> Callable[[Sequence[ServerView], Sequence[int]], list[Result]]:
     """Return the attack's `run`, within what `control` allows where there is one."""
-    if control is None or not isinstance(attack, Attack):
+    if control is None or not isinstance(attack, Attack) or not attack.is_controllable:
         return attack.run
     return partial(attack.run_controlled, control=control)
 
@@ -350,6 +356,11 @@ class Chain(Attack):
         """Rewrite every view, attack those that could be within what `control` allows."""
         assert isinstance(self.first, ViewRewriter)
         return self.first.attack_rewritten(self.then, views, seeds, control)
+
+    @property
+    def is_controllable(self) -> bool:
+        """Whether the attack on the rewritten views is."""
+        return self.then.is_controllable
 
     def estimate_seconds(self, views: Sequence[ServerView]) -> float | None:
         """Return about how long the attack on the rewritten views takes."""

@@ -28,6 +28,8 @@ class Reconstruction:
         note: how far an attack got that did not get to its end; empty where it did.
         given_up: what stopped the search before it could explain the update (a budget of iterations or time), in
             words; empty where nothing did. It is a limit of the search, as `NotApplicable.limit` is one of an attack.
+        cut_short: what ended the search before its time (a time limit, an interrupt; `attacks.search_control`), in
+            words; empty where nothing did. Without it the result may have been another.
     """
 
     inputs: Tensor | None
@@ -40,6 +42,7 @@ class Reconstruction:
     fixed: Tensor | None = None
     note: str = ""
     given_up: str = ""
+    cut_short: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,12 @@ class NotApplicable:
         reason: in words.
         limit: whether this is a limit of the attack as it is built, and no fact about the update: how the model is
             written, a layer that it does not undo, a search given up. Such a refusal says nothing of what leaks.
+        cut_short: what kept a search from beginning (a time limit, an interrupt), in words; empty where nothing did.
     """
 
     reason: str
     limit: bool = False
+    cut_short: str = ""
 
 
 Result = Reconstruction | NotApplicable

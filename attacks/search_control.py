@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 TIME_LIMIT = "the time limit"
 INTERRUPT = "an interrupt"
 """What cut a search short, in its note."""
+PACE_REPORTS = 20
+"""Reports that the present speed is taken from."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,10 @@ class SearchControl:
         keep_best_on_interrupt: whether a KeyboardInterrupt during a search ends it with its best iterate so far and
             sets `interrupted`; else it is raised and the search is lost.
         interval: seconds between two reports, at least.
+        parent: the control that this one is a share of: what interrupts one of them interrupts the other.
 
     Attributes:
-        interrupted: whether an interrupt was taken; searches that begin afterwards end at once.
+        cut_short_by: what has stopped a search under this control before its end, in words; empty where nothing has.
     """
 
     def __init__(
@@ -59,28 +63,67 @@ class SearchControl:
         on_progress: Callable[[SearchProgress], None] = ignore_progress,
         keep_best_on_interrupt: bool = False,
         interval: float = 0.5,
+        parent: SearchControl | None = None,
     ) -> None:
         self.deadline = time.monotonic() + time_limit
         self.on_progress = on_progress
         self.keep_best_on_interrupt = keep_best_on_interrupt
         self.interval = interval
-        self.interrupted = False
+        self.parent = parent
+        self.cut_short_by = ""
+        self._interrupted = False
+
+    def share(self, parts: int = 1, on_progress: Callable[[SearchProgress], None] = ignore_progress) -> SearchControl:
+        """Return the control of one of `parts` works that have the time left in equal shares, one after the other."""
+        return SearchControl(
+            time_limit=self.seconds_left / max(parts, 1),
+            on_progress=on_progress,
+            keep_best_on_interrupt=self.keep_best_on_interrupt,
+            interval=self.interval,
+            parent=self,
+        )
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether there was an interrupt: searches end with what they have, and those that begin later end at once."""
+        return self._interrupted or (self.parent is not None and self.parent.interrupted)
 
     @property
     def seconds_left(self) -> float:
         """Seconds until the time limit, 0 or more; infinity without one."""
         return max(self.deadline - time.monotonic(), 0.0)
 
+    def interrupt(self) -> None:
+        """End all searches under this control, and under that which it is a share of; for handlers of signals, too."""
+        self._interrupted = True
+        if self.parent is not None:
+            self.parent.interrupt()
+
     def stop_reason(self) -> str:
-        """What stops every search now, in words; empty while they may go on."""
-        if self.interrupted:
-            return INTERRUPT
-        return TIME_LIMIT if self.seconds_left == 0 else ""
+        """What stops every search now, in words; empty while they may go on. Whoever asks has to heed it."""
+        reason = INTERRUPT if self.interrupted else TIME_LIMIT if self.seconds_left == 0 else ""
+        self.cut_short_by = self.cut_short_by or reason
+        return reason
 
     def take_interrupt(self) -> bool:
         """Return whether a KeyboardInterrupt is to end the search with what it has; else it has to be raised again."""
-        self.interrupted = self.keep_best_on_interrupt
-        return self.interrupted
+        if self.keep_best_on_interrupt:
+            self.interrupt()
+            self.cut_short_by = self.cut_short_by or INTERRUPT
+        return self.keep_best_on_interrupt
+
+
+class Pace:
+    """How fast iterations go, by the last reports of how many are done."""
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[float, float]] = deque(maxlen=PACE_REPORTS)
+
+    def seconds_left(self, now: float, done: float, total: float) -> float | None:
+        """Take a report, and return what the rest takes at the present speed; None until that can be told."""
+        self._reports.append((now, done))
+        begun, first = self._reports[0]
+        return (now - begun) / (done - first) * (total - done) if done > first else None
 
 
 @dataclass
@@ -103,7 +146,7 @@ class SearchMonitor:
     begun: int = 0
     _batch_deadline: float = math.inf
     _reported: float = field(default_factory=lambda: time.monotonic())
-    _reported_iteration: int | None = None
+    _pace: Pace = field(default_factory=Pace)
 
     def begin_batch(self) -> str:
         """Begin another batch; returns what forbids it, in words, or nothing."""
@@ -120,13 +163,13 @@ class SearchMonitor:
         now = time.monotonic()
         if now - self._reported >= self.control.interval:
             self._report(max(self.begun - 1, 0) * self.iterations + iteration, now)
-        return self.control.stop_reason() or (TIME_LIMIT if now >= self._batch_deadline else "")
+        reason = self.control.stop_reason() or (TIME_LIMIT if now >= self._batch_deadline else "")
+        self.control.cut_short_by = self.control.cut_short_by or reason
+        return reason
 
     def _report(self, done: int, now: float) -> None:
         total = self.batches * self.iterations
-        left = None
-        if self._reported_iteration is not None and done > self._reported_iteration:
-            pace = (now - self._reported) / (done - self._reported_iteration)
-            left = min(pace * (total - done), self.control.seconds_left)
-        self._reported, self._reported_iteration = now, done
+        left = self._pace.seconds_left(now, done, total)
+        self._reported = now
+        left = None if left is None else min(left, self.control.seconds_left)
         self.control.on_progress(SearchProgress(min(done, total), total, left))

@@ -136,7 +136,11 @@ class Bilevel(Attack):
         peeled = {i: _peeled(hypernet[i], row) for i, (row, *_) in embeddings.items()}
         upper = [trial for i, one in peeled.items() for trial in self._upper(i, one, seeds[i])]
         images = self._best(upper, self._search_images, SearchMonitor(control))
-        results: list[Result] = [NotApplicable("no trial was run") if isinstance(o, HypernetView) else o for o in found]
+        unsearched = NotApplicable("no trial was run")
+        if stopped := control.stop_reason():
+            reason = f"no trial was run before {stopped}"
+            unsearched = NotApplicable(reason, limit=True, cut_short=reason)
+        results: list[Result] = [unsearched if isinstance(o, HypernetView) else o for o in found]
         for i, one in peeled.items():
             if i not in images:
                 continue
@@ -151,6 +155,7 @@ class Bilevel(Attack):
                 private=one.private(),
                 knowledge=("labels",) if view.labels is not None else (),
                 note="; ".join(filter(None, (lower_cut, images[i].cut_short))),
+                cut_short=lower_cut or images[i].cut_short,
             )
         return results
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from attacks.base import Attack, NotApplicable, Reconstruction, attacks
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
+from attacks.gradient_matching.engine.minimization import describe_cut
 from attacks.gradient_matching.engine.regularizers import total_variation
+from attacks.search_control import SearchControl, SearchMonitor
 from fl.defense import overrides
 from fl.methods.hfedf_latent import LATENT, PREFIX
 from fl.models.hfedf_autoencoder import Autoencoder
@@ -64,8 +66,18 @@ class LatentPayload(Attack):
         """A few steps."""
         return cls(iterations=5)
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """One image, as many times as the view has images; the seed changes nothing."""
+    def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        """One image for each view, as many times as the view has images; the seeds change nothing."""
+        return self.run_controlled(views, seeds, SearchControl())
+
+    def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
+        """As `run`, within what `control` allows; where no time is left the image is what the decoder makes."""
+        monitor = SearchMonitor(control, len(views), self.iterations)
+        single = map(self.single_client_view, views)
+        return [view if isinstance(view, NotApplicable) else self._invert(view, monitor) for view in single]
+
+    def _invert(self, view: ServerView, monitor: SearchMonitor) -> Reconstruction | NotApplicable:
+        """One image, as many times as the view has images."""
         if LATENT not in view.update or not any(name.startswith(PREFIX) for name in view.shared):
             return NotApplicable("the client sends no latent vector of its images")
         if view.scale_unknown:
@@ -79,14 +91,23 @@ class LatentPayload(Attack):
         gray = wanted.new_full((1, *view.task.input_shape), 0.5)
         with torch.no_grad():
             image, scale = encoder.decoder(wanted[None]), (encoder.encoder(gray)[0] - wanted).square().sum()
-        found, history = self._search(encoder, wanted, scale, image, wanted.new_tensor(view.task.std))
+        found, history, cut_short = self._search(
+            encoder, wanted, scale, image, wanted.new_tensor(view.task.std), monitor
+        )
         count = view.batch_size or 1
-        return Reconstruction(found.expand(count, *found.shape[1:]).clone(), None, history[-1], tuple(history))
+        return Reconstruction(
+            found.expand(count, *found.shape[1:]).clone(),
+            None,
+            history[-1],
+            tuple(history),
+            note=cut_short,
+            cut_short=cut_short,
+        )
 
     def _search(
-        self, encoder: Autoencoder, wanted: Tensor, scale: Tensor, start: Tensor, std: Tensor
-    ) -> tuple[Tensor, list[float]]:
-        """The best image (1, C, H, W) met on the way, and the objective, coarsely."""
+        self, encoder: Autoencoder, wanted: Tensor, scale: Tensor, start: Tensor, std: Tensor, monitor: SearchMonitor
+    ) -> tuple[Tensor, list[float], str]:
+        """The best image (1, C, H, W) met on the way, the objective, coarsely, and what cut the search short."""
 
         def objective(image: Tensor) -> Tensor:
             apart = (encoder.encoder(image)[0] - wanted).square().sum() / scale.clamp_min(torch.finfo(scale.dtype).tiny)
@@ -95,7 +116,11 @@ class LatentPayload(Attack):
         image = start.clone().requires_grad_()
         optimizer = torch.optim.Adam([image], lr=self.lr)
         best, found, history = float(objective(start)), start, [float(objective(start))]
+        stopped = monitor.begin_batch() if self.iterations else ""
         for i in range(self.iterations):
+            if stopped := stopped or monitor.after(i):
+                stopped = describe_cut(i, self.iterations, stopped)
+                break
             optimizer.zero_grad()
             objective(image).backward()
             optimizer.step()
@@ -106,7 +131,7 @@ class LatentPayload(Attack):
                 best, found = value, image.detach().clone()
             if i % max(1, self.iterations // 20) == 0:
                 history.append(value)
-        return found, [*history, best]
+        return found, [*history, best], stopped
 
 
 def _sent(view: ServerView) -> bool:

@@ -11,6 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.func import vmap
 
+from attacks.search_control import SearchMonitor
 from fl.defense import overrides
 from fl.gradient import func_derivative
 from fl.models.building_blocks.initialization import initialize
@@ -142,6 +143,7 @@ class InversionNetwork:
         network: (n, F) to pixels (n, B * C * H * W).
         shape: (B, C, H, W).
         history: the loss along the training, relative to its start.
+        cut_short: what ended the training before its last iteration, in words; empty where nothing did.
     """
 
     hash: FeatureHash
@@ -150,6 +152,7 @@ class InversionNetwork:
     network: nn.Module
     shape: tuple[int, int, int, int]
     history: tuple[float, ...]
+    cut_short: str = ""
 
     def __call__(self, update: Tensors) -> Tensor:
         """The images (B, C, H, W) in [0, 1] of one update."""
@@ -178,7 +181,15 @@ def permutation_mse(found: Tensor, images: Tensor) -> Tensor:
 
 
 def train(
-    imitation: SimulatedClient, *, iterations: int, batch: int, width: int, hashed: int, lr: float, seed: int
+    imitation: SimulatedClient,
+    *,
+    iterations: int,
+    batch: int,
+    width: int,
+    hashed: int,
+    lr: float,
+    seed: int,
+    monitor: SearchMonitor | None = None,
 ) -> InversionNetwork:
     """A network that inverts the updates of an imitated client; no update is ever seen twice.
 
@@ -190,7 +201,9 @@ def train(
         hashed: numbers made of an update.
         lr: step size.
         seed: of hash, initialization and lessons.
+        monitor: of the caller; may end the training, which is then noted in the network.
     """
+    monitor = monitor or SearchMonitor()
     view = imitation.view
     shape = (view.batch_size or 1, *view.task.input_shape)
     draw = stream(seed, "trial")
@@ -205,8 +218,11 @@ def train(
     network = _network(rows.shape[1], width, torch.Size(shape).numel(), seed).to(view.device)
     optimizer = torch.optim.Adam(network.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3 * iterations // 4])
-    losses = []
+    losses, cut_short = [], ""
     for step in range(iterations):
+        if step and (reason := monitor.after(step)):
+            cut_short = f"the training of the network was cut short by {reason} after {step} of {iterations} iterations"
+            break
         rows, images = lessons()
         optimizer.zero_grad()
         loss = permutation_mse(network(standardize(rows, mean, scale)).view(images.shape), images)
@@ -216,7 +232,7 @@ def train(
         if step % max(1, iterations // 20) == 0:
             losses.append(float(loss.detach()))
     history = tuple(value / losses[0] for value in losses)
-    return InversionNetwork(made, mean, scale, network.requires_grad_(False), shape, history)
+    return InversionNetwork(made, mean, scale, network.requires_grad_(False), shape, history, cut_short)
 
 
 def _training_batches(

@@ -12,6 +12,7 @@ import torch
 from attacks.base import Attack, NotApplicable, Preset, Reconstruction, Result, attacks
 from attacks.labels.recovery import single_label
 from attacks.learned.inversion_network import InversionNetwork, SimulatedClient, client_key, train
+from attacks.search_control import SearchControl, SearchMonitor
 from fl.data import Dataset, Source
 from fl.data.sources.embedded import Faces
 from fl.ranges import Count, PositiveStep, Seed, Width
@@ -24,7 +25,9 @@ from fl.view import ServerView
 
 KEPT = 4
 """Networks kept for further calls."""
-_TRAINED: dict[tuple[Attack, str, str], InversionNetwork] = {}
+_Key = tuple[Attack, str, str]
+"""Of a network: the attack's settings, the public images, and whatever the client is imitated by."""
+_TRAINED: dict[_Key, InversionNetwork] = {}
 
 
 @attacks.register("lti")
@@ -99,6 +102,10 @@ class LearningToInvert(Attack):
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
         """Attack several views; those of equal weights and settings share a network."""
+        return self.run_controlled(views, seeds, SearchControl())
+
+    def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
+        """As `run`, within what `control` allows; a network whose training is cut short serves these views alone."""
         if self.auxiliary is None:
             missing = NotApplicable("it needs images like the client's: name a data set as its setting auxiliary")
             return [missing] * len(views)
@@ -107,10 +114,27 @@ class LearningToInvert(Attack):
         mark = digest(public.inputs, public.labels)
         if not len(public):
             return [NotApplicable(f"{data.name} has no images in its part {self.part!r}")] * len(views)
-        return [
-            view if isinstance(view, NotApplicable) else self.refuse(view, data) or self._read(view, data, public, mark)
-            for view in map(self.single_client_view, views)
-        ]
+        single = [self.single_client_view(view) for view in views]
+        refused = [view if isinstance(view, NotApplicable) else self.refuse(view, data) for view in single]
+        keys = {
+            i: (self, mark, client_key(view))
+            for i, view in enumerate(single)
+            if isinstance(view, ServerView) and refused[i] is None
+        }
+        monitor = SearchMonitor(control, len({*keys.values()} - {*_TRAINED}), self.iterations)
+        networks: dict[_Key, InversionNetwork | NotApplicable] = {}
+        results: list[Result] = []
+        for i, view in enumerate(single):
+            reason = refused[i]
+            if isinstance(view, NotApplicable) or reason is not None:
+                results.append(reason or NotApplicable(""))
+                continue
+            key = keys[i]
+            if key not in networks:
+                networks[key] = self._network(key, view, data, public, monitor)
+            inverter = networks[key]
+            results.append(inverter if isinstance(inverter, NotApplicable) else self._read(view, data, inverter))
+        return results
 
     def auxiliary_images(self) -> Batch | None:
         """The public images."""
@@ -138,17 +162,28 @@ class LearningToInvert(Attack):
             return NotApplicable("the update is zero")
         return None
 
-    def _read(self, view: ServerView, data: Dataset, public: Batch, mark: str) -> Reconstruction:
-        key = (self, mark, client_key(view))
-        if key not in _TRAINED:
-            if data.num_classes != view.task.num_classes:
-                draw = stream(self.seed, "labels")
-                labels = torch.randint(view.task.num_classes, public.labels.shape, generator=draw)
-                public = Batch(public.inputs, labels)
-            _TRAINED[key] = self._trained(SimulatedClient(view, public))
+    def _network(
+        self, key: _Key, view: ServerView, data: Dataset, public: Batch, monitor: SearchMonitor
+    ) -> InversionNetwork | NotApplicable:
+        """The network for a view: one that was trained before, or a new one."""
+        if key in _TRAINED:
+            return _TRAINED[key]
+        if stopped := monitor.begin_batch():
+            reason = f"no network was trained before {stopped}"
+            return NotApplicable(reason, limit=True, cut_short=reason)
+        if data.num_classes != view.task.num_classes:
+            draw = stream(self.seed, "labels")
+            labels = torch.randint(view.task.num_classes, public.labels.shape, generator=draw)
+            public = Batch(public.inputs, labels)
+        trained = self._trained(SimulatedClient(view, public), monitor)
+        if not trained.cut_short:
+            _TRAINED[key] = trained
             while len(_TRAINED) > KEPT:
                 del _TRAINED[next(iter(_TRAINED))]
-        inverter = _TRAINED[key]
+        return trained
+
+    def _read(self, view: ServerView, data: Dataset, inverter: InversionNetwork) -> Reconstruction:
+        """What a network makes of a view."""
         told, note = single_label(view) if view.batch_size == 1 else (None, "")
         used = {
             f"public images ({data.name}, {self.part})": True,
@@ -160,12 +195,13 @@ class LearningToInvert(Attack):
         return Reconstruction(
             inputs=inverter(view.update),
             labels=told,
-            note=note,
+            note="; ".join(filter(None, (note, inverter.cut_short))),
+            cut_short=inverter.cut_short,
             history=inverter.history,
             knowledge=tuple(name for name, known in used.items() if known),
         )
 
-    def _trained(self, imitation: SimulatedClient) -> InversionNetwork:
+    def _trained(self, imitation: SimulatedClient, monitor: SearchMonitor) -> InversionNetwork:
         return train(
             imitation,
             iterations=self.iterations,
@@ -174,4 +210,5 @@ class LearningToInvert(Attack):
             hashed=self.hash_size,
             lr=self.lr,
             seed=self.seed,
+            monitor=monitor,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,14 +13,17 @@ from support import worlds
 from torch import Tensor
 
 import attacks
-from attacks.base import NotApplicable, Reconstruction
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.gradient_matching.engine import fit_check
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import Variables
+from attacks.gradient_matching.ig import InvertingGradients
 from attacks.parallel import AttackPool
 from attacks.search_control import SearchControl, SearchMonitor, SearchProgress
 from fl.methods.fedavg import FedAvg
 from fl.view import ServerView
+
+NOT_ATTACKED = "not attacked before the time limit"
 
 
 def views(count: int) -> list[ServerView]:
@@ -143,6 +147,129 @@ def test_a_search_takes_as_long_as_it_estimates(monkeypatch: pytest.MonkeyPatch)
     silent = replace(given[0], update={})
     assert attacks.build("ig").estimate_seconds([silent]) == 0
     assert attacks.build("analytic").estimate_seconds(given) is None
+
+
+def test_what_was_cut_short_says_so_apart_from_its_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    (view,) = views(1)
+    attack = attacks.build({"name": "ig", "iterations": 100, "restarts": 2, "max_parallel_trials": 1})
+    cut, never, whole = (attack(view, control=SearchControl(time_limit=seconds)) for seconds in (40, 0, 1000))
+    assert cut.cut_short == "the search was cut short by the time limit after 19 of 100 iterations"
+    assert never.cut_short == "no trial was run before the time limit"
+    assert whole.cut_short == ""
+
+
+def test_a_restart_that_was_cut_short_is_told_of_where_another_was_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    (view,) = views(1)
+    control = SearchControl()
+    attack = attacks.build({"name": "ig", "iterations": 20, "restarts": 2, "max_parallel_trials": 1})
+
+    def interrupt_late(progress: SearchProgress) -> None:
+        if progress.iteration == 21:  # the first of the second trial
+            control.interrupt()
+
+    control.on_progress = interrupt_late
+    result = attack(view, control=control)
+    assert isinstance(result, Reconstruction)
+    assert result.cut_short == "of another trial the search was cut short by an interrupt after 1 of 20 iterations"
+    assert result.cut_short in result.note
+
+
+def test_shares_are_of_the_time_left_and_interrupted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    whole = SearchControl(time_limit=90)
+    clock.now = 30
+    first, second = whole.share(3), whole.share(1)
+    assert (first.seconds_left, second.seconds_left) == (20, 60)
+    assert first.share(2).seconds_left == 10
+    assert not second.interrupted
+    first.interrupt()
+    assert whole.interrupted
+    assert second.stop_reason() == "an interrupt"
+    assert (second.cut_short_by, first.cut_short_by) == ("an interrupt", "")
+
+
+def test_an_attack_with_a_run_of_its_own_is_not_passed_over() -> None:
+    class Own(InvertingGradients):
+        def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+            return [NotApplicable("my own")] * len(views)
+
+    (view,) = views(1)
+    assert attacks.build("ig").is_controllable
+    assert attacks.build("peel+ig").is_controllable
+    assert not attacks.build("analytic").is_controllable
+    assert not attacks.build("peel+cascade").is_controllable
+    assert Own(iterations=1)(view, control=SearchControl()) == NotApplicable("my own")
+
+
+def test_batches_of_a_pool_share_the_time_and_only_whole_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = attacks.build({"name": "ig", "iterations": 100, "max_parallel_trials": 1})
+    clock = Clock(monkeypatch)
+    kept: list[int] = []
+    heard: list[SearchProgress] = []
+
+    def keep(numbers: Sequence[int], results: Sequence[Result]) -> None:
+        kept.extend(numbers)
+        clock.now = 570  # the rest is short of time
+
+    control = SearchControl(time_limit=600, on_progress=heard.append, interval=10)
+    results = AttackPool().run(attack, views(4), range(4), keep=keep, control=control)
+    assert kept == [0]
+    cuts = [result.cut_short for result in results]
+    assert cuts[0] == ""
+    assert [f"after {n} of 100" in cut for n, cut in zip((9, 9, 9), cuts[1:], strict=True)] == [True] * 3
+    assert {progress.iterations for progress in heard} == {400}
+    assert heard[-1].iteration > 300
+    left = [progress.seconds_left for progress in heard[1:9]]
+    assert left == [pytest.approx(400 - p.iteration, abs=15) for p in heard[1:9]]
+
+
+def test_after_the_time_limit_a_pool_attacks_nothing_more() -> None:
+    results = AttackPool().run(attacks.build("analytic"), views(2), range(2), control=SearchControl(time_limit=0))
+    assert results == [NotApplicable(NOT_ATTACKED, limit=True, cut_short=NOT_ATTACKED)] * 2
+
+
+def test_an_attack_that_ends_in_time_without_a_word_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Attack):
+        name = "silent"
+
+        def run_controlled(
+            self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl
+        ) -> list[Result]:
+            control.interrupt()
+            return [Reconstruction(None, note=control.stop_reason()) for _ in views]
+
+    results = AttackPool().run(Silent(), views(2), range(2), control=SearchControl())
+    assert results[0].cut_short == "the search was cut short by an interrupt"
+    assert results[1].cut_short == "not attacked before an interrupt"
+
+
+@pytest.fixture
+def two_processes() -> Iterator[AttackPool]:
+    pool = AttackPool(2, patience=0.0)
+    pool._ready_pool().result()
+    yield pool
+    pool.close()
+
+
+def test_an_interrupt_reaches_workers_and_their_progress_this_process(two_processes: AttackPool) -> None:
+    attack = attacks.build({"name": "ig", "iterations": 10**6, "max_parallel_trials": 1})
+    heard: list[SearchProgress] = []
+    control = SearchControl(keep_best_on_interrupt=True)
+
+    def listen(progress: SearchProgress) -> None:
+        heard.append(progress)
+        if two_processes._board.read(0).iteration and len(heard) > 3:
+            control.interrupt()
+
+    control.on_progress = listen
+    results = two_processes.run(attack, views(3), range(3), control=control)
+    searched = [result for result in results if "cut short by an interrupt after" in result.cut_short]
+    assert len(searched) == 2
+    assert all(isinstance(result, Reconstruction) for result in searched)
+    assert sum(result.cut_short == "not attacked before an interrupt" for result in results) == 1
+    assert {progress.iterations for progress in heard} == {3 * 10**6}
 
 
 def test_workers_keep_to_the_time_limit_too() -> None:

@@ -368,9 +368,11 @@ class GradientMatching(Attack):
         result = best.result
         if result is None:
             reason = f"no trial was run before {stopped}" if stopped else "no trial was run"
-            return NotApplicable(reason, limit=bool(stopped))
-        if best.cut_short:
-            result = replace(result, note="; ".join(filter(None, (result.note, best.cut_short))))
+            return NotApplicable(reason, limit=bool(stopped), cut_short=reason if stopped else "")
+        cut_short = best.cut_short or (f"not all trials were run to their end before {stopped}" if stopped else "")
+        cut_short = cut_short or best.other_cut_short
+        if cut_short:
+            result = replace(result, note="; ".join(filter(None, (result.note, cut_short))), cut_short=cut_short)
         assert best.problem is not None
         constant_lr = 3 / 8 if self.schedule == "step" and self.optimizer == "adam" else 1.0
         search = SearchLength(self.iterations, constant_lr, best.cut_short)
@@ -382,6 +384,7 @@ class GradientMatching(Attack):
             f"the objective ({self.objective}) of no iterate is a finite number: the network overflows, or the "
             "update is far smaller than what the method's step size makes; give the method that it was made with",
             limit=True,
+            cut_short=cut_short,
         )
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
@@ -534,6 +537,7 @@ class BestTrial:
         problem: with the order of images that it fed.
         variables: its best iterate.
         cut_short: what cut it short, in words; empty where nothing did.
+        other_cut_short: what cut another trial of the view short, which might have come further.
         least: the smallest objective of any trial, relative to its own start.
         reference: the objective where the view's first trial began, to which those of all trials are relative.
     """
@@ -542,6 +546,7 @@ class BestTrial:
     problem: Problem | None = None
     variables: Variables = field(default_factory=dict)
     cut_short: str = ""
+    other_cut_short: str = ""
     least: float = math.inf
     reference: float | None = None
 
@@ -553,6 +558,8 @@ class BestTrial:
         history = tuple(value * unit for value in found.history)
         result = attack.build_result(target, found.variables, found.objective * unit, history)
         self.least = min(self.least, found.objective)
+        if found.cut_short:
+            self.other_cut_short = f"of another trial {found.cut_short}"
         if self.result is None or result.objective < self.result.objective:
             self.result, self.problem = result, problem
             self.variables, self.cut_short = found.variables, found.cut_short

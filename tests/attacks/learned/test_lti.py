@@ -19,6 +19,7 @@ import attacks
 from attacks import NotApplicable, Reconstruction
 from attacks.learned import inversion_network, lti
 from attacks.learned.inversion_network import FeatureHash, SimulatedClient, client_key, permutation_mse
+from attacks.search_control import SearchControl, SearchProgress
 from defenses import defenses
 from defenses.precode import Precode
 from eval.metrics.image import psnr
@@ -66,6 +67,35 @@ def pictures(views: list[ServerView], **settings: Any) -> Tensor:
     """All that the attack finds (N, C, H, W)."""
     results = attacks.build({"name": "lti", **SETTINGS, **settings}).run(views, [0] * len(views))
     return torch.cat([result.inputs for result in results])  # type: ignore[union-attr, misc]
+
+
+def test_training_ends_when_it_has_to_and_is_not_kept_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lti, "_TRAINED", {})
+    attack = attacks.build({"name": "lti", **SETTINGS, "iterations": 40})
+    heard: list[SearchProgress] = []
+    control = SearchControl(interval=0.0)
+
+    def stop_at_five(progress: SearchProgress) -> None:
+        heard.append(progress)
+        if progress.iteration == 5:
+            control.interrupt()
+
+    control.on_progress = stop_at_five
+    given = [view([0]), view([1]), view([2], seed=1)]
+    cut, same, never = attack.run_controlled(given, [0, 1, 2], control)
+    assert isinstance(cut, Reconstruction)
+    assert cut.cut_short == same.cut_short
+    assert cut.cut_short == "the training of the network was cut short by an interrupt after 5 of 40 iterations"
+    assert cut.cut_short in cut.note
+    assert never == NotApplicable(
+        "no network was trained before an interrupt",
+        limit=True,
+        cut_short="no network was trained before an interrupt",
+    )
+    assert {progress.iterations for progress in heard} == {80}  # two networks
+    assert lti._TRAINED == {}
+    whole = attack(given[0], control=SearchControl())
+    assert (whole.cut_short, len(lti._TRAINED)) == ("", 1)
 
 
 def test_the_loss_takes_the_best_order() -> None:

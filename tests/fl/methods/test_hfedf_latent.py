@@ -12,6 +12,7 @@ from torch.nn import functional as f
 
 import attacks
 from attacks import NotApplicable, Reconstruction
+from attacks.search_control import SearchControl
 from defenses.clip import Clip
 from defenses.dp_sgd import DPSGD
 from defenses.noise import Noise
@@ -232,6 +233,21 @@ def test_the_image_behind_a_latent_vector() -> None:
     floor = float((truth.inputs - truth.inputs.mean()).square().mean())
     assert errors[128] < 0.3 * floor
     assert errors[128] < errors[1]
+
+
+def test_the_search_for_the_image_ends_when_it_has_to() -> None:
+    view = federation(rounds=1).observe(1)[0]
+    attack = attacks.build({"name": "latent-payload", "iterations": 30})
+    control = SearchControl(interval=0.0)
+    control.on_progress = lambda progress: control.interrupt() if progress.iteration == 10 else None
+    cut, whole = attack(view, control=control), attack(view, control=SearchControl())
+    assert isinstance(cut, Reconstruction)
+    assert isinstance(whole, Reconstruction)
+    assert cut.cut_short == cut.note == "the search was cut short by an interrupt after 10 of 30 iterations"
+    assert (whole.cut_short, whole.note) == ("", "")
+    assert whole.objective < cut.objective < cut.history[0]
+    decoded = attack(view, control=SearchControl(time_limit=0))
+    assert "after 0 of 30" in decoded.cut_short
 
 
 def test_several_images_share_one_latent_vector() -> None:
