@@ -180,43 +180,52 @@ def permutation_mse(found: Tensor, images: Tensor) -> Tensor:
     return (found - images[rows, order]).square().mean()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """How a network is trained.
+
+    Attributes:
+        iterations: of Adam; its step size falls to a tenth after three quarters of them.
+        batch_size: updates in each.
+        width: units of the two hidden layers.
+        hash_size: numbers made of an update.
+        lr: step size.
+        seed: of hash, initialization and lessons.
+    """
+
+    iterations: int
+    batch_size: int
+    width: int
+    hash_size: int
+    lr: float
+    seed: int
+
+
 def train(
-    imitation: SimulatedClient,
-    *,
-    iterations: int,
-    batch: int,
-    width: int,
-    hashed: int,
-    lr: float,
-    seed: int,
-    monitor: SearchMonitor | None = None,
+    imitation: SimulatedClient, settings: TrainingSettings, monitor: SearchMonitor | None = None
 ) -> InversionNetwork:
     """A network that inverts the updates of an imitated client; no update is ever seen twice.
 
     Args:
         imitation: of the client.
-        iterations: of Adam; its step size falls to a tenth after three quarters of them.
-        batch: updates in each.
-        width: units of the two hidden layers.
-        hashed: numbers made of an update.
-        lr: step size.
-        seed: of hash, initialization and lessons.
+        settings: of the training.
         monitor: of the caller; may end the training, which is then noted in the network.
     """
+    iterations, batch, seed = settings.iterations, settings.batch_size, settings.seed
     monitor = monitor or SearchMonitor()
     view = imitation.view
     shape = (view.batch_size or 1, *view.task.input_shape)
     draw = stream(seed, "trial")
     trial = imitation.updates(imitation.images(min(TRIAL, max(2, ROOM // imitation.numbers)), draw), draw)
     scales = {name: _inverse(rows.double().square().mean().sqrt()) for name, rows in trial.items()}
-    made = FeatureHash(scales, imitation.numbers, hashed, seed)
+    made = FeatureHash(scales, imitation.numbers, settings.hash_size, seed)
     lessons = _training_batches(imitation, made, batch, seed)
     rows = torch.cat([made(trial), *(lessons()[0] for _ in range(-(-TRIAL // batch)))]).double()
     mean, spread = rows.mean(0), rows.std(0)
     scale = torch.where(spread > 0, 1 / spread, 0.0)
     mean, scale = mean.to(view.dtype), scale.to(view.dtype)
-    network = _network(rows.shape[1], width, torch.Size(shape).numel(), seed).to(view.device)
-    optimizer = torch.optim.Adam(network.parameters(), lr=lr)
+    network = _network(rows.shape[1], settings.width, torch.Size(shape).numel(), seed).to(view.device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=settings.lr)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3 * iterations // 4])
     losses, cut_short = [], ""
     for step in range(iterations):

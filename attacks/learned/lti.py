@@ -11,7 +11,7 @@ import torch
 
 from attacks.base import Attack, NotApplicable, Preset, Reconstruction, Result, attacks
 from attacks.labels.recovery import single_label
-from attacks.learned.inversion_network import InversionNetwork, SimulatedClient, client_key, train
+from attacks.learned.inversion_network import InversionNetwork, SimulatedClient, TrainingSettings, client_key, train
 from attacks.search_control import SearchControl, SearchMonitor
 from fl.data import Dataset, Source
 from fl.data.sources.embedded import Faces
@@ -202,13 +202,12 @@ class LearningToInvert(Attack):
         )
 
     def _trained(self, imitation: SimulatedClient, monitor: SearchMonitor) -> InversionNetwork:
-        return train(
-            imitation,
+        settings = TrainingSettings(
             iterations=self.iterations,
-            batch=self.batch_size,
+            batch_size=self.batch_size,
             width=self.width,
-            hashed=self.hash_size,
+            hash_size=self.hash_size,
             lr=self.lr,
             seed=self.seed,
-            monitor=monitor,
         )
+        return train(imitation, settings, monitor)
