@@ -111,7 +111,7 @@ def _hash(view: ServerView) -> str:
 
 def _plain(result: Result) -> dict[str, Any]:
     if isinstance(result, NotApplicable):
-        return {"reason": result.reason, "limit": result.limit}
+        return {"reason": result.reason, "limit": result.limit, "cut_short": result.cut_short}
     history = [float(value) for value in result.history]
     return {
         "objective": float(result.objective),
@@ -120,6 +120,7 @@ def _plain(result: Result) -> dict[str, Any]:
         "verified": result.verified,
         "note": result.note,
         "given_up": result.given_up,
+        "cut_short": result.cut_short,
     }
 
 
@@ -133,7 +134,7 @@ def _arrays(result: Result) -> dict[str, Any]:
 
 def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
     if "reason" in told:
-        return NotApplicable(told["reason"], told["limit"])
+        return NotApplicable(told["reason"], told["limit"], told["cut_short"])
     private: Tensors = {
         name.removeprefix(f"{_PRIVATE}/"): value for name, value in tensors.items() if name.startswith(f"{_PRIVATE}/")
     }
@@ -147,6 +148,7 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
         verified=told["verified"],
         note=told["note"],
         given_up=told["given_up"],
+        cut_short=told["cut_short"],
         private=private,
     )
 

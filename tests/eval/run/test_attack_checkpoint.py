@@ -46,6 +46,7 @@ def whole() -> Reconstruction:
         verified=False,
         note="as far as the second layer",
         given_up="it stopped at 10 iterations",
+        cut_short="after 10 of 20 iterations",
         fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
     )
 
