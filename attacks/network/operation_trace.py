@@ -271,7 +271,7 @@ class _Recorder(TorchDispatchMode):
         )
         self.stack: list[tuple[str, str]] = [("", "")]
         self.random = ""
-        self._kept: list[Tensor] = []
+        self._kept: dict[int, list[Tensor]] = {}  # by the memory that they lie in
         self._refs: dict[Any, Ref | None] = {}
         self._written: set[int] = set()
         for number, name in self.graph.sources.items():
@@ -331,8 +331,9 @@ class _Recorder(TorchDispatchMode):
         return kwargs, leaves, [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
     def _bind(self, value: Tensor, ref: Ref) -> None:
-        self._kept.append(value)
-        self._refs[_key(value)] = ref
+        key = _key(value)
+        self._kept.setdefault(key[0], []).append(value)
+        self._refs[key] = ref
 
     def _save(self, value: Tensor) -> None:
         """Keep a copy of what is about to be overwritten."""
@@ -351,10 +352,10 @@ class _Recorder(TorchDispatchMode):
         storage = _key(value)[0]
         self._written.add(storage)
         first, last = _extent(value)
-        for kept in self._kept:
+        for kept in self._kept.get(storage, ()):
             start, end = _extent(kept)
             key = _key(kept)
-            if key[0] == storage and start <= last and first <= end and key in self._refs:
+            if start <= last and first <= end and key in self._refs:
                 self._refs[key] = None
 
 
