@@ -40,17 +40,17 @@ class SettingError(ValueError):
     """A value that does not fit its setting.
 
     Attributes:
-        keys: lead to the setting, the outermost first.
+        path: the keys that lead to the setting, the outermost first.
         reason: what was expected and what was got.
     """
 
-    def __init__(self, keys: Sequence[str], reason: str) -> None:
-        self.keys, self.reason = tuple(keys), reason
-        super().__init__(f"{'.'.join(self.keys)}: {reason}")
+    def __init__(self, path: Sequence[str], reason: str) -> None:
+        self.path, self.reason = tuple(path), reason
+        super().__init__(f"{'.'.join(self.path)}: {reason}")
 
-    def under(self, *keys: str, instead: int = 0) -> SettingError:
-        """The same further inside: `keys` before it, in place of its first `instead` keys."""
-        return SettingError((*keys, *self.keys[instead:]), self.reason)
+    def under(self, *path: str, instead: int = 0) -> SettingError:
+        """Return the same error further inside: `path` before its own, in place of the first `instead` keys of that."""
+        return SettingError((*path, *self.path[instead:]), self.reason)
 
 
 class ListError(SettingError):
@@ -60,13 +60,13 @@ class ListError(SettingError):
         values: the list.
     """
 
-    def __init__(self, keys: Sequence[str], reason: str, values: Sequence[Any]) -> None:
-        super().__init__(keys, reason)
+    def __init__(self, path: Sequence[str], reason: str, values: Sequence[Any]) -> None:
+        super().__init__(path, reason)
         self.values = list(values)
 
-    def under(self, *keys: str, instead: int = 0) -> ListError:
-        """The same further inside."""
-        return ListError((*keys, *self.keys[instead:]), self.reason, self.values)
+    def under(self, *path: str, instead: int = 0) -> ListError:
+        """Return the same error further inside."""
+        return ListError((*path, *self.path[instead:]), self.reason, self.values)
 
 
 class FormerNameWarning(DeprecationWarning):
@@ -133,7 +133,7 @@ def fitted(kind: type, key: str, value: Any, owner: str = "") -> Any:
     except ListError:
         raise
     except SettingError as error:
-        if error.keys == where and _each_would_do(hint, value):
+        if error.path == where and _each_would_do(hint, value):
             raise ListError(where, error.reason, value) from error
         raise
 
@@ -346,7 +346,7 @@ def _one_of(kinds: Sequence[Any], hint: Any, value: Any, where: tuple[str, ...])
         try:
             return _fit(kind, value, where)
         except SettingError as error:
-            if len(error.keys) > len(where) or (_of_registry(kind) and value is not None):
+            if len(error.path) > len(where) or (_of_registry(kind) and value is not None):
                 deeper = deeper or error
     raise deeper or _wrong(hint, (), value, where)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -23,6 +22,7 @@ from eval.run.federation_data import device_of
 from eval.run.plan import Plan
 from fl.method import methods
 from fl.privacy.private_method import Private
+from fl.settings import SettingError
 from fl.types import Batch
 
 NOTHING = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
@@ -31,18 +31,17 @@ COUNT = 4
 """Images taken of a data set or a file where no number is given, or as many of these as batches divide."""
 UNTOLD = "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
 OPTIONS = {
-    r"observe\.images: expected at most the (\d+) training images of client \d+": (
-        r"expected --count of at most \1, the training images of the watched client"
-    ),
-    r"observe\.images: expected a multiple of batch_size": "expected --count as a multiple of --batch-size",
-    r"observe\.images": "--count",
-    r"observe\.batch_size": "--batch-size",
-    r"federation\.rounds": "--rounds",
-    r"task\.dataset": "--dataset",
-    r"task\.model": "--model",
-    r"^seeds(\.0)?": "--seed",
+    ("observe", "images"): "--count",
+    ("observe", "batch_size"): "--batch-size",
+    ("federation", "rounds"): "--rounds",
+    ("task", "dataset"): "--dataset",
+    ("task", "model"): "--model",
+    ("method",): "--method",
+    ("defense",): "--defense",
+    ("attack",): "--attack",
+    ("seeds", "0"): "--seed",
 }
-"""How errors about a config are put for the command, whose options stand for these keys."""
+"""The options of the command that stand for settings of the config which an audit of a method runs."""
 _METHODS = "goes with --method alone; give --images"
 _MODELS = "goes with your own model; a method takes its images from --dataset"
 IDLE: dict[str, dict[str, str]] = {
@@ -218,8 +217,8 @@ class Request:
         }
         try:
             return runner.prepare(serialization.build(data), device=self.device)
-        except ValueError as error:
-            raise ValueError(_in_options(str(error))) from error
+        except SettingError as error:
+            raise ValueError(_named_by_option(error)) from error
 
     def subjects(self) -> tuple[list[Subject], tuple[str, ...]]:
         """The updates of a model of the user's own, and what to know of them.
@@ -308,11 +307,12 @@ def _about(subject: Subject, source: str) -> list[str]:
     return [fewer] * (used < subject.given) + [UNTOLD] * (subject.error is None)
 
 
-def _in_options(words: str) -> str:
-    """An error about a config in the words of the command line."""
-    for key, option in OPTIONS.items():
-        words = re.sub(key, option, words)
-    return words
+def _named_by_option(error: SettingError) -> str:
+    """Return an error about a setting with the option in place of the config's keys that it stands for."""
+    for keys, option in OPTIONS.items():
+        if error.path[: len(keys)] == keys:
+            return f"{'.'.join((option, *error.path[len(keys) :]))}: {error.reason}"
+    return str(error)
 
 
 def limits(**given: float | None) -> dict[str, float]:

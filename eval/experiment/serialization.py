@@ -58,7 +58,7 @@ def build(data: Any) -> Experiment:
     try:
         return _built(data)
     except ListError as error:
-        raise ValueError(f"{error}{_grid_hint(error)}") from error
+        raise SettingError(error.path, f"{error.reason}{_grid_hint(error)}") from error
 
 
 def with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,10 +147,10 @@ def _built(data: Any) -> Experiment:
 def _grid_hint(error: ListError) -> str:
     """How the list would make a grid, where the setting can be given several values one by one."""
     spread = {*LISTS, *(section for sections in CHANGES.values() for section in sections)}
-    unnamed = any("." in key or key in {"first", "then"} for key in error.keys)  # odd labels, parts of a chain
-    if error.keys[0] not in spread or unnamed:
+    unnamed = any("." in key or key in {"first", "then"} for key in error.path)  # odd labels, parts of a chain
+    if error.path[0] not in spread or unnamed:
         return ""
-    key, values = ".".join(error.keys), json.dumps(error.values)
+    key, values = ".".join(error.path), json.dumps(error.values)
     return f"; for a grid write `sweep: {{{key}: {values}}}` in the file, or `--set {key}={values.replace(', ', ',')}`"
 
 
@@ -283,7 +283,7 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
         ValueError: it is not.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected settings (key: value), got {shorten(repr(value), 200)}")
+        raise SettingError(where.split("."), f"expected settings (key: value), got {shorten(repr(value), 200)}")
     return value
 
 
@@ -303,7 +303,7 @@ def _section(kind: type[T], values: Any, where: str) -> T:
     check_keys([f.name for f in fields], mapping(values, where), where)
     required = [f.name for f in fields if f.default is dataclasses.MISSING is f.default_factory]
     if absent := [key for key in required if key not in values]:
-        raise ValueError(f"{where}: expected a value for {', '.join(absent)}, got none")
+        raise SettingError((where,), f"expected a value for {', '.join(absent)}, got none")
     return kind(**{key: _checked(kind, key, value, f"{where}.{key}") for key, value in values.items()})
 
 
@@ -327,16 +327,16 @@ def _checked(kind: type, key: str, value: Any, where: str) -> Any:
     except SettingError as error:
         raise error.under(*keys, instead=1) from error
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise SettingError(keys, str(error)) from error
 
 
 def _entries(value: Any, key: str, registry: Registry[Any]) -> tuple[Entry[Any], ...]:
     entries = tuple(_entry(item, key, registry) for item in (value if isinstance(value, list) else [value]))
     if not entries and key != "attack":  # accuracy and cost can be had without
-        raise ValueError(f"{key}: expected at least one, got none")
+        raise SettingError((key,), "expected at least one, got none")
     labels = [entry.label for entry in entries]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise ValueError(f"{key}: {', '.join(twice)} is there twice; give one of them another label with `as`")
+        raise SettingError((key,), f"{', '.join(twice)} is there twice; give one of them another label with `as`")
     return entries
 
 
@@ -353,15 +353,15 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
         label = str(given["as"] or settings["name"])
         raise error.under(key, label, instead=1) from error
     except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+        raise SettingError((key,), str(error)) from error
     label = _name(item) if given["as"] is None else str(given["as"])
     if not LABEL.fullmatch(label):
-        raise ValueError(f"{key}: expected `as` of {LABEL_WORDS}, got {shorten(repr(label), 200)}")
+        raise SettingError((key,), f"expected `as` of {LABEL_WORDS}, got {shorten(repr(label), 200)}")
     against = _checked(Entry, "against", given.get("against", []), f"{key}.against")
     changes = dict(mapping(given.get("with", {}), f"{key}.with"))
     for name in changes:
         if "." not in name:
-            raise ValueError(f"{key}.with: expected keys such as {CHANGES[key][-1]}.rounds, got {shown(name)}")
+            raise SettingError((key, "with"), f"expected keys such as {CHANGES[key][-1]}.rounds, got {shown(name)}")
         if (section := name.partition(".")[0]) not in CHANGES[key]:
             raise UnknownNameError(f"section in {key}.with", section, CHANGES[key])
     return Entry(label=label, item=item, against=against, changes=changes)

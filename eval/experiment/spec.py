@@ -94,7 +94,7 @@ class FederationSpec:
 
     def __post_init__(self) -> None:
         if len(set(self.diagnostics)) < len(self.diagnostics):
-            raise ValueError(f"federation.diagnostics: expected each once, got {list(self.diagnostics)}")
+            raise SettingError(("federation", "diagnostics"), f"expected each once, got {list(self.diagnostics)}")
 
 
 @declared("observe")
@@ -132,11 +132,12 @@ class Observe:
 
     def __post_init__(self) -> None:
         if self.images and self.batch_size and self.images % self.batch_size:
-            raise ValueError(f"observe.images: expected a multiple of batch_size {self.batch_size}, got {self.images}")
+            wanted = f"expected a multiple of batch_size {self.batch_size}, got {self.images}"
+            raise SettingError(("observe", "images"), wanted)
         for key in ("clients", "rounds"):
             value = getattr(self, key)
             if len(set(value)) < len(value):
-                raise ValueError(f"observe.{key}: expected different numbers from 0, got {shown(list(value))}")
+                raise SettingError(("observe", key), f"expected different numbers from 0, got {shown(list(value))}")
 
 
 @declared("score")
@@ -271,17 +272,16 @@ class Experiment:
                     note = f"; `against` is a setting of {attack.label!r} in the config: change the attacks first"
                     raise UnknownNameError(f"method in `against` of attack {attack.label!r}:", label, labels, note)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds: expected one or more different numbers, got {list(self.seeds)}")
+            raise SettingError(("seeds",), f"expected one or more different numbers, got {list(self.seeds)}")
         last = self.federation.rounds
         if late := [number for number in self.observe.rounds if number > last]:
-            raise ValueError(f"observe.rounds: expected at most {last} (federation.rounds), got {late}")
+            raise SettingError(("observe", "rounds"), f"expected at most {last} (federation.rounds), got {late}")
         target_metric = self.score.target_metric
         if lacking := [
             f"federation.{key}" for key in NEEDED.get(target_metric, ()) if not getattr(self.federation, key)
         ]:
-            raise ValueError(
-                f"score.target_metric: {target_metric} is only taken with {' and '.join(lacking)}: set that first"
-            )
+            reason = f"{target_metric} is only taken with {' and '.join(lacking)}: set that first"
+            raise SettingError(("score", "target_metric"), reason)
         self.observed_methods()
         check_published(self, swept=False)
 

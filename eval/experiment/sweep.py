@@ -15,6 +15,7 @@ from typing import Any
 from eval.experiment.serialization import CHANGES, LISTS, build, current_keys, resolve_paths, to_plain, with_changes
 from eval.experiment.spec import Entry, Experiment, check_published, check_taken
 from eval.io import yaml12
+from fl.settings import SettingError
 
 MOST = 2000
 """Entries that a grid may come to: each is checked as a whole, and trained or run."""
@@ -35,7 +36,7 @@ def override(experiment: Experiment, text: str) -> Experiment:
     try:
         return _set(experiment, keys, yaml12.parse(value))
     except ValueError as error:
-        raise ValueError(f"{text}: {error}") from error
+        raise _named_once(text, keys, error) from error
 
 
 def sweep_override(experiment: Experiment, text: str) -> dict[str, Any] | None:
@@ -53,7 +54,7 @@ def sweep_override(experiment: Experiment, text: str) -> dict[str, Any] | None:
         if any(isinstance(place.get(current[-1]), list | dict) for place in resolve_paths(data, current)):
             return None
     except ValueError as error:
-        raise ValueError(f"{text}: {error}") from error
+        raise _named_once(text, keys, error) from error
     try:
         _set(experiment, keys, given)
     except ValueError:  # it takes one value, then
@@ -78,7 +79,7 @@ def expand_sweep(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment
         try:
             experiment = _spread(experiment, str(key), values)
         except ValueError as error:
-            raise ValueError(f"sweep, {key}: {error}") from error
+            raise _named_once(f"sweep, {key}", str(key).split("."), error) from error
     check_published(experiment)
     return experiment
 
@@ -104,6 +105,12 @@ def parsed(text: str) -> tuple[list[str], str]:
     if not equals or not all(keys):
         raise ValueError(f"expected key=value such as seeds=[0, 1] or attack.iterations=500, got {text!r}")
     return keys, value
+
+
+def _named_once(text: str, keys: Sequence[str], error: ValueError) -> ValueError:
+    """Return an error about the setting that `text` is of, which it names once."""
+    once = isinstance(error, SettingError) and list(error.path) == list(keys)
+    return ValueError(f"{text}: {error.reason if once else error}")  # type: ignore[attr-defined]
 
 
 def _set(experiment: Experiment, keys: Sequence[str], value: Any) -> Experiment:

@@ -19,6 +19,7 @@ from fl.data.partitions.partition import Partition
 from fl.federation import ClientData
 from fl.registry import UnknownNameError
 from fl.seeds import stream
+from fl.settings import SettingError
 from fl.types import Batch, Task
 
 
@@ -112,9 +113,8 @@ class FederationData:
             each = [self._watched(observe, client) for client in group]
             if len({len(own) for own in each}) > 1:
                 counts = ", ".join(f"{len(own)} of client {client}" for own, client in zip(each, group, strict=True))
-                raise ValueError(
-                    f"observe: expected as many updates of every client of a group, got {counts}; set observe.images"
-                )
+                reason = f"expected as many updates of every client of a group, got {counts}; set observe.images"
+                raise SettingError(("observe",), reason)
             found += [replace(first, others=tuple(others)) for first, *others in zip(*each, strict=True)]
         return tuple(found)
 
@@ -122,13 +122,14 @@ class FederationData:
         """The watched clients with those aggregated with them, each group once."""
         for client in observe.clients:
             if client >= len(self.partition):
-                raise ValueError(f"observe.clients: expected numbers below {len(self.partition)}, got {client}")
+                reason = f"expected numbers below {len(self.partition)}, got {client}"
+                raise SettingError(("observe", "clients"), reason)
         if division is None:
             return [range(client, client + 1) for client in observe.clients]
         try:
             return list(dict.fromkeys(division.of(client) for client in observe.clients))
         except ValueError as error:
-            raise ValueError(f"defense: {error}") from error
+            raise SettingError(("defense",), str(error)) from error
 
     def _watched(self, observe: Observe, client: int) -> list[Target]:
         """The updates of one client."""
@@ -141,7 +142,7 @@ class FederationData:
         count = observe.images or len(own)
         if not len(own) or count > len(own):
             held = f"{len(own)} {'training' if observe.split == 'train' else 'test'} images of client {client}"
-            raise ValueError(f"observe.images: expected at most the {held}, got {count}")
+            raise SettingError(("observe", "images"), f"expected at most the {held}, got {count}")
         samples = own[:count].split(observe.batch_size or count)
         return [Target(client, chosen, whole.take(chosen), observe.split) for chosen in samples]
 
@@ -182,9 +183,10 @@ def load(
         wanted = dataset.input_shape
         task = replace(task, model=replace(task.model, input_shape=wanted))
     if wanted != dataset.input_shape:
-        raise ValueError(
-            f"task.model: expected input_shape {list(dataset.input_shape)} for data set {dataset.name!r}, got "
-            f"{list(wanted)}; change the model's input_shape, or the data set's size if it has one"
+        raise SettingError(
+            ("task", "model"),
+            f"expected input_shape {list(dataset.input_shape)} for data set {dataset.name!r}, got {list(wanted)}; "
+            "change the model's input_shape, or the data set's size if it has one",
         )
     partition = federation.partition(dataset)
     train, test = (Batch(part.inputs.to(device), part.labels.to(device)) for part in (dataset.train, dataset.test))
@@ -217,4 +219,4 @@ def _classes(wanted: Sequence[int | str], names: Sequence[str]) -> Iterator[int]
         elif 0 <= item < len(names):
             yield item
         else:
-            raise ValueError(f"observe.classes: expected labels in [0, {len(names)}), got {item}")
+            raise SettingError(("observe", "classes"), f"expected labels in [0, {len(names)}), got {item}")

@@ -33,6 +33,7 @@ from fl.client import Client
 from fl.data import Dataset, datasets
 from fl.federation import n_sampled
 from fl.method import Method
+from fl.settings import SettingError
 from fl.types import Task
 from fl.view import ThreatModel
 
@@ -278,9 +279,10 @@ def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
     if not part.observe.rounds:
         return (min(bound - 1, *part.rounds),)
     if late := [number for number in part.rounds if number >= bound]:
-        raise ValueError(
-            f"observe.rounds: expected at most {bound - 1} for {method.label!r}, whose clients send nothing after "
-            f"{bound} rounds (method.rounds), got {late}"
+        raise SettingError(
+            ("observe", "rounds"),
+            f"expected at most {bound - 1} for {method.label!r}, whose clients send nothing after {bound} rounds "
+            f"(method.rounds), got {late}",
         )
     return part.rounds
 
@@ -305,7 +307,8 @@ class _PlanBuilder:
         task = world.task(self.experiment.seeds[0])
         every, outsiders = len(world.partition), own.federation.held_out_clients
         if outsiders >= every:
-            raise ValueError(f"federation.held_out_clients: expected fewer than the {every} clients, got {outsiders}")
+            reason = f"expected fewer than the {every} clients, got {outsiders}"
+            raise SettingError(("federation", "held_out_clients"), reason)
         self._check(task, method.item, defense, f"method {method.label!r}", own.federation, every - outsiders)
         known = self._public(method.item, defense.item)
         cell = training_cell(world, own.federation, method.item, defense.item, seed, known)

@@ -17,6 +17,7 @@ from fl.models.building_blocks.model_checks import classes_of, head_of
 from fl.ranges import Width
 from fl.runtime import user_code
 from fl.runtime.digests import digest
+from fl.settings import SettingError
 from fl.types import Task
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -86,7 +87,7 @@ class FunctionNetwork(Network):
                 )
             head = head_of(model, self.head or None, num_classes)
         except ValueError as error:
-            raise ValueError(f"task.model {self.function}: {error}") from error
+            raise SettingError(("task", "model"), f"{self.function}: {error}") from error
         first = self._normalization()
         channels, height, width = self.input_shape
         shape = (channels, height, width)
@@ -108,7 +109,7 @@ class FunctionNetwork(Network):
         try:
             return user_network(self.function, seed=seed, **offers).to(device="cpu")
         except ValueError as error:
-            raise ValueError(f"task.model: {error}") from error
+            raise SettingError(("task", "model"), str(error)) from error
 
 
 def user_network(target: str, *, seed: int | None = None, **offers: object) -> nn.Module:
@@ -149,9 +150,10 @@ def _fingerprint(network: FunctionNetwork, num_classes: int, seed: int) -> str:
     first, second = (network.task(num_classes=num_classes, seed=seed).model for _ in range(2))
     weights = _weights(first)
     if digest(weights) != digest(_weights(second)):
-        raise ValueError(
-            f"task.model: expected {network.function} to return the same weights for the same seed, got others at the "
-            "second call; draw them from torch's global generator, which is seeded before, or load them from a file"
+        raise SettingError(
+            ("task", "model"),
+            f"expected {network.function} to return the same weights for the same seed, got others at the second call; "
+            "draw them from torch's global generator, which is seeded before, or load them from a file",
         )
     modules = {user_code.split_target(network.function)[0], *(type(part).__module__ for part in first.modules())}
     files = {name: file.read_bytes() for name in sorted(modules) if (file := user_code.user_file(name)) is not None}

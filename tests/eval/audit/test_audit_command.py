@@ -240,8 +240,8 @@ def test_a_captured_update(mine, tmp_path, suffix):
         ),
         (["MINE:build", "--images", "folder"], "path, got none; give it as settings: '{name: folder, ...}'"),
         (["MINE:refusing"], ":refusing raised ValueError: mine"),
-        ([*METHOD, "--count", "3", "--batch-size", "2"], "expected --count as a multiple of --batch-size 2, got 3"),
-        ([*METHOD, "--count", "9999"], "training images of the watched client, got 9999"),
+        ([*METHOD, "--count", "3", "--batch-size", "2"], "--count: expected a multiple of batch_size 2, got 3"),
+        ([*METHOD, "--count", "9999"], "--count: expected at most the 40 training images of client 0, got 9999"),
         ([*METHOD, "--seed", "9" * 23], "--seed: expected a whole number >= -2^63 and < 2^64, got 99999"),
     ],
 )

@@ -86,7 +86,7 @@ def test_override(experiment, override, read):
         ("method.lrr=1", "did you mean 'method.lr'"),
         ("attack.ig.itterations=1", "did you mean 'attack.ig.iterations'"),
         ("fedration.rounds=1", "did you mean 'federation"),
-        ("federation.rounds=many", "federation.rounds: .*whole number.*'many'"),
+        ("federation.rounds=many", "^federation.rounds=many: expected a whole number.*'many'"),
         ("attack.iterations=0", "attack.ig.iterations: expected a whole number >= 1, got 0"),
         ("observe.method.stepz=1", "did you mean 'steps'"),
         ("attack.iterations", "expected key=value"),
