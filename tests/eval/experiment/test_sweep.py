@@ -149,7 +149,7 @@ def test_bad_sections_say_what_is_wrong(line, said):
         ("{federation.roundz: 1}", "did you mean 'federation.rounds'"),
         ("{observe.images: 1}", "unknown section in method.with 'observe'"),
         ("{federation: 1}", "expected keys such as federation.rounds"),
-        ("{federation.rounds: -1}", "^federation.rounds=-1: expected a whole number >= 0, got -1"),
+        ("{federation.rounds: -1}", "federation.rounds: expected a whole number >= 0, got -1"),
         ("1", "expected settings"),
     ],
 )
