@@ -236,78 +236,92 @@ class LocalResult:
         return {**self.update, **flatten(self.extra)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class LocalInput:
+    """All that enters a client's local training beside its images.
+
+    Attributes:
+        shared: parameters that the server sent, by name.
+        private: the client's own parameters, by name.
+        buffers: of the model, all of them.
+        received: further payloads from the server.
+        memory: what the client's method remembers of earlier rounds.
+        round: number of the round, from 0.
+    """
+
+    shared: Tensors
+    private: Tensors = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    received: Payloads = field(default_factory=dict)
+    memory: Payloads = field(default_factory=dict)
+    round: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """How the local rule is run: for real by the simulator, as a prediction by the attacker.
+
+    Attributes:
+        phases: of the training; None takes those of the method in this round.
+        draws: the method's random numbers, phase -> step -> by name; None takes the method's guess.
+        guessed_draws: random numbers by (phase, step) and name that go before those of `draws`.
+        generator: for the defense's noise; None leaves the noise out.
+        derivative: how gradients are taken.
+        track_statistics: whether running statistics are updated, as in the simulator.
+        use_search_gradient: whether the defense's gradient for searches stands for its own.
+    """
+
+    phases: Sequence[Phase] | None = None
+    draws: Draws | None = None
+    guessed_draws: Mapping[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    generator: torch.Generator | None = None
+    derivative: Derivative = autograd_derivative
+    track_statistics: bool = False
+    use_search_gradient: bool = False
+
+
 def local_update(
-    client: Client,
-    shared: Tensors,
-    private: Tensors,
-    batches: Batches,
-    *,
-    buffers: dict[str, Tensor],
-    received: Payloads | None = None,
-    memory: Payloads | None = None,
-    draws: Draws | None = None,
-    round: int = 0,
-    generator: torch.Generator | None = None,
-    track: bool = False,
-    derivative: Derivative = autograd_derivative,
-    phases: Sequence[Phase] | None = None,
-    secrets: Mapping[tuple[int, int], dict[str, Tensor]] | None = None,
-    guided: bool = False,
+    client: Client, start: LocalInput, batches: Batches, training: LocalTraining | None = None
 ) -> LocalResult:
-    """Train from `shared` and `private` on `batches`: pure, and differentiable in everything that enters.
+    """Train on `batches` by the client's local rule: pure, and differentiable in everything that enters.
 
     Args:
         client: whose rule to follow.
-        shared: what the server sent.
-        private: the client's own parameters.
+        start: what training starts from.
         batches: phase -> step -> the batches of the step.
-        buffers: of the model.
-        received: further payloads from the server.
-        memory: what the client remembers.
-        draws: the method's random numbers; None takes the method's guess.
-        round: number of the round.
-        generator: for the defense's noise; None leaves the noise out.
-        track: whether running statistics are updated (in the simulator).
-        derivative: how gradients are taken.
-        phases: of the training; None are those of the method in this round.
-        secrets: random numbers by (phase, step) that go before those of `draws`.
-        guided: whether the defense's `guide` stands for its `gradient`, as in a search.
+        training: how the rule is run; by default with the method's guess of random numbers and without noise.
 
     Returns:
         Differences, private state and buffers after training; nothing that came in is changed.
     """
+    training = training or LocalTraining()
     method = client.method
-    start = method.parametrization.lift({**shared, **private})
-    buffers = {k: v.clone() for k, v in buffers.items()} if track else buffers
-    course = _Training(client, buffers, derivative, generator, track, guided, draws, secrets or {})
-    base = Step(client.task, start, received or {}, memory or {}, {}, round)
-    params, count = start, 0
-    phases = method.phases(client.task, round) if phases is None else phases
+    params = lifted = method.parametrization.lift({**start.shared, **start.private})
+    buffers = {k: v.clone() for k, v in start.buffers.items()} if training.track_statistics else start.buffers
+    course = _Course(client, buffers, training)
+    base = Step(client.task, lifted, start.received, start.memory, {}, start.round)
+    count = 0
+    phases = method.phases(client.task, start.round) if training.phases is None else training.phases
     for number, (phase, steps) in enumerate(zip(phases, batches, strict=True)):
         params, base, taken = course.through(number, phase, params, base, steps)
         count += taken
     extra, memory = method.finish(params, base, count)
     return LocalResult(
-        update=combine({k: start[k] for k in shared}, params, -1.0),
+        update=combine({k: lifted[k] for k in start.shared}, params, -1.0),
         extra=extra,
-        private={k: params[k] for k in private},
+        private={k: params[k] for k in start.private},
         memory=memory,
         buffers=buffers,
     )
 
 
 @dataclass(frozen=True)
-class _Training:
-    """A round's local training: what does not change from phase to phase. All but `client` as in `local_update`."""
+class _Course:
+    """A round's local training: what does not change from phase to phase."""
 
     client: Client
     buffers: dict[str, Tensor]
-    derivative: Derivative
-    generator: torch.Generator | None
-    track: bool
-    guided: bool
-    draws: Draws | None
-    secrets: Mapping[tuple[int, int], dict[str, Tensor]]
+    training: LocalTraining
 
     def through(
         self, number: int, phase: Phase, params: Tensors, base: Step, steps: Iterable[Sequence[Batch]]
@@ -333,8 +347,8 @@ class _Training:
 
     def _drawn(self, phase: int, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """The random numbers of a step."""
-        drawn = self.client.draw(batches[0], None) if self.draws is None else self.draws[phase][step]
-        return {**drawn, **self.secrets.get((phase, step), {})}
+        drawn = self.client.draw(batches[0], None) if self.training.draws is None else self.training.draws[phase][step]
+        return {**drawn, **self.training.guessed_draws.get((phase, step), {})}
 
     def _direction(
         self,
@@ -345,26 +359,35 @@ class _Training:
         fixed: dict[str, Tensor] | None,
     ) -> Tensors:
         """The method's direction for a step, along gradients as the defense hands them over."""
-        client, looks = self.client, step.phase is not None and step.phase.records_direction_as is not None
-        still = client.stackable if self.derivative is func_derivative else client.predictor
-        model = client.task.model if self.track and not looks else still  # a look leaves running statistics alone
-        raw = LossGradient(client, step, moving, self.buffers, model, fixed, self.derivative)
-        defended = Defended(raw, client.defense, self.generator, self.guided)
+        client, training = self.client, self.training
+        looks = step.phase is not None and step.phase.records_direction_as is not None
+        still = client.stackable if training.derivative is func_derivative else client.predictor
+        # a look leaves running statistics alone
+        model = client.task.model if training.track_statistics and not looks else still
+        raw = LossGradient(client, step, moving, self.buffers, model, fixed, training.derivative)
+        defended = Defended(raw, client.defense, training.generator, training.use_search_gradient)
         return client.method.gradient(defended, params, batches, step)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Defended:
-    """A gradient as the defense hands it to the method."""
+    """A gradient as the defense hands it to the method.
+
+    Attributes:
+        raw: the gradient of the client's own loss.
+        defense: of the client.
+        generator: for the defense's noise; None leaves the noise out.
+        use_search_gradient: whether the defense's gradient for searches stands for its own.
+    """
 
     raw: LossGradient
     defense: Defense
     generator: torch.Generator | None
-    guided: bool
+    use_search_gradient: bool
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
         """By the names of the parameters that move."""
-        if self.guided:
+        if self.use_search_gradient:
             return self.defense.search_gradient(self.raw, params, batch)
         return self.defense.gradient(self.raw, params, batch, self.generator)
 

@@ -14,7 +14,7 @@ from fl.client import Client
 from fl.engines import EngineName, choose
 from fl.engines.sequential import Engine
 from fl.parametrization import Parametrization
-from fl.simulation.client_round import Round, observe, settled
+from fl.simulation.client_round import Round, observe, prepare, settled
 from fl.simulation.diagnostics import TrainingDiagnostics
 from fl.simulation.federation_state import ClientData, FederationState, accepts_channels_last, n_sampled
 from fl.simulation.nonfinite_updates import check_finite
@@ -174,19 +174,15 @@ class Federation(FederationState):
                 raise ValueError(f"expected a client that still sends updates, got one that does not: {reason}")
             own = self.data[member]
             images = own.train if images is None else images
-            view, truth, done = observe(
+            start = prepare(
                 client,
                 self.clients[member],
                 self.download(member),
                 images,
                 augment=own.augment if augment else None,
-                threat=threat,
-                number=member,
-                round=self.server.round,
-                seed=self.seed,
-                private_init=self.private_init,
-                history=history,
+                key=self.round_key(member),
             )
+            view, truth, done = observe(start, threat=threat, private_init=self.private_init, history=history)
             seen.append((view, truth))
             weights.append(done.upload.weight)
         return seen[0] if len(group) == 1 else combine(seen, weights)

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from fl.aggregated_view import in_turn, own, weighted
-from fl.client import Client, gather, local_update
+from fl.client import Client, LocalInput, LocalTraining, gather, local_update
 from fl.gradient import Derivative, autograd_derivative
 from fl.tensors import Payloads, Tensors, dense
 from fl.types import Candidate
@@ -22,7 +22,7 @@ def predict(
     derivative: Derivative = autograd_derivative,
     client: Client | None = None,
     defended: bool = True,
-    guided: bool = False,
+    use_search_gradient: bool = False,
 ) -> Tensors:
     """What the server would have observed if `candidate` were the truth: differentiable in all its tensors.
 
@@ -34,7 +34,7 @@ def predict(
         derivative: how gradients are taken; `func_derivative` under `vmap`.
         client: the view's local rule where the caller has built it already; the view builds its own otherwise.
         defended: whether a known defense changes the finished update; what it does during training it always does.
-        guided: whether the defense's `guide` stands for its `gradient`, as in a search.
+        use_search_gradient: whether the defense's `guide` stands for its `gradient`, as in a search.
 
     Returns:
         By the names of `view.update`.
@@ -48,7 +48,9 @@ def predict(
     if order is None:
         raise ValueError("expected a view that knows the local schedule, or a candidate with an order")
     candidate = replace(candidate, order=order, draws=candidate.draws or view.draws)
-    send = partial(_sent, derivative=derivative, client=client, defended=defended, guided=guided)
+    send = partial(
+        _sent, derivative=derivative, client=client, defended=defended, use_search_gradient=use_search_gradient
+    )
     if view.parts:
         each = [send(*own(view, candidate, i)) for i in range(len(view.parts))]
         sent = weighted(each, [part.weight for part in view.parts])
@@ -58,7 +60,13 @@ def predict(
 
 
 def _sent(
-    view: ServerView, candidate: Candidate, *, derivative: Derivative, client: Client, defended: bool, guided: bool
+    view: ServerView,
+    candidate: Candidate,
+    *,
+    derivative: Derivative,
+    client: Client,
+    defended: bool,
+    use_search_gradient: bool,
 ) -> Tensors:
     """What one client sends."""
     mine = client.task.buffers
@@ -66,28 +74,28 @@ def _sent(
     params = {k: v for k, v in candidate.private.items() if "/" not in k and k not in mine}
     kept = {k: v for k, v in candidate.private.items() if k in mine}
     memory: Payloads = {}
-    secrets: dict[tuple[int, int], dict[str, Tensor]] = {}
+    guessed_draws: dict[tuple[int, int], dict[str, Tensor]] = {}
     for name, value in candidate.private.items():
         kind, *path = name.split("/", 3)
         if kind == "memory":
             memory.setdefault(path[0], {})["/".join(path[1:])] = value
         elif kind == "draws":
-            secrets.setdefault((int(path[0]), int(path[1])), {})[path[2]] = dense(value)
-    result = local_update(
-        client,
-        view.shared,
-        params,
-        gather(candidate.inputs, candidate.labels, candidate.order),
+            guessed_draws.setdefault((int(path[0]), int(path[1])), {})[path[2]] = dense(value)
+    start = LocalInput(
+        shared=view.shared,
+        private=params,
         buffers={**mine, **view.buffers, **kept},  # type: ignore[dict-item]
         received=view.received,
         memory=memory,
-        draws=candidate.draws,
         round=view.round,
-        derivative=derivative,
-        secrets=secrets,
-        guided=guided,
     )
-    sent = result.sent()
+    training = LocalTraining(
+        draws=candidate.draws,
+        guessed_draws=guessed_draws,
+        derivative=derivative,
+        use_search_gradient=use_search_gradient,
+    )
+    sent = local_update(client, start, gather(candidate.inputs, candidate.labels, candidate.order), training).sent()
     return view.defense.transform_update(sent, None) if defended and view.threat.knows_defense else sent
 
 

@@ -2,22 +2,23 @@
 
 from fl.simulation.client_round import (
     ClientState,
+    PreparedRound,
     Round,
-    Start,
+    RoundKey,
     finish,
     observe,
     prepare,
     public,
     settled,
     train,
-    train_client,
 )
 from fl.types import Truth
 
 __all__ = [
     "ClientState",
+    "PreparedRound",
     "Round",
-    "Start",
+    "RoundKey",
     "Truth",
     "finish",
     "observe",
@@ -25,5 +26,4 @@ __all__ = [
     "public",
     "settled",
     "train",
-    "train_client",
 ]

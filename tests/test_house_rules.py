@@ -18,11 +18,6 @@ NOT_YET = {
     "eval/audit/user_model.py: of_batches",
     "fl/capture.py: from_batch",
     "fl/capture.py: from_update",
-    "fl/client.py: local_update",
-    "fl/simulation/accuracy.py: adapt",
-    "fl/simulation/client_round.py: observe",
-    "fl/simulation/client_round.py: prepare",
-    "fl/simulation/client_round.py: train_client",
 }
 """Functions that still have to lose some."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from eval.metrics.score import relative_error
-from fl.client import Client, gather, local_update
+from fl.client import Client, LocalTraining, gather, local_update
 from fl.defense import Defense, overrides
 from fl.method import Download
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState
+from fl.simulation.client_round import ClientState, local_input
 from fl.tensors import Tensors, dense
 from fl.types import Trace, Truth
 from fl.view import ServerView
@@ -70,15 +70,6 @@ def _draws(defense: Defense, update: Tensors) -> bool:
 
 def _noiseless(trace: Trace, client: Client, state: ClientState, download: Download, number: int) -> Tensors:
     """What the client would have sent in round `number` without its defense's noise."""
-    return local_update(
-        client,
-        download.shared,
-        state.private,
-        gather(trace.inputs, trace.labels, trace.order),
-        buffers={**client.task.buffers, **download.buffers, **state.buffers},
-        received=download.received,
-        memory=state.memory,
-        draws=trace.draws,
-        round=number,
-        track=True,
-    ).sent()
+    start = local_input(client, state, download, number)
+    training = LocalTraining(draws=trace.draws, track_statistics=True)
+    return local_update(client, start, gather(trace.inputs, trace.labels, trace.order), training).sent()

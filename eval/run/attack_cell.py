@@ -34,7 +34,7 @@ from fl.client import Client
 from fl.federation import Federation
 from fl.runtime.atomic_files import replacing
 from fl.seeds import derive
-from fl.simulation.client_round import observe
+from fl.simulation.client_round import observe, prepare
 from fl.types import Truth
 from fl.view import ServerView
 
@@ -162,19 +162,16 @@ def _observed(
     victim: Target,
     history: tuple[ServerView, ...],
 ) -> tuple[ServerView, Truth]:
-    view, truth, _ = observe(
+    start = prepare(
         client,
         federation.clients[victim.client],
         federation.download(victim.client),
         victim.data,
         augment=training.world.augment if scene.observe.augment else None,
-        threat=replace(scene.threat, history_rounds=len(history)),
-        number=victim.client,
-        round=federation.server.round,
-        seed=derive(training.seed, "observe", victim.key),
-        private_init=federation.private_init,
-        history=history,
+        key=federation.round_key(victim.client, derive(training.seed, "observe", victim.key)),
     )
+    threat = replace(scene.threat, history_rounds=len(history))
+    view, truth, _ = observe(start, threat=threat, private_init=federation.private_init, history=history)
     return view, truth
 
 

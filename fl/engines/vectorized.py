@@ -26,7 +26,7 @@ from fl.local.optimizers import OptimState, optimize
 from fl.method import Step
 from fl.parametrization import Parametrization
 from fl.privacy.gaussian_noise import Drawing, Noise
-from fl.simulation.client_round import Round, Start, finish, train
+from fl.simulation.client_round import PreparedRound, Round, finish, train
 from fl.simulation.federation_state import FederationState
 from fl.tensors import Tensors, combine
 from fl.types import Batch, Phase
@@ -79,7 +79,7 @@ class Vectorized(Engine):
         return (run.scored(done) if evaluate else done for done in rounds)
 
 
-def _stacked(starts: Sequence[Start]) -> list[Round]:
+def _stacked(starts: Sequence[PreparedRound]) -> list[Round]:
     trainees = [_Trainee(start) for start in starts]
     with torch.no_grad():
         for p, phase in enumerate(starts[0].phases):
@@ -121,7 +121,7 @@ class _Trainee:
         stack: which has the newest state, if one has.
     """
 
-    start: Start
+    start: PreparedRound
     params: Tensors = field(init=False)
     buffers: dict[str, Tensor] = field(init=False)
     base: Step = field(init=False)
@@ -136,7 +136,8 @@ class _Trainee:
         start = self.start
         self.params = {**start.download.shared, **start.state.private}
         self.buffers = start.buffers
-        self.base = Step(start.client.task, self.params, start.download.received, start.state.memory, {}, start.round)
+        task, received, memory = start.client.task, start.download.received, start.state.memory
+        self.base = Step(task, self.params, received, memory, {}, start.key.round)
 
     def begin(self, phase: Phase) -> None:
         """Start a phase."""
@@ -231,7 +232,7 @@ class _Stack:
 
     def _step(self, s: int, row: Tensor, state: State, leaves: list[Any], fed: tuple[Any, ...]) -> State:
         """One client's step, as in `local_update`."""
-        client, round = self.members[0].start.client, self.members[0].start.round
+        client, round = self.members[0].start.client, self.members[0].start.key.round
         rest, (batches, draws), buffers = pytree.tree_unflatten(leaves, self.tree), fed, dict(state["buffers"])
         held = (rest["start"], rest["received"], rest["memory"], draws, round, rest["recorded"])
         step = Step(client.task, *held, self.phase)

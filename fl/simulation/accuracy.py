@@ -11,7 +11,7 @@ import torch
 from fl.client import Client
 from fl.defense import UnknownDefense
 from fl.method import Download
-from fl.simulation.client_round import ClientState, train_client
+from fl.simulation.client_round import FIRST_ROUND, ClientState, RoundKey, prepare, train
 from fl.tensors import Tensors, dense
 from fl.types import Batch
 
@@ -82,17 +82,15 @@ def adapt(
     data: Batch,
     *,
     augment: Augmentation | None = None,
-    number: int = 0,
-    round: int = 0,
-    seed: int = 0,
+    key: RoundKey = FIRST_ROUND,
 ) -> tuple[ClientState, Download]:
     """Return what a client keeps and the shared part after `Method.adaptation_method`; as they are without one.
 
-    Arguments are those of `train_client`.
+    Arguments are those of `fl.simulation.client_round.prepare`.
     """
     method = client.method.adaptation_method()
     if method is None:
         return state, down
     rule = Client(client.base, method, UnknownDefense(wrapped=client.defense))
-    done = train_client(rule, state, down, data, augment=augment, number=number, round=round, seed=seed)
+    done = train(prepare(rule, state, down, data, augment=augment, key=key))
     return done.state, Download(done.result.trained(down.shared), done.result.buffers)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fl.client import Client, LocalResult, gather, local_update
+from fl.client import Client, LocalInput, LocalResult, LocalTraining, gather, local_update
 from fl.defense import UnknownDefense, overrides
 from fl.gradient import DRAWN
 from fl.local import sampling
@@ -68,8 +68,31 @@ class Round:
     accuracy: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundKey:
+    """Names one round of one client: every random number of it is a function of these.
+
+    Attributes:
+        seed: of the experiment.
+        client: number of the client, from 0.
+        round: number of the round, from 0.
+    """
+
+    seed: int = 0
+    client: int = 0
+    round: int = 0
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """Return the random numbers for a purpose."""
+        return stream(self.seed, purpose, self.client, self.round)
+
+
+FIRST_ROUND = RoundKey()
+"""The first round of client 0 under seed 0."""
+
+
 @dataclass(frozen=True)
-class Start:
+class PreparedRound:
     """One client's round before training: all that enters it.
 
     Attributes:
@@ -79,8 +102,7 @@ class Start:
         trace: what the client feeds.
         buffers: of the model, all of them.
         weight: what its upload counts in the server's mean (`Method.weight`).
-        number: of the client.
-        round: number of the round.
+        key: which round of which client it is.
         noise: for the defense.
         phases: of the training.
     """
@@ -91,57 +113,21 @@ class Start:
     trace: Trace
     buffers: dict[str, Tensor]
     weight: float
-    number: int
-    round: int
+    key: RoundKey
     noise: torch.Generator
     phases: tuple[Phase, ...]
 
 
-def train_client(
-    client: Client,
-    state: ClientState,
-    download: Download,
-    data: Batch,
-    *,
-    augment: Augmentation | None = None,
-    number: int = 0,
-    round: int = 0,
-    seed: int = 0,
-) -> Round:
-    """Run one client's round; every random number is a function of (seed, number, round).
-
-    Args:
-        client: the rule.
-        state: what the client kept.
-        download: what the server sent.
-        data: the client's training images.
-        augment: how these are changed, batch by batch, before they are fed.
-        number: of the client.
-        round: number of the round.
-        seed: of the experiment.
-    """
-    return train(prepare(client, state, download, data, augment=augment, number=number, round=round, seed=seed))
-
-
-def train(start: Start) -> Round:
-    """Run a prepared round by the local rule."""
-    trace = start.trace
-    with torch.no_grad():
-        result = local_update(
-            start.client,
-            start.download.shared,
-            start.state.private,
-            gather(trace.inputs, trace.labels, trace.order),
-            buffers=start.buffers,
-            received=start.download.received,
-            memory=start.state.memory,
-            draws=trace.draws,
-            round=start.round,
-            generator=start.noise,
-            track=True,
-            phases=start.phases,
-        )
-    return finish(start, result)
+def local_input(client: Client, state: ClientState, download: Download, round: int) -> LocalInput:
+    """Return what the client's local training starts from in this round."""
+    return LocalInput(
+        shared=download.shared,
+        private=state.private,
+        buffers={**client.task.buffers, **download.buffers, **state.buffers},
+        received=download.received,
+        memory=state.memory,
+        round=round,
+    )
 
 
 def prepare(
@@ -151,31 +137,59 @@ def prepare(
     data: Batch,
     *,
     augment: Augmentation | None = None,
-    number: int = 0,
-    round: int = 0,
-    seed: int = 0,
+    key: RoundKey = FIRST_ROUND,
     phases: tuple[Phase, ...] | None = None,
-) -> Start:
-    """All that enters a client's round; arguments as of `train_client`, and `phases` in place of the method's."""
-    phases = client.method.phases(client.task, round) if phases is None else phases
-    order = sampling.plan(phases, len(data), stream(seed, "order", number, round))
-    trace = _feed(client, data, order, stream(seed, "draws", number, round), augment)
-    buffers = {**client.task.buffers, **download.buffers, **state.buffers}
-    noise = stream(seed, "defense", number, round)
-    weight = client.method.aggregation_weight(len(data))
-    return Start(client, state, download, trace, buffers, weight, number, round, noise, phases)
+) -> PreparedRound:
+    """Gather all that enters a client's round.
+
+    Args:
+        client: the rule.
+        state: what the client kept.
+        download: what the server sent.
+        data: the client's training images.
+        augment: how these are changed, batch by batch, before they are fed; None leaves them.
+        key: which round of which client it is.
+        phases: of the training; None takes those of the method in this round.
+    """
+    phases = client.method.phases(client.task, key.round) if phases is None else phases
+    order = sampling.plan(phases, len(data), key.stream("order"))
+    return PreparedRound(
+        client=client,
+        state=state,
+        download=download,
+        trace=_feed(client, data, order, key.stream("draws"), augment),
+        buffers=local_input(client, state, download, key.round).buffers,
+        weight=client.method.aggregation_weight(len(data)),
+        key=key,
+        noise=key.stream("defense"),
+        phases=phases,
+    )
 
 
-def finish(start: Start, result: LocalResult) -> Round:
+def train(start: PreparedRound) -> Round:
+    """Run a prepared round by the local rule."""
+    trace = start.trace
+    training = LocalTraining(phases=start.phases, draws=trace.draws, generator=start.noise, track_statistics=True)
+    with torch.no_grad():
+        result = local_update(
+            start.client,
+            local_input(start.client, start.state, start.download, start.key.round),
+            gather(trace.inputs, trace.labels, trace.order),
+            training,
+        )
+    return finish(start, result)
+
+
+def finish(start: PreparedRound, result: LocalResult) -> Round:
     """What a client sends and keeps, from the result of its training."""
     client, buffers = start.client, start.buffers
     with torch.no_grad():
         sent = client.defense.transform_update(result.sent(), start.noise)
     asked = {**start.download.shared, **{k: v for k, v in result.sent().items() if k not in result.update}}
-    check_form(start.number, start.weight, sent, asked)
+    check_form(start.key.client, start.weight, sent, asked)
     shared = {name for name, scope in client.scopes(buffers).items() if scope is Scope.SHARED}
     upload = Upload(
-        client=start.number,
+        client=start.key.client,
         weight=start.weight,
         update={name: sent[name] for name in result.update},
         extra={p: {name: sent[f"{p}/{name}"] for name in part} for p, part in result.extra.items()},
@@ -185,7 +199,7 @@ def finish(start: Start, result: LocalResult) -> Round:
     return Round(upload, ClientState(result.private, result.memory, own, _beside(start)), start.trace, result)
 
 
-def _beside(start: Start) -> Payloads:
+def _beside(start: PreparedRound) -> Payloads:
     """The client's personal model after the round, trained on the batches of the other; empty without one."""
     method, before = start.client.method.personal_method(), start.state.personal
     if method is None or not before:
@@ -194,14 +208,15 @@ def _beside(start: Start) -> Payloads:
     with torch.no_grad():
         result = local_update(
             client,
-            {},
-            before["parameters"],
+            LocalInput(
+                shared={},
+                private=before["parameters"],
+                buffers={name: dense(value) for name, value in before.get("buffers", {}).items()},
+                received={"sent": start.download.shared},
+                round=start.key.round,
+            ),
             gather(start.trace.inputs, start.trace.labels, start.trace.order),
-            buffers={name: dense(value) for name, value in before.get("buffers", {}).items()},
-            received={"sent": start.download.shared},
-            draws=start.trace.draws,
-            round=start.round,
-            track=True,
+            LocalTraining(draws=start.trace.draws, track_statistics=True),
         )
     return {"parameters": {name: dense(value) for name, value in result.private.items()}, "buffers": {**result.buffers}}
 
@@ -243,48 +258,69 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
 
 
 def observe(
-    client: Client,
-    state: ClientState,
-    download: Download,
-    data: Batch,
+    start: PreparedRound,
     *,
-    augment: Augmentation | None = None,
     threat: ThreatModel | None = None,
-    number: int = 0,
-    round: int = 0,
-    seed: int = 0,
     private_init: Tensors | None = None,
     history: tuple[ServerView, ...] = (),
 ) -> tuple[ServerView, Truth, Round]:
-    """Run one client's round and split it: what the server sees, and the truth it does not.
+    """Run a prepared round and split it: what the server sees, and the truth it does not.
 
     The view shares no memory with the client: overwriting the client's tensors changes nothing in it.
+
+    Args:
+        start: the round.
+        threat: what the server knows beside the update.
+        private_init: what the client's private tensors started from in its first round, for a server that knows it.
+        history: the server's earlier views of the same client, oldest first, for one that keeps some.
+
+    Returns:
+        The server's view, the truth, and the round.
+
+    Raises:
+        ValueError: the threat model keeps earlier views, and there are none.
     """
     threat = threat or ThreatModel()
-    if threat.history_rounds and not history and round:
+    if threat.history_rounds and not history and start.key.round:
         raise ValueError(
             f"expected the earlier views as history under a threat model with history_rounds={threat.history_rounds}"
         )
-    done = train_client(client, state, download, data, augment=augment, number=number, round=round, seed=seed)
-    trace, upload = done.trace, done.upload
+    done = train(start)
+    truth = _truth(start, done.trace, threat)
+    view = replace(
+        _view(start, done, threat, truth),
+        private_init=detached(private_init) if private_init and threat.knows_private_init else None,
+        history=history[-threat.history_rounds :] if threat.history_rounds else (),
+    )
+    return view, truth, done
+
+
+def _truth(start: PreparedRound, trace: Trace, threat: ThreatModel) -> Truth:
+    """What the client fed and kept to itself."""
+    client, state = start.client, start.state
     hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
     if not client.method.train_mode:  # running statistics only matter where batch statistics are not used
         hidden.update({name: value for name, value in state.buffers.items() if value.is_floating_point()})
     if threat.knows_defense and not threat.knows_randomness:
         hidden.update(_drawn(trace.draws))
-    truth = Truth(
+    return Truth(
         trace=trace,
         private=hidden,
-        extractor=_generated(client, {**download.shared, **state.private}),
+        extractor=_generated(client, {**start.download.shared, **state.private}),
     )
-    view = ServerView(
-        method=client.method,
-        defense=client.defense,
-        task=public(client),
+
+
+def _view(start: PreparedRound, done: Round, threat: ThreatModel, truth: Truth) -> ServerView:
+    """What the server has of a round by itself, without what it kept of earlier ones."""
+    download, trace, upload = start.download, done.trace, done.upload
+    return ServerView(
+        method=start.client.method,
+        defense=start.client.defense,
+        task=public(start.client),
         threat=threat,
         shared=download.shared,
         update=detached({**upload.update, **flatten(upload.extra)}),
-        private={name: value.shape for name, value in hidden.items()},
+        private={name: value.shape for name, value in truth.private.items()},
         schedule=sampling.schedule(trace.order) if threat.knows_schedule and threat.knows_batch_size else None,
         batch_size=len(trace.inputs) if threat.knows_batch_size else None,
         labels=trace.labels.clone() if threat.knows_labels else None,
@@ -293,11 +329,8 @@ def observe(
         received=download.received,
         order=_clone_order(trace.order) if threat.knows_order else None,
         draws=_clone_draws(trace.draws) if threat.knows_randomness else None,
-        private_init=detached(private_init) if private_init and threat.knows_private_init else None,
-        round=round,
-        history=history[-threat.history_rounds :] if threat.history_rounds else (),
+        round=start.key.round,
     )
-    return view, truth, done
 
 
 def public(client: Client) -> Task:

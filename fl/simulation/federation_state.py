@@ -14,7 +14,7 @@ from fl.client import Client
 from fl.method import Download, ServerState
 from fl.seeds import derive, stream
 from fl.simulation.accuracy import Model, adapt, predictor, share_right
-from fl.simulation.client_round import ClientState, Round, Start, prepare, train
+from fl.simulation.client_round import ClientState, PreparedRound, Round, RoundKey, prepare, train
 from fl.simulation.protocol import Protocol, n_participants
 from fl.tensors import Payloads, Tensors
 from fl.types import Batch, Phase, Scope, frozen
@@ -143,6 +143,10 @@ class FederationState:
         """What client number `number` would predict by now, of the server's."""
         return self.client.method.serve(self.server, number, self.client.task)
 
+    def round_key(self, number: int, seed: int | None = None) -> RoundKey:
+        """Return what names the round that client `number` would do now, under another seed if one is given."""
+        return RoundKey(seed=self.seed if seed is None else seed, client=number, round=self.server.round)
+
     def start(
         self,
         number: int,
@@ -150,7 +154,7 @@ class FederationState:
         client: Client | None = None,
         seed: int | None = None,
         phases: tuple[Phase, ...] | None = None,
-    ) -> Start:
+    ) -> PreparedRound:
         """All that enters one client's round, or one by another local rule, seed or phases.
 
         What the federation's network holds frozen and another rule trains starts as it stands there.
@@ -164,9 +168,7 @@ class FederationState:
             self.download(number),
             own.train,
             augment=own.augment,
-            number=number,
-            round=self.server.round,
-            seed=self.seed if seed is None else seed,
+            key=self.round_key(number, seed),
             phases=phases,
         )
 
@@ -211,5 +213,5 @@ class FederationState:
         return share_right(client, state, down, images)
 
     def _adapted(self, number: int, client: Client, state: ClientState, down: Download) -> tuple[ClientState, Download]:
-        own, at, seed = self.data[number], self.server.round, derive(self.seed, "adapting")
-        return adapt(client, state, down, own.train, augment=own.augment, number=number, round=at, seed=seed)
+        own, key = self.data[number], self.round_key(number, derive(self.seed, "adapting"))
+        return adapt(client, state, down, own.train, augment=own.augment, key=key)

@@ -48,7 +48,8 @@ def accuracy_tuned(run: FederationState, number: int) -> float:
     client = Client(run.client.base, method, UnknownDefense(wrapped=run.client.defense))
     phases = method.fine_tuning_phases(client.task, run.protocol.fine_tune_epochs)
     start = run.start(number, client=client, seed=derive(run.seed, "tuning"), phases=phases)
-    start = replace(start, round=max(start.round, method.first_round))  # a loss may be another before
+    key = replace(start.key, round=max(start.key.round, method.first_round))  # a loss may be another before
+    start = replace(start, key=key)
     return run.scored(train(start), client).accuracy or 0.0
 
 

@@ -23,7 +23,7 @@ from attacks.base import Result, ViewRewriter
 from fl.client import Client
 from fl.defense import Defense, overrides
 from fl.methods.fedavg import FedAvg
-from fl.simulation.client_round import Round, observe
+from fl.simulation.client_round import Round, RoundKey, observe, prepare
 from fl.tensors import Tensors, dense, scaled
 from fl.types import Truth
 from fl.view import ServerView
@@ -66,7 +66,7 @@ def victim(row: str, defense: Defense | None = None) -> tuple[ServerView, Truth,
     fresh = [worlds.images(1, "victim")]
     state = torch.utils._pytree.tree_map(lambda x: x, run.clients[1])
     state = replace(state, private=_copies(state.private), memory={k: _copies(v) for k, v in state.memory.items()})
-    view, truth, done = observe(client, state, run.download(1), fresh[0], round=1)
+    view, truth, done = observe(prepare(client, state, run.download(1), fresh[0], key=RoundKey(round=1)))
     return view, truth, done, [state, fresh[0]]
 
 

@@ -16,7 +16,7 @@ from attacks.base import Attack, Chain, Result
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.learned.lti import LearningToInvert
 from fl.client import Client
-from fl.simulation.client_round import observe
+from fl.simulation.client_round import observe, prepare
 from fl.view import ServerView
 
 
@@ -62,7 +62,8 @@ def victims(row: str) -> list[ServerView]:
     views = []
     for method, images in ((worlds.one_step(run.client.method), 1), (run.client.method, 4)):
         client = Client(run.client.base, method, run.client.defense)
-        views.append(observe(client, run.clients[1], run.download(1), worlds.images(images, "victim"), round=0)[0])
+        start = prepare(client, run.clients[1], run.download(1), worlds.images(images, "victim"))
+        views.append(observe(start)[0])
     return views
 
 

@@ -57,7 +57,7 @@ def test_the_truth_predicts_the_update(method: Any, defense: Any) -> None:
 
 def test_the_search_leaves_the_pruned_columns_out() -> None:
     view, truth = worlds.federation(worlds.one_step(FedAvg.example()), Soteria(ratio=0.5)).observe(1)
-    full = predict(view, truth.candidate(), guided=True)
+    full = predict(view, truth.candidate(), use_search_gradient=True)
     assert dense(full["head.weight"]).all(0).all()
     assert_same(view.defense.surrogate(full, view.update), view.update)
 

@@ -19,7 +19,7 @@ from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.client_round import train_client
+from fl.simulation.client_round import RoundKey, prepare, train
 from fl.tensors import dense
 from fl.types import Batch, Candidate, Scope, Task
 from fl.view import ThreatModel
@@ -64,7 +64,7 @@ def test_one_step_is_the_learning_rate_times_the_gradient() -> None:
     run = worlds.federation(METHOD, rounds=0)
     client = Client(run.client.base, FedAvg(lr=0.1, steps=1, batch_size=None))
     data = worlds.images(1)
-    update = train_client(client, run.clients[0], run.download(0), data).upload.update
+    update = train(prepare(client, run.clients[0], run.download(0), data)).upload.update
     model = run.client.base.model.train()
     model.zero_grad()
     nn.functional.cross_entropy(model(data.inputs), data.labels).backward()
@@ -80,7 +80,7 @@ def test_the_trace_replays_the_client() -> None:
     assert torch.equal(data.inputs[trace.indices], trace.inputs)
     assert torch.equal(data.labels[trace.indices], trace.labels)
     assert schedule(trace.order) == (((2,),) * 4,)
-    other = train_client(run.client, run.clients[2], run.download(2), data, number=1, round=1).trace
+    other = train(prepare(run.client, run.clients[2], run.download(2), data, key=RoundKey(client=1, round=1))).trace
     assert str(other.order) != str(trace.order)
 
 

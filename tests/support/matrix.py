@@ -11,7 +11,7 @@ from support import worlds
 from support.probes import PROBES, Probe
 
 from defenses import defenses
-from fl.client import Client, gather, local_update
+from fl.client import Client, LocalInput, LocalTraining, gather, local_update
 from fl.defense import Defense
 from fl.federation import Federation
 from fl.method import methods
@@ -38,14 +38,9 @@ def draws_noise(defense: Defense) -> bool:
     def sent(seed: int) -> list[torch.Tensor]:
         noise = stream(seed, "noise")
         with torch.no_grad():
-            result = local_update(
-                run.client,
-                download.shared,
-                {},
-                gather(data.inputs, data.labels, (((index,),) * 4,)),
-                buffers=run.client.task.buffers,
-                generator=noise,
-            )
+            start = LocalInput(shared=download.shared, buffers=run.client.task.buffers)
+            fed = gather(data.inputs, data.labels, (((index,),) * 4,))
+            result = local_update(run.client, start, fed, LocalTraining(generator=noise))
             return [dense(value) for value in defense.transform_update(result.update, noise).values()]
 
     return not all(torch.equal(x, y) for x, y in zip(sent(0), sent(1), strict=True))

@@ -16,7 +16,7 @@ from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.models import build
 from fl.seeds import stream
-from fl.simulation.client_round import observe
+from fl.simulation.client_round import RoundKey, observe, prepare
 from fl.types import Batch, Task
 from fl.view import ServerView
 
@@ -129,7 +129,7 @@ def victim(method: Method, defense: Defense, task_: Task, device: str) -> Server
     run = federation(method, defense, task_, device=device)
     client = Client(run.client.base, one_step(run.client.method), run.client.defense)
     image = moved(images(1, "victim"), device)
-    return observe(client, run.clients[1], run.download(1), image, round=1)[0]
+    return observe(prepare(client, run.clients[1], run.download(1), image, key=RoundKey(round=1)))[0]
 
 
 def one_step(method: Method) -> Method:

@@ -258,8 +258,14 @@ class Problem:
         derivative = func_derivative if vmapped else autograd_derivative
         if constants["order"] is not None:
             candidate = replace(candidate, order=self._cut(constants["order"]))
-        defended, guided = not self.uses_surrogate, self.uses_surrogate
-        predicted = predict(view, candidate, derivative=derivative, client=client, defended=defended, guided=guided)
+        predicted = predict(
+            view,
+            candidate,
+            derivative=derivative,
+            client=client,
+            defended=not self.uses_surrogate,
+            use_search_gradient=self.uses_surrogate,
+        )
         if self.uses_surrogate:
             predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weighed(self.update.without_decay(predicted, view), constants["weights"])

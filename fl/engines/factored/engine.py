@@ -37,7 +37,7 @@ from fl.models.hypernetworks.hypernetwork import (
     head_bias,
     head_weight,
 )
-from fl.simulation.client_round import Round, Start, finish, train
+from fl.simulation.client_round import PreparedRound, Round, finish, train
 from fl.simulation.federation_state import FederationState
 from fl.tensors import LowRank, Tensors, Term, Value, combine, dense
 from fl.types import Batch, Group, Phase
@@ -79,7 +79,7 @@ class Factored(Engine):
         return [run.scored(done) if evaluate else done for done in rounds]
 
 
-def _by_factors(client: Client, starts: Sequence[Start]) -> list[Round]:
+def _by_factors(client: Client, starts: Sequence[PreparedRound]) -> list[Round]:
     heads = Heads(client, starts[0].download.shared)
     trainees = [_Trainee(start, heads) for start in starts]
     with torch.no_grad():
@@ -88,7 +88,7 @@ def _by_factors(client: Client, starts: Sequence[Start]) -> list[Round]:
     return [finish(trainee.start, trainee.result()) for trainee in trainees]
 
 
-def _fits(client: Client, starts: Sequence[Start]) -> bool:
+def _fits(client: Client, starts: Sequence[PreparedRound]) -> bool:
     """Whether this round's phases and downloads are of the kind that factors can express."""
     first = starts[0].download.shared
     if any(s.download.received or any(s.download.shared[k] is not v for k, v in first.items()) for s in starts):
@@ -122,7 +122,7 @@ class _Trainee:
         due: at how many of them to look for fewer.
     """
 
-    start: Start
+    start: PreparedRound
     heads: Heads
     params: Tensors = field(init=False)
     left: Tensor = field(init=False)
@@ -144,7 +144,7 @@ class _Trainee:
         self.params[COEFFICIENTS] = coefficients
         task, method = start.client.task, start.client.method
         lifted = method.parametrization.lift(given)
-        self.step = Step(task, lifted, start.download.received, start.state.memory, {}, start.round)
+        self.step = Step(task, lifted, start.download.received, start.state.memory, {}, start.key.round)
 
     def begin(self, phase: Phase) -> None:
         """Start a phase."""

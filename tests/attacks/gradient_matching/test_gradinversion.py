@@ -31,7 +31,7 @@ from fl.method import Download, Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, observe
+from fl.simulation.client_round import ClientState, observe, prepare
 from fl.types import Batch, Truth
 from fl.view import ServerView, ThreatModel
 
@@ -56,7 +56,9 @@ def seen(
         buffers[f"{NORM}.num_batches_tracked"] = torch.tensor(3)
         task.model.get_submodule(NORM).momentum = momentum  # type: ignore[assignment]
     download = Download(dict(task.parameters), buffers)
-    return observe(Client(task, method), ClientState(), download, worlds.images(count, "gi"), threat=threat)[:2]
+    return observe(prepare(Client(task, method), ClientState(), download, worlds.images(count, "gi")), threat=threat)[
+        :2
+    ]
 
 
 def attack(**settings: object) -> GradInversion:
@@ -280,7 +282,7 @@ def test_a_batch_of_one_may_be_attacked() -> None:
     images = Batch(*(x[:1] for x in (worlds.images(1, "one").inputs, worlds.images(1, "one").labels)))
     task = worlds.task(batch_norm=True)
     download = Download(dict(task.parameters), dict(task.buffers))
-    view, _, _ = observe(Client(task, FedAvg(lr=0.1, steps=1)), ClientState(), download, images)
+    view, _, _ = observe(prepare(Client(task, FedAvg(lr=0.1, steps=1)), ClientState(), download, images))
     found = attack()(view)
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None

@@ -21,7 +21,7 @@ from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.models import build as build_model
 from fl.registry import UnknownNameError
-from fl.simulation.client_round import ClientState, observe
+from fl.simulation.client_round import ClientState, observe, prepare
 from fl.view import ServerView
 
 
@@ -35,7 +35,7 @@ def view(**settings: Any) -> ServerView:
     task = build_model("tiny", num_classes=3, seed=0, **settings).to(dtype=torch.float64)
     download = Download(dict(task.parameters), dict(task.buffers))
     client = Client(task, FedAvg(lr=0.1, steps=1, batch_size=None))
-    return observe(client, ClientState(), download, worlds.images(1, "ig"))[0]
+    return observe(prepare(client, ClientState(), download, worlds.images(1, "ig")))[0]
 
 
 def factors(**settings: Any) -> list[float]:

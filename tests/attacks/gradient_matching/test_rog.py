@@ -24,7 +24,7 @@ from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.models import build as build_model
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, observe
+from fl.simulation.client_round import ClientState, observe, prepare
 from fl.types import Batch, Task, Truth
 from fl.view import ServerView
 
@@ -32,7 +32,7 @@ from fl.view import ServerView
 def one_step(task: Task, images: Batch) -> tuple[ServerView, Truth]:
     method = FedAvg(lr=0.1, steps=1, batch_size=None)
     download = Download(dict(task.parameters), dict(task.buffers))
-    return observe(Client(task, method), ClientState(), download, images)[:2]
+    return observe(prepare(Client(task, method), ClientState(), download, images))[:2]
 
 
 def smooth(count: int, size: int, channels: int = 1) -> torch.Tensor:

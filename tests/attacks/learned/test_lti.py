@@ -32,7 +32,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.models import build as build_model
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, observe
+from fl.simulation.client_round import ClientState, observe, prepare
 from fl.tensors import dense
 from fl.types import Batch, Task
 from fl.view import ServerView, ThreatModel
@@ -60,7 +60,7 @@ def view(index: list[int], defense: Defense | None = None, *, seed: int = 0, kno
     client = Client(task, FedAvg(lr=0.1, steps=1, batch_size=None), defense or Defense())
     images = DATA.test.take(torch.tensor(index))
     download = Download(dict(task.parameters), dict(task.buffers))
-    return observe(client, ClientState(), download, images, threat=ThreatModel(knows_defense=known))[0]
+    return observe(prepare(client, ClientState(), download, images), threat=ThreatModel(knows_defense=known))[0]
 
 
 def pictures(views: list[ServerView], **settings: Any) -> Tensor:
@@ -169,7 +169,7 @@ def test_an_imitation_does_what_the_client_does(known: bool) -> None:
     client = Client(task, FedAvg(lr=0.1, steps=1, batch_size=None))
     for i in range(3):
         batch = Batch(plain.inputs[i], plain.labels[i])
-        real = observe(client, ClientState(), Download(dict(task.parameters)), batch)[0].update
+        real = observe(prepare(client, ClientState(), Download(dict(task.parameters)), batch))[0].update
         for name, value in real.items():
             torch.testing.assert_close(sent[name][i], dense(value), rtol=1e-5, atol=1e-7)
     negative, _ = imitated(Negative())
@@ -280,7 +280,7 @@ def test_images_of_other_classes_get_labels_at_random_and_the_result_names_them(
     task = build_model("tiny", num_classes=7, seed=0)
     client = Client(task, FedAvg(lr=0.1, steps=1, batch_size=None))
     images = Batch(DATA.test.inputs[:1], torch.tensor([6]))
-    seen = observe(client, ClientState(), Download(dict(task.parameters)), images)[0]
+    seen = observe(prepare(client, ClientState(), Download(dict(task.parameters)), images))[0]
     result = attacks.build({"name": "lti", **SETTINGS, "iterations": 3})(seen)
     assert isinstance(result, Reconstruction)
     assert result.knowledge == ("public images (faces, train)",)

@@ -36,7 +36,7 @@ from fl.models import build
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.client_round import observe
+from fl.simulation.client_round import observe, prepare
 from fl.types import Batch, Candidate, Truth
 from fl.view import ServerView, ThreatModel
 
@@ -265,7 +265,7 @@ def test_every_method_is_answered(name: str) -> None:
     run = worlds.federation(probe.method, probe.defense, probe.task, rounds=0)
     client = Client(run.client.base, worlds.one_step(run.client.method), run.client.defense)
     image = worlds.images(1, "victim")
-    view, truth, _ = observe(client, run.clients[1], run.download(1), image)
+    view, truth, _ = observe(prepare(client, run.clients[1], run.download(1), image))
     pool = Batch(POOL.inputs[:5], image.labels.expand(5))
     rows = IdentificationLineup.of(view, truth, pool, 0).rows(
         [{"image": 0, "matched": 0}], Reconstruction(inputs=truth.inputs)

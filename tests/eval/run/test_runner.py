@@ -215,9 +215,9 @@ def test_every_victim_is_observed_with_draws_of_its_own(monkeypatch):
     one = runner.prepare(tiny("observe.batch_size=1", "attack=guess"), device="cpu").trainings[0]
     seeds, observe = [], attack_cell.observe
 
-    def noted(*words, **settings):
-        seeds.append(settings["seed"])
-        return observe(*words, **settings)
+    def noted(start, **settings):
+        seeds.append(start.key.seed)
+        return observe(start, **settings)
 
     monkeypatch.setattr(attack_cell, "observe", noted)
     with training.federation_of(one) as federation:

@@ -10,7 +10,7 @@ from reference.plain_training import train
 from support import worlds
 from support.compare import assert_near
 
-from fl.client import Client, gather, local_update
+from fl.client import Client, LocalInput, LocalTraining, gather, local_update
 from fl.engines import EngineName
 from fl.federation import ClientData, Federation
 from fl.local.optimizers import OptimState, optimize
@@ -93,9 +93,9 @@ def test_local_training_equals_torch_optim(name: str) -> None:
     assert [len(index) for (index,) in order[0]] == [4, 4, 2] * 3
     batches = [(DATA.inputs[index], DATA.labels[index]) for (index,) in order[0]]
     expected = train(task.model.train(), batches, optimizer, method.max_norm)
-    result = local_update(
-        client, dict(task.parameters), {}, gather(DATA.inputs, DATA.labels, order), buffers=task.buffers, track=True
-    )
+    start = LocalInput(shared=dict(task.parameters), buffers=task.buffers)
+    fed = gather(DATA.inputs, DATA.labels, order)
+    result = local_update(client, start, fed, LocalTraining(track_statistics=True))
     assert_near(result.trained(dict(task.parameters)), dict(expected.named_parameters()), 1e-10)
     assert_near(
         {k: v for k, v in result.buffers.items() if v.is_floating_point()},

@@ -31,7 +31,7 @@ from fl.models.hypernetworks.server_hypernetwork import EMBEDDINGS, HYPERNETWORK
 from fl.network import Network
 from fl.predict import predict
 from fl.seeds import derive
-from fl.simulation.client_round import prepare
+from fl.simulation.client_round import RoundKey, prepare
 from fl.simulation.protocol import Protocol
 from fl.simulation.scores import accuracy_tuned
 from fl.tensors import dense
@@ -146,9 +146,7 @@ def test_before_the_network_is_trained_fine_tuning_trains_it(rounds: int) -> Non
         run.clients[0],
         run.download(0),
         data[0].train,
-        number=0,
-        round=rounds,
-        seed=derive(0, "tuning"),
+        key=RoundKey(round=rounds, seed=derive(0, "tuning")),
         phases=method.fine_tuning_phases(run.client.task, 20),
     )
     for (index,) in start.trace.order[0]:

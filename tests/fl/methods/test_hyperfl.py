@@ -15,7 +15,7 @@ from fl.models import build
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, Round, train_client
+from fl.simulation.client_round import ClientState, Round, prepare, train
 from fl.tensors import LowRank, dense, norm
 from fl.types import Scope
 
@@ -51,7 +51,7 @@ def test_a_round_equals_the_published_one(init: str, bias: bool, max_norm: float
     moved = {name: shared[name] - expected[name] for name in shared}
     assert_near(done.upload.update, moved, 1e-10)
     frozen = replace(method, max_norm=None)
-    unclipped = train_client(Client(MODEL, frozen), run.clients[0], run.download(0), run.data[0].train)
+    unclipped = train(prepare(Client(MODEL, frozen), run.clients[0], run.download(0), run.data[0].train))
     bound = not torch.allclose(
         dense(unclipped.upload.update["hypernet.trunk.bias"]), dense(done.upload.update["hypernet.trunk.bias"])
     )
@@ -83,7 +83,7 @@ def test_head_updates_stay_structured_and_the_classifier_phase_moves_only_it() -
         for k, v in update.items()
     )
     only_head = replace(method, epochs=0)
-    done = train_client(Client(MODEL, only_head), run.clients[0], run.download(0), run.data[0].train)
+    done = train(prepare(Client(MODEL, only_head), run.clients[0], run.download(0), run.data[0].train))
     assert not any(dense(v).any() for v in done.upload.update.values())
     assert torch.equal(done.state.private["embedding"], run.clients[0].private["embedding"])
     assert not torch.equal(done.state.private["head.weight"], run.clients[0].private["head.weight"])
@@ -92,7 +92,7 @@ def test_head_updates_stay_structured_and_the_classifier_phase_moves_only_it() -
 def test_a_fixed_embedding_stays() -> None:
     method, run = prepared(50.0)
     client = Client(MODEL, replace(method, learn_embedding=False))
-    done = train_client(client, run.clients[0], run.download(0), run.data[0].train)
+    done = train(prepare(client, run.clients[0], run.download(0), run.data[0].train))
     assert torch.equal(done.state.private["embedding"], run.clients[0].private["embedding"])
 
 

@@ -15,7 +15,7 @@ from support.private import ALL, EVERY, as_published, federation_of
 from torch import Tensor
 
 import fl.privacy.private_method
-from fl.client import Client, LossGradient, gather, local_update
+from fl.client import Client, LocalInput, LocalTraining, LossGradient, gather, local_update
 from fl.federation import ClientData, Federation
 from fl.gradient import Gradient, autograd_derivative
 from fl.method import Step, methods
@@ -78,16 +78,9 @@ def neighbors(method: Private, seed: int, monkeypatch: pytest.MonkeyPatch) -> li
     def train(fed: Any) -> None:
         channel.sums = []
         with torch.no_grad():
-            local_update(
-                client,
-                download.shared,
-                state.private,
-                gather(data.inputs, data.labels, fed),
-                buffers=client.task.buffers,
-                draws=draws,
-                phases=phases,
-                track=True,
-            )
+            start = LocalInput(shared=download.shared, private=state.private, buffers=client.task.buffers)
+            training = LocalTraining(draws=draws, phases=phases, track_statistics=True)
+            local_update(client, start, gather(data.inputs, data.labels, fed), training)
 
     train(without)
     first, channel.given = channel.sums, channel.released

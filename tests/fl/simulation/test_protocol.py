@@ -22,7 +22,7 @@ from fl.methods.local import Local
 from fl.privacy.private_method import Private
 from fl.seeds import derive
 from fl.simulation.accuracy import accuracy
-from fl.simulation.client_round import train_client
+from fl.simulation.client_round import RoundKey, prepare, train
 from fl.simulation.protocol import Protocol
 from fl.simulation.scores import accuracy_tuned, scores
 from fl.types import Batch, Group, Phase, Task
@@ -90,9 +90,8 @@ def test_tuning_is_a_round_of_the_phases_that_the_method_says_and_leaves_no_trac
         for number in (0, 4):
             longer = Client(run.client.base, replace(METHOD, epochs=3))
             own = run.data[number]
-            done = train_client(
-                longer, clients[number], run.download(number), own.train, number=number, seed=derive(0, "tuning")
-            )
+            key = RoundKey(client=number, seed=derive(0, "tuning"))
+            done = train(prepare(longer, clients[number], run.download(number), own.train, key=key))
             params = done.result.trained(run.server.shared)
             assert accuracy_tuned(run, number) == accuracy(run.client, params, {}, own.test)
 

@@ -27,14 +27,14 @@ from fl.methods.fedbn import FedBN
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as build_model
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, observe
+from fl.simulation.client_round import ClientState, observe, prepare
 from fl.types import Batch, Task, Truth
 from fl.view import ServerView, ThreatModel
 
 
 def shared_by(task: Task, method: FedAvg, images: Batch, threat: ThreatModel | None = None) -> tuple[ServerView, Truth]:
     download = Download(dict(task.parameters), dict(task.buffers))
-    return observe(Client(task, method), ClientState(), download, images, threat=threat)[:2]
+    return observe(prepare(Client(task, method), ClientState(), download, images), threat=threat)[:2]
 
 
 def one_step(lr: float = 0.1, **settings: object) -> FedAvg:

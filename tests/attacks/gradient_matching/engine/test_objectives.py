@@ -18,7 +18,7 @@ from fl.client import Client
 from fl.method import Download
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.simulation.client_round import ClientState, observe
+from fl.simulation.client_round import ClientState, observe, prepare
 from fl.tensors import LowRank
 
 
@@ -135,7 +135,7 @@ def test_the_label_rule_reads_every_class(label: int) -> None:
     images = worlds.images(1, "rule")
     images = type(images)(images.inputs, torch.tensor([label]))
     download = Download(dict(task.parameters), dict(task.buffers))
-    view, _, _ = observe(Client(task, FedAvg(lr=0.1, steps=1)), ClientState(), download, images)
+    view, _, _ = observe(prepare(Client(task, FedAvg(lr=0.1, steps=1)), ClientState(), download, images))
     found = idlg_label(ObservedUpdate(view))
     assert found is not None
     assert found.item() == label
