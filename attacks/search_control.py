@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 TIME_LIMIT = "the time limit"
@@ -53,6 +54,7 @@ class SearchControl:
         parent: the control that this one is a share of: what interrupts one of them interrupts the other.
 
     Attributes:
+        is_searching: whether something runs now that `interrupt` ends (`searching`).
         cut_short_by: what has stopped a search under this control before its end, in words; empty where nothing has.
     """
 
@@ -71,6 +73,7 @@ class SearchControl:
         self.interval = interval
         self.parent = parent
         self.cut_short_by = ""
+        self.is_searching = False
         self._interrupted = False
 
     def share(self, parts: int = 1, on_progress: Callable[[SearchProgress], None] = ignore_progress) -> SearchControl:
@@ -98,6 +101,15 @@ class SearchControl:
         self._interrupted = True
         if self.parent is not None:
             self.parent.interrupt()
+
+    @contextmanager
+    def searching(self, active: bool = True) -> Iterator[None]:
+        """While the block runs `is_searching` says whether an interrupt ends only a search, which then returns."""
+        self.is_searching = active
+        try:
+            yield
+        finally:
+            self.is_searching = False
 
     def stop_reason(self) -> str:
         """What stops every search now, in words; empty while they may go on. Whoever asks has to heed it."""

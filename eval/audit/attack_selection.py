@@ -72,8 +72,9 @@ class EarlyStopping:
 
     def __call__(self, one: Source, watch: AttackTask) -> bool:
         """Whether the attack may add something to those that stand before it."""
-        done = [other for other in one.watches[: one.watches.index(watch)] if self.folder.finished(other.cell)]
-        before = {other.attack.label: jsonl.read_rows(self.folder.file(other.cell, IMAGES)) for other in done}
+        earlier = one.watches[: one.watches.index(watch)]
+        done = {other.attack.label: cell for other in earlier if (cell := self.folder.latest(other.cell)) is not None}
+        before = {label: jsonl.read_rows(self.folder.file(cell, IMAGES)) for label, cell in done.items()}
         reason = redundant_reason(watch.attack.label, before)
         if reason:
             self.reasons[watch.cell.id] = reason

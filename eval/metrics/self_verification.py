@@ -35,6 +35,8 @@ def columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
         common["labels_doubtful"] = True
     if result.given_up:
         common["given_up"] = result.given_up
+    if result.cut_short:
+        common["cut_short"] = result.cut_short
     return [{**row, **common, **_fixed(result, row)} for row in rows]
 
 

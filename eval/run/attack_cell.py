@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.parallel import AttackPool
+from attacks.search_control import SearchControl
 from eval.io import jsonl
 from eval.metrics import self_verification
 from eval.metrics.baselines import nearest_reference, representable_bound
@@ -74,15 +75,29 @@ def observe_targets(
     return Observation(tuple(updates), training.seed, training.world.reference(scene.victims))
 
 
+@dataclass(frozen=True)
+class AttackExecution:
+    """By what, and within what limits, the updates of a cell are attacked.
+
+    Attributes:
+        pool: the processes to do it in.
+        tick: told how many more updates are done.
+        control: time limit, interruption and progress of its searches.
+    """
+
+    pool: AttackPool
+    tick: Callable[[int], None] = lambda _count: None
+    control: SearchControl = field(default_factory=SearchControl)
+
+
 def run_attack_cell(
     task: AttackTask,
     observation: Observation,
     perceptual: Perceptual | None,
     folder: Path,
-    spread: AttackPool,
-    tick: Callable[[int], None] = lambda _count: None,
+    execution: AttackExecution,
     settled: Mapping[str | int, str] = MappingProxyType({}),
-) -> None:
+) -> bool:
     """Attack every watched update, score what comes back, and write it down.
 
     `folder` gets `images.jsonl`, a row for every true image (where the truth is not known, for every reconstruction),
@@ -93,18 +108,21 @@ def run_attack_cell(
         observation: of its source and round.
         perceptual: LPIPS, or why there is none.
         folder: empty, or with what an attempt before left: portions that it finished are not attacked again.
-        spread: the processes to do it in.
-        tick: told how many more updates are done.
+        execution: how they are attacked.
         settled: updates that are not attacked, by key, and why.
+
+    Returns:
+        Whether some update was attacked to the end only in part, or not at all, for a time limit or an interrupt.
     """
-    results = _attacked(task.attack.item, observation, settled, spread, folder / CHECKPOINT, tick)
+    results = _attacked(task.attack.item, observation, settled, folder / CHECKPOINT, execution)
     rows, labels, pictures = list[Row](), list[Row](), list[tuple[Tensor | None, Tensor]]()
     for i, (update, result) in enumerate(zip(observation.updates, results, strict=True)):
         head = _head(task.round, update)
         if isinstance(result, NotApplicable):
             limit = {"limit": True} if result.limit else {}
             spared = {"spared": True} if update.key in settled else {}
-            rows.append({**head, "picture": None, "not_applicable": result.reason, **limit, **spared})
+            cut = {"cut_short": result.cut_short} if result.cut_short else {}
+            rows.append({**head, "picture": None, "not_applicable": result.reason, **limit, **spared, **cut})
             continue
         scored = _scored(task, observation, i, result, perceptual)
         rows.extend({**head, "picture": _picture(update, row), **row} for row in scored)
@@ -116,6 +134,7 @@ def run_attack_cell(
     jsonl.replace_rows(folder / LABELS, labels)
     if pictures:
         _write_pictures(folder / PICTURES, pictures)
+    return any(result.cut_short for result in results)
 
 
 def _head(number: int, update: WatchedUpdate) -> Row:
@@ -187,9 +206,8 @@ def _attacked(
     attack: Attack,
     observation: Observation,
     settled: Mapping[str | int, str],
-    spread: AttackPool,
     folder: Path,
-    tick: Callable[[int], None],
+    execution: AttackExecution,
 ) -> list[Result]:
     """What the attack makes of every update; where there is nothing to attack, or no need to, why."""
     views = [
@@ -197,10 +215,15 @@ def _attacked(
     ]
     seeds = [derive(observation.seed, "attack", update.key) for update in observation.updates]
     pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
-    tick(len(views) - len(pairs))
+    execution.tick(len(views) - len(pairs))
     open_to, own = [view for view, _ in pairs], [seed for _, seed in pairs]
     kept = AttackCheckpoint(folder, open_to)
-    found = iter(spread.run(attack, open_to, own, tick, kept.load(), kept.save))
+    results = execution.pool.run(
+        attack, open_to, own, execution.tick, kept.load(), kept.save, control=execution.control
+    )
+    if any(result.cut_short for result in results):
+        kept.flush()
+    found = iter(results)
     return [next(found) if isinstance(view, ServerView) else view for view in views]
 
 

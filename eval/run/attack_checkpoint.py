@@ -53,15 +53,23 @@ class AttackCheckpoint:
         """
         with self._one_by_one:
             self._open.update(zip(numbers, results, strict=True))
-            if time.monotonic() - self._last < MIN_SECONDS_BETWEEN_WRITES:
-                return
-            try:
-                self._write(self._open)
-            except OSError as error:
-                log.warning("what the attack has found so far can't be kept in %s: %s", self.folder, error)
-            else:
-                self._open = {}
-            self._last = time.monotonic()
+            if time.monotonic() - self._last >= MIN_SECONDS_BETWEEN_WRITES:
+                self._write_open()
+
+    def flush(self) -> None:
+        """Write down what has not been yet."""
+        with self._one_by_one:
+            if self._open:
+                self._write_open()
+
+    def _write_open(self) -> None:
+        try:
+            self._write(self._open)
+        except OSError as error:
+            log.warning("what the attack has found so far can't be kept in %s: %s", self.folder, error)
+        else:
+            self._open = {}
+        self._last = time.monotonic()
 
     def _write(self, results: Mapping[int, Result]) -> None:
         make(self.folder)

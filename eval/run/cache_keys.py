@@ -200,6 +200,11 @@ def behind(cell: Cell, before: Sequence[Cell]) -> Cell:
     return Cell({**cell.settings, "after": [other.id for other in before]}) if before else cell
 
 
+def cut_short(cell: Cell) -> Cell:
+    """The cell of what an attack had found when a time limit or an interrupt ended it; never taken for the whole."""
+    return Cell({**cell.settings, "cut_short": True})
+
+
 def _public(digests: Sequence[str]) -> dict[str, list[str]]:
     """Nothing where there are none, so that the cells of what names no data are called as they were."""
     return {"public": [*digests]} if digests else {}

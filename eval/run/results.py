@@ -38,7 +38,7 @@ from eval.run import partition_files, privacy_claims
 from eval.run.attack_cell import IMAGES, PICTURES
 from eval.run.plan import CaptureTask, Plan, Source, TrainingTask
 from eval.run.run_directory import RunDir
-from eval.run.runner import Failure
+from eval.run.runner import Failure, unfinished_attacks
 from eval.run.training_cell import ROUNDS
 from fl.runtime.atomic_files import replacing, scratch
 
@@ -91,8 +91,9 @@ def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder
 
 
 def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
-    """What to know of the table as a whole: what failed or other code computed, images shared, privacy claimed."""
-    found = [note for note in (incomplete(failures, plan), mixed_code_warning(folder.about_run())) if note]
+    """What to know of the whole table: what failed or was cut short, other code, images shared, privacy claimed."""
+    said = (incomplete(failures, plan), cut_short(failures, plan, folder), mixed_code_warning(folder.about_run()))
+    found = [note for note in said if note]
     found += partition_notes.shared_images([about for _, about in partition_files.distinct_partitions(plan)])
     return [
         *found,
@@ -110,6 +111,17 @@ def incomplete(failures: Sequence[Failure], plan: Plan) -> str | None:
         return None
     names = "; ".join(f"{failure.name} ({failure.reason.splitlines()[0]})" for failure in failures)
     return f"Incomplete: {len(failures)} of {sum(1 for _ in plan.cells())} parts of this run failed: {names}."
+
+
+def cut_short(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> str | None:
+    """A sentence for the table about attacks that a time limit or an interrupt cut short or left out, or None."""
+    left = unfinished_attacks(plan, folder, failures)
+    if not any(left.values()) and folder.about_run().get("status") != "cut short":
+        return None
+    cut, never = ([name for name, begun in left.items() if begun is some] for some in (True, False))
+    said = [f"Cut short by a time limit or an interrupt, with the best found by then: {'; '.join(cut)}."] if cut else []
+    said += [f"Not begun: {'; '.join(never)}."] if never else []
+    return " ".join([*said, "The same command without a limit computes the rest."])
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -165,8 +177,8 @@ def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> li
     rows = [
         {**head, "attack": watch.attack.label, **row, **accuracies(watch.round)}
         for watch in training.watches
-        if folder.finished(watch.cell)
-        for row in ceilings.of(watch, jsonl.read_rows(folder.file(watch.cell, IMAGES)))
+        if (cell := folder.latest(watch.cell)) is not None
+        for row in ceilings.of(watch, jsonl.read_rows(folder.file(cell, IMAGES)))
     ]
     if training.watches:
         return rows
@@ -180,8 +192,8 @@ def _captured_images(capture: CaptureTask, folder: RunDir) -> list[Row]:
     return [
         {**_head(capture), "attack": watch.attack.label, **row}
         for watch in capture.watches
-        if folder.finished(watch.cell)
-        for row in jsonl.read_rows(folder.file(watch.cell, IMAGES))
+        if (cell := folder.latest(watch.cell)) is not None
+        for row in jsonl.read_rows(folder.file(cell, IMAGES))
     ]
 
 
@@ -199,10 +211,10 @@ def _accuracies(rounds: Sequence[Row]) -> Row:
 
 def _write_pictures(sources: Sequence[Source], folder: RunDir, new: Path) -> None:
     finished = {
-        (source.method.label, source.defense.label, watch.attack.label, watch.round, source.seed): watch.cell
+        (source.method.label, source.defense.label, watch.attack.label, watch.round, source.seed): cell
         for source in sources
         for watch in source.watches
-        if folder.finished(watch.cell)
+        if (cell := folder.latest(watch.cell)) is not None
     }
     for key, name in picture_file_names(finished).items():
         source = folder.file(finished[key], PICTURES)

@@ -4,6 +4,7 @@
 DIR/cells/ID/             a finished cell: cell.json (settings, seconds, code, its files' digests) and its rows, written
                           once; one that is not as its cell.json says counts as unfinished
 DIR/cells/ID.part/        one that is not: what there is so far, and traceback.txt if it failed
+                          (what an attack that was cut short had found is a cell of its own, by another ID)
 DIR/checkpoints/ID/       of a training: round-00010.npz, as long as some unfinished cell needs it
 DIR/run.json, log.txt     what the run is and how far it is
 ```
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.io import file_digests, jsonl
-from eval.run.cache_keys import Cell, short_hash, source_digest
+from eval.run.cache_keys import Cell, cut_short, short_hash, source_digest
 from fl.runtime.atomic_files import PART, force, make, refuse_link, remove, swap, sweep, sync
 from fl.runtime.main_guard import leave_if_unguarded
 from fl.runtime.safe_paths import inside
@@ -311,6 +312,10 @@ class RunDir:
                 log.warning("cells/%s%s", cell.id, damage)
         return not self._looked[cell.id][1]
 
+    def latest(self, cell: Cell) -> Cell | None:
+        """The cell if it is finished, else that of what it had found when it was cut short, if it was; or None."""
+        return next((one for one in (cell, cut_short(cell)) if self.finished(one)), None)
+
     def about(self, cell: Cell) -> dict[str, Any]:
         """What is known of a finished cell: settings, seconds, the code that computed it, and its files' digests.
 
@@ -371,6 +376,19 @@ class RunDir:
             self._lock.check()
         sync(folder)
         swap(folder, self.cells / cell.id)  # in the place of a damaged one, if there is one
+
+    def finish_cut_short(self, cell: Cell, seconds: float) -> None:
+        """Put what an attack has found so far into a cell of its own; what of it is whole stays to go on from."""
+        remove(self.cells / f"{cut_short(cell).id}.part")
+        folder, aside = self.part(cell), self.part(cut_short(cell))
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path.name != TRACEBACK:
+                swap(path, aside / path.name)
+        self.finish(cut_short(cell), seconds)
+
+    def forget_cut_short(self, cell: Cell) -> None:
+        """Remove what an attack had found when it was cut short, as the whole is there now."""
+        remove(self.cells / cut_short(cell).id)
 
     def fail(self, cell: Cell, text: str) -> Path:
         """Keep the traceback of a cell that failed; returns the file."""

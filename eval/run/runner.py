@@ -6,27 +6,32 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from attacks.parallel import AttackPool
+from attacks.search_control import SearchControl, SearchProgress
 from eval.io import file_digests, jsonl
 from eval.io.errors import FAULTS, describe_origin
 from eval.metrics import self_verification
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
+from eval.run.attack_cell import AttackExecution
 from eval.run.cache_keys import Cell, run_id, source_digest, version
 from eval.run.observation import Observation
 from eval.run.plan import AttackTask, CaptureTask, ObservationSpec, Plan, Source, TrainingTask, prepare
 from eval.run.run_directory import FILES, RUN, LostLockError, RunDir
+from eval.run.training_cell import OutOfTimeError, TrainingExecution
 from fl.federation import Federation
 from fl.runtime.main_guard import UnguardedError
 
 __all__ = ["FAULTS", "Failure", "Options", "Progress", "prepare", "run", "silent"]
 log = logging.getLogger(__name__)
+CUT_SHORT = "cut short by a time limit or an interrupt; figures are of what it had found by then"
+"""Of a cell, for people."""
 
 
 class Progress(Protocol):
@@ -52,9 +57,20 @@ def keep_all(one: Source, watch: AttackTask) -> bool:
     return True
 
 
+class SearchListener(Protocol):
+    """Told how far searches are."""
+
+    def __call__(self, stage: str, progress: SearchProgress) -> None:
+        """The search of `stage`, in all processes together, has come so far."""
+
+
+def ignore_search(stage: str, progress: SearchProgress) -> None:
+    """A `SearchListener` that tells no one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a run is done; none of it changes a number.
+    """How a run is done; none of it changes a number of a cell that is finished.
 
     Attributes:
         workers: processes to spread clients and attacked updates over.
@@ -63,6 +79,9 @@ class Options:
         name: what the run is called.
         command: what it was started by.
         needed: which attacks are of use; others are left out, and no part of the run.
+        control: ends searches and trainings after a time, or at an interrupt, and with them the run. What is left of
+            the time is shared equally among the searches and trainings that are left.
+        on_search: told how far a search is, with the name of its stage.
     """
 
     workers: int = 1
@@ -71,6 +90,8 @@ class Options:
     name: str = ""
     command: str = ""
     needed: AttackFilter = keep_all
+    control: SearchControl = field(default_factory=SearchControl)
+    on_search: SearchListener = ignore_search
 
 
 @dataclass(frozen=True)
@@ -110,8 +131,12 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
     Every number is a function of the experiment and the data alone (on one kind of device, and up to rounding of the
     libraries), whatever was finished before. The caller holds the folder's lock.
 
+    Where `options.control` ends the run before it is done, cells are left: `unfinished_attacks` names them. What a
+    search had found that was cut short is in a cell of its own (`eval.run.run_directory.RunDir.latest`), and the next
+    run computes the whole.
+
     Raises:
-        RunStopped: Ctrl-C; what is finished stays.
+        RunStopped: Ctrl-C, or an interrupt of `options.control`; what is finished stays.
     """
     options = options or Options()
     with closing(AttackPool(options.workers)) as spread:
@@ -120,6 +145,21 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
             return running.run()
         except KeyboardInterrupt as stop:
             raise RunStopped([*running.failures.values()]) from stop
+
+
+def unfinished_attacks(plan: Plan, folder: RunDir, failures: Sequence[Failure] = ()) -> dict[str, bool]:
+    """The attacks of a plan that are neither finished nor failed, by their names for people.
+
+    Returns:
+        Whether there is something of each: it was cut short; else it has not begun.
+    """
+    failed = {failure.id for failure in failures}
+    waiting = {
+        name: cell
+        for name, cell in plan.cells()
+        if cell.settings["kind"] == "attack" and cell.id not in failed and not folder.finished(cell)
+    }
+    return {name: folder.latest(cell) is not None for name, cell in waiting.items()}
 
 
 @dataclass
@@ -133,6 +173,7 @@ class _Run:
     spread: AttackPool
     failures: dict[str, Failure] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
+    cut_short: set[str] = field(default_factory=set)
 
     def run(self) -> list[Failure]:
         """All cells."""
@@ -153,11 +194,30 @@ class _Run:
             self.run_training(one)
         for capture in self.plan.captures:
             self.run_capture(capture)
-        self.write_status("failed" if self.failures else "finished")
+        left = [cell for _, cell in self.plan.cells() if self.is_open(cell)]
+        self.write_status("failed" if self.failures else "cut short" if left else "finished")
         return list(self.failures.values())
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether nothing more is to begin."""
+        return self.options.control.seconds_left == 0
+
+    def is_open(self, cell: Cell) -> bool:
+        """Whether there is something to be done for a cell, as far as is known by now."""
+        return not (cell.id in self.failures or cell.id in self.left_out or self.folder.finished(cell))
+
+    def share_of_time(self, stage: str) -> SearchControl:
+        """The control of the search that comes next: it has an equal share of what is left, with those behind it."""
+        attacks = [task.cell for task in self.plan.attacks if task.attack.item.is_controllable]
+        cells = {cell.id: cell for cell in (*attacks, *(one.cell for one in self.plan.trainings))}
+        parts = sum(self.is_open(cell) and cell.id not in self.cut_short for cell in cells.values())
+        return self.options.control.share(parts, partial(self.options.on_search, stage))
 
     def run_training(self, one: TrainingTask) -> None:
         """One training with its attacks."""
+        if self.is_out_of_time:
+            return
         open_to = [watch for watch in one.watches if self.is_pending(one, watch)]
         checkpoints = self.folder.checkpoints(one.cell)
         if not self.folder.finished(one.cell):
@@ -166,15 +226,14 @@ class _Run:
                 count = ProgressCounter(
                     self.progress if one.federation.rounds else silent, stage, one.federation.rounds
                 )
-                training_cell.train(
-                    one,
-                    self.folder.part(one.cell),
-                    checkpoints,
+                execution = TrainingExecution(
                     watched=one.observed_rounds(open_to),
                     checkpoint_seconds=self.options.checkpoint_seconds,
                     workers=self.options.workers,
                     tick=count.set,
+                    is_out_of_time=lambda: self.is_out_of_time,
                 )
+                training_cell.train(one, self.folder.part(one.cell), checkpoints, execution)
         if not self.folder.finished(one.cell):
             return
         if open_to:
@@ -190,10 +249,14 @@ class _Run:
             self.left_out.add(watch.cell.id)
         return watch.cell.id not in self.left_out
 
+    def is_next(self, one: Source, watch: AttackTask) -> bool:
+        """Whether the attack is to be run now: pending, not tried before in this run, and there is time left."""
+        return not self.is_out_of_time and watch.cell.id not in self.cut_short and self.is_pending(one, watch)
+
     def run_capture(self, one: CaptureTask) -> None:
         """The attacks on updates that are there already."""
         for watch in one.watches:
-            if self.is_pending(one, watch):
+            if self.is_next(one, watch):
                 self._attack(watch, f"{one.name}: {watch.attack.label}", lambda: one.observation)
 
     def _attacks(self, one: TrainingTask, open_to: list[AttackTask]) -> None:
@@ -202,7 +265,7 @@ class _Run:
             for number in sorted({watch.round for watch in open_to}):
                 sights: dict[ObservationSpec, Observation] = {}
                 for watch in (watch for watch in open_to if watch.round == number):
-                    if not self.is_pending(one, watch):  # by now: another label may stand for the same cell
+                    if not self.is_next(one, watch):  # by now: another label may stand for the same cell
                         continue
                     stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
                     self._attack(watch, stage, partial(self._seen, federation, one, watch, sights))
@@ -213,23 +276,30 @@ class _Run:
             observation = observe()
             count = ProgressCounter(self.progress, stage, len(observation.updates))
             count.set(0)
-            attack_cell.run_attack_cell(
-                watch,
-                observation,
-                self.plan.perceptual,
-                self.folder.part(watch.cell),
-                self.spread,
-                count.advance,
-                self._settled(watch),
-            )
+            execution = AttackExecution(self.spread, count.advance, self.share_of_time(stage))
+            with self.options.control.searching(watch.attack.item.is_controllable):
+                is_cut_short = attack_cell.run_attack_cell(
+                    watch,
+                    observation,
+                    self.plan.perceptual,
+                    self.folder.part(watch.cell),
+                    execution,
+                    self._settled(watch),
+                )
+            # where one before it was cut short, there may be more to leave out
+            if is_cut_short or any(before.cell.id in self.cut_short for before in watch.after):
+                self.cut_short.add(watch.cell.id)
+        if self.options.control.interrupted:
+            raise KeyboardInterrupt
 
     def _settled(self, watch: AttackTask) -> dict[str | int, str]:
         """The updates of which attacks before it leave nothing to find, and why."""
         found: dict[str | int, str] = {}
         for before in watch.after:
-            if not self.folder.finished(before.cell):
+            known = self.folder.latest(before.cell)
+            if known is None:
                 continue
-            rows = jsonl.read_rows(self.folder.file(before.cell, attack_cell.IMAGES))
+            rows = jsonl.read_rows(self.folder.file(known, attack_cell.IMAGES))
             for key in self_verification.settled_updates(rows):
                 found.setdefault(key, self_verification.not_needed([before.attack.label]))
         return found
@@ -265,7 +335,14 @@ class _Run:
         began = time.perf_counter()
         try:
             yield
-            self.folder.finish(cell, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            if cell.id in self.cut_short:
+                self.folder.finish_cut_short(cell, seconds)
+            else:
+                self.folder.finish(cell, seconds)
+                self.folder.forget_cut_short(cell)
+        except OutOfTimeError:
+            log.info("%s: out of time", name)
         except (UnguardedError, LostLockError):  # true of every other cell as well
             raise
         except FAULTS as error:
@@ -274,7 +351,8 @@ class _Run:
             self.failures[cell.id] = Failure(cell.id, name, reason, str(kept), describe_origin(error))
             log.exception("%s failed", name)
         else:
-            log.info("%s: %.1f s", name, time.perf_counter() - began)
+            cut = ", cut short" if cell.id in self.cut_short else ""
+            log.info("%s: %.1f s%s", name, time.perf_counter() - began, cut)
         self.write_status("running")
 
     def write_status(self, status: str) -> None:
@@ -307,6 +385,10 @@ class _Run:
         if cell.id in self.failures:
             failure = self.failures[cell.id]
             return {**about, "status": "failed", "reason": failure.reason, "traceback": failure.traceback}
+        if (cut := self.folder.latest(cell)) is not None:
+            known = self.folder.about(cut)
+            status = {"status": "cut short", "reason": CUT_SHORT, "found": cut.id}
+            return {**about, **status, "seconds": known["seconds"], "code": known["code"]}
         return {**about, "status": "waiting"}
 
 

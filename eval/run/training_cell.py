@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +25,10 @@ from fl.simulation.round_record import Record
 
 log = logging.getLogger(__name__)
 ROUNDS = "rounds.jsonl"
+
+
+class OutOfTimeError(Exception):
+    """A training had to end before its last round."""
 
 
 @contextmanager
@@ -52,39 +57,52 @@ def federation_of(training: TrainingTask, workers: int = 1) -> Iterator[Federati
         federation.close()
 
 
-def train(
-    training: TrainingTask,
-    folder: Path,
-    checkpoints: Checkpoints,
-    *,
-    watched: Collection[int],
-    checkpoint_seconds: float = 60.0,
-    workers: int = 1,
-    tick: Callable[[int], None] = lambda _done: None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainingExecution:
+    """How a training is carried out; none of it changes a number.
+
+    Attributes:
+        watched: rounds after which states are kept.
+        checkpoint_seconds: between two other checkpoints; each replaces the one before.
+        workers: processes to spread clients over.
+        tick: told how many rounds are done.
+        is_out_of_time: whether it has to end, asked before every round.
+    """
+
+    watched: Collection[int]
+    checkpoint_seconds: float = 60.0
+    workers: int = 1
+    tick: Callable[[int], None] = lambda _done: None
+    is_out_of_time: Callable[[], bool] = lambda: False
+
+
+def train(training: TrainingTask, folder: Path, checkpoints: Checkpoints, execution: TrainingExecution) -> None:
     """Train to the last round; goes on from the last checkpoint whose rows are in `folder`.
 
     Args:
         training: what is trained.
         folder: gets `rounds.jsonl`, a row for every round and one for the state before the first, and `privacy.json`,
             what the method may claim of them.
-        checkpoints: get the states after the rounds `watched` and after the last round.
-        watched: rounds after which states are kept.
-        checkpoint_seconds: between two other checkpoints; each replaces the one before.
-        workers: processes to spread clients over.
-        tick: told how many rounds are done.
+        checkpoints: get the states after the rounds that are watched and after the last round.
+        execution: how.
+
+    Raises:
+        OutOfTimeError: it had to end; the last round is in a checkpoint.
     """
+    watched = execution.watched
     spec, path = training.federation, folder / ROUNDS
-    with federation_of(training, workers) as federation:
+    with federation_of(training, execution.workers) as federation:
         rows = _resume(federation, checkpoints, jsonl.read_rows(path) if path.exists() else [])
         if not rows:
             rows = [round_row(federation.record())]
         jsonl.replace_rows(path, rows)
-        tick(federation.server.round)
+        execution.tick(federation.server.round)
         saved = time.monotonic()
         while True:
             number = federation.server.round
-            if number in watched or number == spec.rounds or time.monotonic() - saved > checkpoint_seconds:
+            stopped = number < spec.rounds and execution.is_out_of_time()
+            is_due = stopped or time.monotonic() - saved > execution.checkpoint_seconds
+            if number in watched or number == spec.rounds or is_due:
                 if number not in checkpoints.rounds():
                     checkpoint.save(checkpoints.path(number), federation)
                 checkpoints.keep({*watched, number})
@@ -92,9 +110,11 @@ def train(
             if number == spec.rounds:
                 privacy_claims.write(training, jsonl.read_rows(path), folder)
                 return
+            if stopped:
+                raise OutOfTimeError
             scored = (number + 1) % spec.evaluate_every == 0 or number + 1 == spec.rounds
             jsonl.write_rows(path, [round_row(_step(training, federation, evaluate=scored))])
-            tick(number + 1)
+            execution.tick(number + 1)
 
 
 def load(

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -249,12 +250,13 @@ def test_rows_are_never_away_while_a_training_goes_on(tmp_path, monkeypatch):
     def dead(*_):
         raise KeyboardInterrupt
 
+    often = training_cell.TrainingExecution(watched=(), checkpoint_seconds=0.0)
     with pytest.raises(KeyboardInterrupt):
-        training_cell.train(one, folder, kept, watched=(), checkpoint_seconds=0.0, tick=stop)
+        training_cell.train(one, folder, kept, replace(often, tick=stop))
     before = read_rows(folder / "rounds.jsonl")
     monkeypatch.setattr(jsonl.os, "fsync", dead)
     with pytest.raises(KeyboardInterrupt):
-        training_cell.train(one, folder, kept, watched=(), checkpoint_seconds=0.0)
+        training_cell.train(one, folder, kept, often)
     assert read_rows(folder / "rounds.jsonl") == before
     assert len(before) == 4
 
