@@ -6,9 +6,14 @@ What hypothesis makes up is the same in every run and takes what it takes; `--hy
 nightly`) makes up new examples, and many more.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from eval.report.charts.render import render_svg
+from eval.report.charts.specs import Chart
 
 torch.set_num_threads(1)
 settings.register_profile("default", derandomize=True, deadline=None)
@@ -21,6 +26,22 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _charts_drawn_once() -> Iterator[None]:
+    """Draw a chart of a report once a process: the same gives the same bytes (`tests/eval/report/test_charts.py`)."""
+    drawn: dict[tuple[str, int], str] = {}
+
+    def render(chart: Chart, width: int) -> str:
+        key = (repr(chart), width)
+        if key not in drawn:
+            drawn[key] = render_svg(chart, width)
+        return drawn[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.report.blocks.render_svg", render)
+        yield
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -297,6 +297,8 @@ class Experiment:
             UnknownNameError: a key of `observe.method` that no method has.
             ValueError: a value that does not fit, or that another setting overrules.
         """
+        if not self.observe.method:
+            return {entry.label: entry.item for entry in self.method}
         own = {entry.label: methods.spec(entry.item) for entry in self.method}
         known = {key for spec in own.values() for key in spec} - {"name"}
         for key in self.observe.method:
