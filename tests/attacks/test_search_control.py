@@ -278,7 +278,7 @@ def test_workers_keep_to_the_time_limit_too() -> None:
     try:
         spread._ready_pool().result()
         begun = time.monotonic()
-        results = spread.run(attack, views(20), range(20), control=SearchControl(time_limit=2))
+        results = spread.run(attack, views(20), range(20), control=SearchControl(time_limit=1))
     finally:
         spread.close()
     assert time.monotonic() - begun < 20

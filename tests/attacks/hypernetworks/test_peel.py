@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import assert_near
+from support.cover import pairwise
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import Attack, build
@@ -81,9 +82,7 @@ def test_one_step_gives_embedding_and_extractor_exactly(
     assert max(off(found, truth)) < (1e-11 if dense_upload else 1e-12)
 
 
-@pytest.mark.parametrize("init", ["scaled", "published"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("n", [1, 50])
+@pairwise(n=[1, 50], bias=[True, False], init=["scaled", "published"])
 def test_the_published_network_in_single_precision(n: int, bias: bool, init: str) -> None:
     generator = Hypernetwork(init=init, bias=bias)  # type: ignore[arg-type]
     method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=generator)

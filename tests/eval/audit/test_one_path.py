@@ -1,16 +1,12 @@
 """A registered method, a model of the user's own and a captured update go one way through an audit."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.scripts import script
 from support.tiny import Registered
 from typer.testing import CliRunner
 
@@ -22,7 +18,6 @@ from eval.run import attack_cell, training_cell
 from fl.capture import from_batch
 from fl.tensors import dense
 
-ROOT = Path(__file__).parents[3]
 METHOD = {"method": "{name: fedavg, lr: 0.1}", "dataset": "{name: faces, size: 8}", "count": 3, "device": "cpu"}
 NETWORK = "{name: linear, input_shape: [1, 8, 8], normalize: false}"
 MODULE = """
@@ -157,28 +152,8 @@ def test_an_audit_of_ones_own_model_goes_on_where_it_was_killed(mine, tmp_path):
     """Killed after one attack and in the middle of the next, it computes only what is left, to the same bytes."""
     first, second = SEARCH % 40, "{name: ig, iterations: 150, max_parallel_trials: 1, restarts: 3}"
     words = [f"{mine}:build", "--attack", first, "--attack", second, "--device", "cpu", "--workers", "1"]
-    places = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    # every time a process of its own: what other tests have imported is part of what tells one version from another
-    command = [sys.executable, "-m", "hyperleak", "audit", *words, "--out"]
-    running = subprocess.Popen(
-        [*command, "killed"], cwd=tmp_path, env=places, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    cells = tmp_path / "killed" / "cells"
-    until = time.monotonic() + 90
-    while time.monotonic() < until and running.poll() is None:
-        if cells.is_dir() and len([path for path in cells.iterdir() if path.suffix == ""]) == 1:
-            break
-        time.sleep(0.02)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    done = [path for path in cells.iterdir() if path.suffix == ""]
-    assert len(done) == 1
-    mark = (done[0] / "cell.json").stat().st_mtime_ns
-    codes = [
-        subprocess.run([*command, name], cwd=tmp_path, env=places, capture_output=True, check=False).returncode
-        for name in ("killed", "whole")
-    ]
-    assert codes[0] == codes[1] in {0, terminal.UNDECIDED}
-    assert (done[0] / "cell.json").stat().st_mtime_ns == mark  # not computed again
+    told = script("killed_audit.py", tmp_path, *words)
+    assert told["finished"] == told["kept"] == 1
+    assert told["codes"][0] == told["codes"][1] in {0, terminal.UNDECIDED}
     names = ("images.jsonl", "table.md", "images/fedavg-none-ig-2-round0-seed0.npz")
     assert files(tmp_path / "killed", *names) == files(tmp_path / "whole", *names)

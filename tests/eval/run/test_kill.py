@@ -1,22 +1,11 @@
 """A run that is killed goes on and leaves the bytes of one that was not."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from support.scripts import script
 
-TESTS = Path(__file__).parents[2]
 
-
-@pytest.mark.slow
-def test_kills_at_random_points_change_nothing(tmp_path):
-    words = [sys.executable, TESTS / "support" / "killed.py", tmp_path, "10"]
-    places = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
-    done = subprocess.run(words, env=places, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)
-    assert len(outcomes) == 11
+@pytest.mark.parametrize("points", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_at_random_points_change_nothing(tmp_path, points):
+    outcomes = script("killed.py", tmp_path, str(points))
+    assert len(outcomes) == points + 1
     assert all(outcome["same"] for outcome in outcomes), outcomes

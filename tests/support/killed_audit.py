@@ -1,0 +1,52 @@
+"""Kill an audit with SIGKILL after its first attack, let it go on, and run it undisturbed.
+
+A script, not a module: `python tests/support/killed_audit.py FOLDER WORDS...`, with `tests`, its parent and FOLDER in
+PYTHONPATH. It forks, so that a run costs no imports, and every run has imported the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from support.killed import finish
+from typer.testing import CliRunner
+
+from eval import cli
+
+
+def audit(folder: Path, name: str, words: list[str]) -> int:
+    """Start `hyperleak audit WORDS` in a process of its own, into `folder/name`."""
+    number = os.fork()
+    if number == 0:
+        torch.set_num_threads(1)
+        os.chdir(folder)
+        os._exit(CliRunner().invoke(cli.app, ["audit", *words, "--out", name]).exit_code)
+    return number
+
+
+def finished(folder: Path) -> dict[str, int]:
+    """The cells that are done and when each was written."""
+    done = [path for path in folder.iterdir() if path.suffix == ""] if folder.is_dir() else []
+    return {path.name: (path / "cell.json").stat().st_mtime_ns for path in done}
+
+
+def main(folder: Path, words: list[str]) -> None:
+    cells, running, until = folder / "killed" / "cells", audit(folder, "killed", words), time.monotonic() + 90
+    while not finished(cells) and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(running, signal.SIGKILL)
+    finish(running)
+    before = finished(cells)
+    codes = [finish(audit(folder, name, words)) for name in ("killed", "whole")]
+    kept = before.items() & finished(cells).items()
+    sys.stdout.write(json.dumps({"codes": codes, "finished": len(before), "kept": len(kept)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
