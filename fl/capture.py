@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.model_checks import ONE_CLASS, classes_of, head_of, some
 from fl.runtime.module_copies import copied
 from fl.seeds import stream
+from fl.settings import options_or_settings
 from fl.simulation.capture_checks import (
     check_alone,
     check_images,
@@ -41,19 +42,91 @@ from fl.types import Batch, Scope, Task, Truth, frozen
 from fl.view import ServerView, ThreatModel
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings:
+    """How the client behind an update trains, and what the server knows of it.
+
+    Attributes:
+        method: how the client trains; None is one FedAvg step on the whole batch at step size 1 (FedSGD).
+        defense: of the client; None is none.
+        threat: what the server knows beside the update; None is the `ThreatModel` as it comes.
+        head: prefix of the classifier's parameters; None takes the last `nn.Linear`.
+        mean: per channel (C,), of the normalization inside the model; 0 where it is empty. Attacks work in normalized
+            pixels, so step sizes and total variation mean what their papers say only with `mean` and `std`.
+        std: per channel (C,), likewise, > 0; 1 where it is empty.
+    """
+
+    method: Method | None = None
+    defense: Defense | None = None
+    threat: ThreatModel | None = None
+    head: str | None = None
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+
+    def check(self) -> None:
+        """Refuse what is no method, defense or threat model, and a defense that takes several clients.
+
+        Raises:
+            ValueError: says which, and what was expected.
+        """
+        check_settings(self.method, self.defense, self.threat)
+        check_alone(self.defense)
+
+    def task(self, model: nn.Module, input_shape: tuple[int, int, int], num_classes: int) -> Task:
+        """Return the task of classifying images (C, H, W) into K classes by a model.
+
+        Raises:
+            ValueError: a shape, a number of classes, a mean or a std that cannot be; says which.
+        """
+        sides = tuple(map(_plain, input_shape)) if isinstance(input_shape, Iterable) else ()
+        if len(sides) != 3 or not all(map(_positive, sides)):
+            raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape!r}")
+        if not _positive(num_classes) or num_classes < 2:
+            why = f": {ONE_CLASS}" if num_classes == 1 and num_classes is not True else ""
+            raise ValueError(f"expected num_classes, an int >= 2, got {num_classes!r}{why}")
+        mean, std = _per_channel("mean", self.mean, -math.inf), _per_channel("std > 0", self.std, 0)
+        return Task(
+            model, (sides[0], sides[1], sides[2]), num_classes, head_of(model, self.head, num_classes), mean, std
+        )
+
+    def client(self, task: Task) -> Client:
+        """Return the client that trains so."""
+        return Client(task, self.method or _one_step(task.model), self.defense or Defense())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedUpdateSettings(ClientSettings):
+    """What is known of the client behind a captured update, and of the update.
+
+    Attributes:
+        threat: as above; `knows_labels` follows from `labels`.
+        batch_size: how many images the client held, >= 1.
+        labels: theirs (batch_size,) int64, if known.
+        shared: what the server sent, by name; None takes the model's own parameters, if it sent those (no
+            hypernetwork, say).
+        buffers: the model's shared buffers as the server sent them; None takes the model's own.
+        kind: "update", or "gradient" for one that was sent before a step of plain SGD was made of it. That is a claim
+            that the numbers are no difference of weights: they are taken as exact however small they are. A difference
+            divided by the step size still has the weights' rounding, which nothing in it tells: pass it as an update,
+            with a `method` of that step size.
+    """
+
+    batch_size: int = 1
+    labels: Tensor | None = None
+    shared: Mapping[str, Tensor] | None = None
+    buffers: Mapping[str, Tensor] | None = None
+    kind: Literal["update", "gradient"] = "update"
+
+
 def from_batch(
     model: nn.Module,
     inputs: Tensor,
     labels: Tensor,
     *,
-    method: Method | None = None,
-    defense: Defense | None = None,
-    threat: ThreatModel | None = None,
     num_classes: int | None = None,
-    head: str | None = None,
-    mean: Sequence[float] = (),
-    std: Sequence[float] = (),
     seed: int = 0,
+    options: ClientSettings | None = None,
+    **settings: Any,
 ) -> tuple[ServerView, Truth]:
     """What the server sees of a client that trains `model` on one batch, and the truth to score attacks with.
 
@@ -62,21 +135,19 @@ def from_batch(
             `requires_grad=False` are frozen: not trained, not sent, and known to the server.
         inputs: (B, C, H, W) in [0, 1].
         labels: (B,) int64 in [0, K).
-        method: the federated method; one FedAvg step on the whole batch at step size 1 by default (FedSGD).
-        defense: of the client; none by default.
-        threat: what the server knows beside the update.
         num_classes: K; by default what the model returns.
-        head: prefix of the classifier's parameters; by default the last `nn.Linear`.
-        mean: per channel (C,), of the normalization inside `model`; 0 by default. Attacks work in normalized pixels,
-            so step sizes and total variation mean what their papers say only with `mean` and `std`.
-        std: per channel (C,), likewise; 1 by default.
         seed: of all randomness.
+        options: how the client trains, and what the server knows of it.
+        **settings: single ones of the options in their place: `from_batch(model, inputs, labels, method=FedAvg())`.
+            They are `method`, `defense`, `threat`, `head`, `mean` and `std` (see `ClientSettings`).
 
     Raises:
-        ValueError: images, labels or model do not fit each other (says which), or the defense takes several clients.
+        ValueError: images, labels or model do not fit each other (says which), the defense takes several clients, or
+            options and settings are both given.
+        TypeError: there is no such setting; says what is close.
     """
-    check_settings(method, defense, threat)
-    check_alone(defense)
+    chosen = options_or_settings(ClientSettings, options, settings)
+    chosen.check()
     check_images(inputs, labels)
     inputs, labels = inputs.detach().clone(), labels.detach().clone()
     own = _trainable(model)
@@ -86,11 +157,10 @@ def from_batch(
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"expected labels in [0, {classes}), got {int(labels.min())} to {int(labels.max())}")
     channels, height, width = inputs.shape[1:]
-    task = _task(own, (channels, height, width), classes, head, mean, std)
-    client = Client(task, method or _one_step(own), defense or Defense())
-    check_training(client, inputs, default=method is None)
+    client = chosen.client(chosen.task(own, (channels, height, width), classes))
+    check_training(client, inputs, default=chosen.method is None)
     batch = Batch(inputs, labels)
-    return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=threat)
+    return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=chosen.threat)
 
 
 def from_update(
@@ -99,17 +169,8 @@ def from_update(
     *,
     input_shape: tuple[int, int, int],
     num_classes: int,
-    method: Method | None = None,
-    defense: Defense | None = None,
-    batch_size: int = 1,
-    labels: Tensor | None = None,
-    shared: Mapping[str, Tensor] | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
-    threat: ThreatModel | None = None,
-    head: str | None = None,
-    mean: Sequence[float] = (),
-    std: Sequence[float] = (),
-    kind: Literal["update", "gradient"] = "update",
+    options: CapturedUpdateSettings | None = None,
+    **settings: Any,
 ) -> ServerView:
     """The server's view that a captured update belongs to.
 
@@ -119,40 +180,31 @@ def from_update(
         update: `weights before - weights after` by parameter name, or the gradient (see `kind`).
         input_shape: (C, H, W) of the images.
         num_classes: K.
-        method: how the client trained; one FedAvg step on the whole batch at step size 1 by default.
-        defense: of the client, as far as known; none by default.
-        batch_size: how many images the client held.
-        labels: theirs (batch_size,) int64, if known.
-        shared: what the server sent; by default the model's own parameters, if it sent those (no hypernetwork, say).
-        buffers: the model's shared buffers as the server sent them; the model's own by default.
-        threat: what the server knows beside; `knows_labels` follows from `labels`.
-        head: prefix of the classifier's parameters; by default the last `nn.Linear`.
-        mean: per channel (C,), of the normalization inside `model`; 0 by default (see `from_batch`).
-        std: per channel (C,), likewise; 1 by default.
-        kind: "update", or "gradient" for one that was sent before a step of plain SGD was made of it. That is a claim
-            that the numbers are no difference of weights: they are taken as exact however small they are. A difference
-            divided by the step size still has the weights' rounding, which nothing in it tells: pass it as an update,
-            with a `method` of that step size.
+        options: what is known of the client and of the update.
+        **settings: single ones of the options in their place: `from_update(..., method=FedAvg(), batch_size=4)`. They
+            are `batch_size`, `labels`, `shared`, `buffers` and `kind` (see `CapturedUpdateSettings`), and `method`,
+            `defense`, `threat`, `head`, `mean` and `std` (see `ClientSettings`).
 
     Raises:
-        ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), or settings don't fit.
+        ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), settings don't fit, or
+            options and settings are both given.
+        TypeError: there is no such setting; says what is close.
     """
-    check_settings(method, defense, threat)
-    check_alone(defense)
-    batch_size, num_classes = _plain(batch_size), _plain(num_classes)
-    task = _task(
-        _trainable(model, shared if isinstance(shared, Mapping) else ()), input_shape, num_classes, head, mean, std
-    )
+    known = options_or_settings(CapturedUpdateSettings, options, settings)
+    known.check()
+    known, num_classes = replace(known, batch_size=_plain(known.batch_size)), _plain(num_classes)
+    own = _trainable(model, known.shared if isinstance(known.shared, Mapping) else ())
+    task = known.task(own, input_shape, num_classes)
     keep_inputs(task.model, _gray(task, 1))
-    client = Client(task, method or _one_step(task.model), defense or Defense())
-    if method is None:  # what nobody stated is not known to be plain SGD
-        threat = replace(threat or ThreatModel(), knows_optimizer=False)
-    knowledge = _knowledge(client, threat, labels, batch_size, num_classes)
+    client = known.client(task)
+    if known.method is None:  # what nobody stated is not known to be plain SGD
+        known = replace(known, threat=replace(known.threat or ThreatModel(), knows_optimizer=False))
+    knowledge = _knowledge(client, known)
     params = client.method.initial_parameters(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
-    sent, taken, known = _captured(client, params, scopes, update, shared, buffers, kind)
-    check_shape(task.model, _gray(task, batch_size), task.num_classes)
-    check_training(client, _gray(task, batch_size), default=method is None)
+    sent, taken, buffers = _captured(client, params, scopes, update, known)
+    check_shape(task.model, _gray(task, known.batch_size), task.num_classes)
+    check_training(client, _gray(task, known.batch_size), default=known.method is None)
     return ServerView(
         method=client.method,
         defense=client.defense,
@@ -160,8 +212,8 @@ def from_update(
         shared=sent,
         update=taken,
         private=_private(client, params, scopes),
-        buffers={name: dense(value) for name, value in known.items() if scopes[name] is Scope.SHARED},
-        rounded=kind == "update",
+        buffers={name: dense(value) for name, value in buffers.items() if scopes[name] is Scope.SHARED},
+        rounded=known.kind == "update",
         **knowledge,  # type: ignore[arg-type]
     )
 
@@ -171,36 +223,33 @@ def _captured(
     params: Tensors,
     scopes: Mapping[str, Scope],
     update: Mapping[str, Tensor],
-    shared: Mapping[str, Tensor] | None,
-    buffers: Mapping[str, Tensor] | None,
-    kind: Literal["update", "gradient"],
+    known: CapturedUpdateSettings,
 ) -> tuple[Tensors, Tensors, Mapping[str, Value]]:
     """What the server sent, the update and the buffers it sent, each with every name it must have."""
-    if kind not in {"update", "gradient"}:
-        raise ValueError(f"expected kind 'update' or 'gradient', got {kind!r}")
+    if known.kind not in {"update", "gradient"}:
+        raise ValueError(f"expected kind 'update' or 'gradient', got {known.kind!r}")
     task = client.base
     expected = {name: value for name, value in params.items() if scopes[name] is Scope.SHARED}
-    if shared is None and (foreign := sorted(set(expected) - set(task.parameters))):
+    if known.shared is None and (foreign := sorted(set(expected) - set(task.parameters))):
         raise ValueError(f"expected what the server sent as `shared`, got none: the model itself has no {foreign[0]!r}")
     why = dict.fromkeys(task.buffers, "a buffer, not a parameter: leave it out")
     why |= dict.fromkeys(frozen(task.model), "frozen by requires_grad=False, so not trained: leave it out")
     update = untied(task.model, update) if isinstance(update, Mapping) else update
-    shared = untied(task.model, shared) if isinstance(shared, Mapping) else shared
+    shared = untied(task.model, known.shared) if isinstance(known.shared, Mapping) else known.shared
     sent = expected if shared is None else _like(shared, expected, why, "shared")
-    taken = _like(update, expected, why, kind)
-    if kind == "gradient":
+    taken = _like(update, expected, why, known.kind)
+    if known.kind == "gradient":
         rates = _rates(client, list(expected))
         taken = {name: value * rates[name] for name, value in taken.items()}
-    known: dict[str, Value] = dict(task.buffers)
-    if buffers is not None:
-        known |= _like(buffers, task.buffers, why, "buffers")
-    return sent, taken, known
+    buffers: dict[str, Value] = dict(task.buffers)
+    if known.buffers is not None:
+        buffers |= _like(known.buffers, task.buffers, why, "buffers")
+    return sent, taken, buffers
 
 
-def _knowledge(
-    client: Client, threat: ThreatModel | None, labels: Tensor | None, batch_size: int, num_classes: int
-) -> dict[str, object]:
+def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, object]:
     """What the server knows beside the update, as `ServerView` has it."""
+    threat, labels, batch_size, num_classes = known.threat, known.labels, known.batch_size, client.base.num_classes
     if not _positive(batch_size):
         raise ValueError(f"expected batch_size, an int >= 1, got {batch_size!r}")
     for key in ("knows_order", "knows_randomness", "knows_private_init", "history_rounds"):
@@ -247,28 +296,14 @@ def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
     return copied(model)
 
 
-def _task(
-    model: nn.Module,
-    input_shape: tuple[int, int, int],
-    num_classes: int,
-    head: str | None,
-    mean: Sequence[float],
-    std: Sequence[float],
-) -> Task:
-    sides = tuple(map(_plain, input_shape)) if isinstance(input_shape, Iterable) else ()
-    if len(sides) != 3 or not all(map(_positive, sides)):
-        raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape!r}")
-    if not _positive(num_classes) or num_classes < 2:
-        why = f": {ONE_CLASS}" if num_classes == 1 and num_classes is not True else ""
-        raise ValueError(f"expected num_classes, an int >= 2, got {num_classes!r}{why}")
-    mean, std = (values.tolist() if isinstance(values, Tensor | np.ndarray) else values for values in (mean, std))
-    for what, values, least in (("mean", mean, -math.inf), ("std > 0", std, 0)):
-        numbers = isinstance(values, Sequence) and all(isinstance(value, Real) for value in values)
-        if not numbers or not all(least < value < math.inf for value in values):
-            raise ValueError(f"expected {what} as finite numbers, one per channel, got {values!r}")
-    return Task(
-        model, (sides[0], sides[1], sides[2]), num_classes, head_of(model, head, num_classes), tuple(mean), tuple(std)
-    )
+def _per_channel(what: str, values: Sequence[float], least: float) -> tuple[float, ...]:
+    """One finite number above `least` for each channel, also of an array."""
+    numbers = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
+    if not isinstance(numbers, Sequence) or not all(
+        isinstance(value, Real) and least < value < math.inf for value in numbers
+    ):
+        raise ValueError(f"expected {what} as finite numbers, one per channel, got {numbers!r}")
+    return tuple(numbers)
 
 
 def _gray(task: Task, count: int) -> Tensor:

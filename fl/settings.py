@@ -13,6 +13,7 @@ are made of (`eval.run.cache_keys`).
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import numbers
@@ -34,6 +35,29 @@ _UNRESOLVED = (AttributeError, NameError, SyntaxError, TypeError)
 _PACKAGES = frozenset({"fl", "defenses", "attacks", "eval", "dataclasses"})
 SHOWN = 100
 """Characters of a value that a message shows at most."""
+
+
+def options_or_settings(kind: type[T], options: T | None, settings: Mapping[str, Any]) -> T:
+    """Return a function's options, given as one object or as single keyword arguments.
+
+    Args:
+        kind: the dataclass of the options.
+        options: the object, if it was given.
+        settings: single fields of it, by name.
+
+    Raises:
+        ValueError: both were given.
+        TypeError: there is no such field; says what is close.
+    """
+    if options is not None and settings:
+        raise ValueError(f"expected options or single settings, got both: {', '.join(settings)}")
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in settings:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(names)}"
+            raise TypeError(f"unexpected setting {name!r}; {hint}")
+    return kind(**settings) if options is None else options
 
 
 class SettingError(ValueError):

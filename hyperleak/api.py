@@ -24,7 +24,9 @@ from eval.run import results, runner
 from eval.run.plan import prepare
 from eval.run.resources import choose_workers
 from eval.run.run_directory import RUN, RunDir
+from fl.capture import ClientSettings
 from fl.method import Method, methods
+from fl.settings import options_or_settings
 from fl.types import Batch, Truth
 from fl.view import ServerView
 
@@ -170,6 +172,15 @@ class AuditOptions:
     workers: int = 1
     out: str | Path | None = None
 
+    def client(self) -> ClientSettings:
+        """Return how the client behind the updates trains."""
+        return ClientSettings(
+            method=None if self.method is None else methods.build(self.method),
+            defense=defenses.build(self.defense),
+            mean=self.mean,
+            std=self.std,
+        )
+
 
 def audit(
     subject: nn.Module | ServerView,
@@ -198,11 +209,10 @@ def audit(
 
     Raises:
         ValueError: what is given does not fit together; says what.
+        TypeError: there is no such setting; says what is close.
         FileNotFoundError: the update's file is not there.
     """
-    if options is not None and settings:
-        raise ValueError(f"expected options or single settings, got both: {', '.join(settings)}")
-    chosen = options or AuditOptions(**settings)
+    chosen = options_or_settings(AuditOptions, options, settings)
     known = _batch(images, labels)
     if isinstance(subject, ServerView):
         if known is not None or update is not None:
@@ -245,8 +255,7 @@ def _subjects(
     chosen: AuditOptions,
 ) -> tuple[list[Subject], Method]:
     """The updates of a user's model, and the method they are of."""
-    method = None if chosen.method is None else methods.build(chosen.method)
-    defense = defenses.build(chosen.defense)
+    client = chosen.client()
     if known is not None:
         known = Batch(user_model.fitting(model, known.inputs), known.labels)
     if update is None:
@@ -256,11 +265,8 @@ def _subjects(
             model,
             known,
             chosen.batch_size,
+            client,
             source="images",
-            method=method,
-            defense=defense,
-            mean=chosen.mean,
-            std=chosen.std,
             seed=chosen.seed,
         )
         return subjects, subjects[0].view.method
@@ -271,13 +277,10 @@ def _subjects(
     subject = captured_update.of_update(
         model,
         captured_update.fitted(captured, model),
+        client,
         input_shape=(shape[0], shape[1], shape[2]),
         batch_size=chosen.batch_size,
         given=known,
-        method=method,
-        defense=defense,
-        mean=chosen.mean,
-        std=chosen.std,
     )
     return [subject], subject.view.method
 

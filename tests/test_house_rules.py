@@ -13,13 +13,6 @@ LONGEST = 800
 MOST_PARAMETERS = 7
 COMMANDS = {"eval/commands/audit.py: audit", "eval/commands/run.py: run"}
 """Functions whose parameters are the options of a command, one for each: typer reads them off the signature."""
-NOT_YET = {
-    "eval/audit/captured_update.py: of_update",
-    "eval/audit/user_model.py: of_batches",
-    "fl/capture.py: from_batch",
-    "fl/capture.py: from_update",
-}
-"""Functions that still have to lose some."""
 
 BANNED_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "random"}
 BANNED_CALLS = {"print", "eval", "exec", "torch.seed", "torch.set_rng_state", "torch.random.set_rng_state"}
@@ -135,8 +128,8 @@ def test_functions_take_few_parameters():
     """What belongs together is a frozen dataclass."""
     paths = [*SOURCES, *(path for folder in ("hyperleak", "benchmarks") for path in (ROOT / folder).rglob("*.py"))]
     found = {f"{p.relative_to(ROOT).as_posix()}: {name}": n for p in paths for name, n in crowded(parse(p)).items()}
-    assert set(found) >= COMMANDS | NOT_YET, "an exception that is none any more"
-    assert not {name: count for name, count in found.items() if name not in COMMANDS | NOT_YET}
+    assert set(found) >= COMMANDS, "an exception that is none any more"
+    assert not {name: count for name, count in found.items() if name not in COMMANDS}
 
 
 def test_parameters_are_counted():

@@ -178,7 +178,7 @@ def captured(case: Case) -> tuple[ServerView, Tensor]:
         num_classes=CLASSES,
         batch_size=case.images,
         method=FedAvg(lr=case.lr, steps=1, batch_size=None, train_mode=False) if case.stated else None,
-        kind=case.kind,  # type: ignore[arg-type]
+        kind=case.kind,
     )
     return view, images
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from defenses import Defense
 from eval.audit import image_identity, update_sanity
 from eval.audit.input_shape import classes, said_for_the_command
 from eval.audit.user_model import Subject
 from eval.metrics.update_prediction_error import MISMATCH, prediction_error
-from fl.capture import from_update
-from fl.method import Method
+from fl.capture import CapturedUpdateSettings, ClientSettings, from_update
 from fl.runtime import tensor_archives
 from fl.simulation.capture_checks import untied
 from fl.types import Batch, frozen
@@ -218,40 +216,39 @@ def _renamed(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str], li
 def of_update(
     model: nn.Module,
     captured: Captured,
+    client: ClientSettings,
     *,
     input_shape: tuple[int, int, int],
     batch_size: int,
     given: Batch | None,
     source: str = "",
-    method: Method | None,
-    defense: Defense,
-    mean: Sequence[float] = (),
-    std: Sequence[float] = (),
 ) -> Subject:
-    """The one captured update, with the images it was made of if they are known: the first `batch_size` of those given.
+    """Return the one captured update, with the images it was made of if they are known.
 
-    Errors about the images' shape name `source`, if that is what says it, and else the option.
+    Args:
+        model: as it was before the update.
+        captured: the update in the model's own names (`fitted`).
+        client: how the client trained, as far as known.
+        input_shape: (C, H, W) of the images.
+        batch_size: how many images the update was made of.
+        given: images and labels, of which the update was made of the first `batch_size`; None where nobody knows them.
+        source: what says the images' shape, for errors about it; that is the option where nothing else does.
 
     Raises:
         ValueError: model, update and images do not fit each other; says which tensor.
     """
     count = classes(model, input_shape, "inputs" if source else "--input-shape of images", source)
+    method = client.method
 
     def view_of(size: int) -> ServerView:
+        known = CapturedUpdateSettings(
+            **{field.name: getattr(client, field.name) for field in fields(ClientSettings)},
+            batch_size=size,
+            shared=_parameters(captured, model),
+            buffers=_known_buffers(captured, model),
+        )
         with said_for_the_command(model, method):
-            return from_update(
-                model,
-                captured.update,
-                shared=_parameters(captured, model),
-                buffers=_known_buffers(captured, model),
-                input_shape=input_shape,
-                num_classes=count,
-                method=method,
-                defense=defense,
-                batch_size=size,
-                mean=mean,
-                std=std,
-            )
+            return from_update(model, captured.update, input_shape=input_shape, num_classes=count, options=known)
 
     if given is not None:
         _check_truth(given, batch_size, input_shape, count)

@@ -20,6 +20,7 @@ from eval.io import yaml12
 from eval.run import runner
 from eval.run.federation_data import device_of
 from eval.run.plan import Plan
+from fl.capture import ClientSettings
 from fl.method import methods
 from fl.privacy.private_method import Private
 from fl.settings import SettingError
@@ -237,12 +238,12 @@ class Request:
         built = subjects.call(target)
         model = built.model.to(where)
         data = built.data if self.images is None else self._images()
-        rule: dict[str, Any] = {
-            "method": methods.build(yaml12.named(self.method)) if self.method else None,
-            "defense": defenses.build(_defense(self.defense)),
-            "mean": _numbers(self.mean, "mean"),
-            "std": _numbers(self.std, "std"),
-        }
+        client = ClientSettings(
+            method=methods.build(yaml12.named(self.method)) if self.method else None,
+            defense=defenses.build(_defense(self.defense)),
+            mean=_numbers(self.mean, "mean"),
+            std=_numbers(self.std, "std"),
+        )
         if data is not None:
             data = Batch(subjects.fitting(model, data.inputs.to(where)), data.labels.to(where))
         source = self.images or target
@@ -252,13 +253,19 @@ class Request:
             given = len(data)
             data = data if self.images is not None else subjects.first(data, self.count or given, target)
             note = (f"the first {len(data)} of {given} images that {target} gives",) if len(data) < given else ()
-            return subjects.of_batches(model, data, self.batch_size, **rule, source=source, seed=self.seed), note
+            return subjects.of_batches(model, data, self.batch_size, client, source=source, seed=self.seed), note
         if data is not None:
             subjects.first(data, self.batch_size, source, "--batch-size")
         update = captured_update.fitted(captured_update.load(self.update), model)
-        rule |= {"input_shape": _shape(self.input_shape, data), "batch_size": self.batch_size, "given": data}
-        rule["source"] = "" if self.input_shape or data is None else source
-        subject = captured_update.of_update(model, update, **rule)
+        subject = captured_update.of_update(
+            model,
+            update,
+            client,
+            input_shape=_shape(self.input_shape, data),
+            batch_size=self.batch_size,
+            given=data,
+            source="" if self.input_shape or data is None else source,
+        )
         return [subject], (*update.notes, *_about(subject, source))
 
     def _refuse_idle(self, source: str) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from defenses import Defense
 from eval.audit.input_shape import classes, said_for_the_command
 from eval.io import yaml12
 from eval.io.errors import DAMAGED
 from eval.metrics.update_prediction_error import prediction_error
-from fl.capture import from_batch
+from fl.capture import ClientSettings, from_batch
 from fl.data import Source, datasets
 from fl.data.sources.stored import KEYS, read
-from fl.method import Method
 from fl.models.function import with_weights
 from fl.registry import UnknownNameError
 from fl.runtime.user_code import call_user_function, find_callable
@@ -162,18 +158,17 @@ def first(data: Batch, count: int, source: str, option: str = "--count") -> Batc
 
 
 def of_batches(
-    model: nn.Module,
-    data: Batch,
-    batch_size: int,
-    *,
-    source: str,
-    method: Method | None,
-    defense: Defense,
-    mean: Sequence[float] = (),
-    std: Sequence[float] = (),
-    seed: int = 0,
+    model: nn.Module, data: Batch, batch_size: int, client: ClientSettings, *, source: str, seed: int = 0
 ) -> list[Subject]:
-    """One update for every batch of `data`, which `source` gave.
+    """Return the updates that the model sends: one for every batch of images.
+
+    Args:
+        model: of the user's.
+        data: images (N, C, H, W) and labels (N,).
+        batch_size: images in one update; divides N.
+        client: how the client trains.
+        source: where the images come from, for errors.
+        seed: of the first update's randomness; that of each further is one more.
 
     Raises:
         ValueError: model and images do not fit each other, or the last batch would be smaller.
@@ -185,8 +180,7 @@ def of_batches(
     found = []
     for number, start in enumerate(range(0, len(data), batch_size)):
         part = slice(start, start + batch_size)
-        own: dict[str, Any] = {"method": method, "defense": defense, "mean": mean, "std": std, "seed": seed + number}
-        with said_for_the_command(model, method):
-            view, truth = from_batch(model, data.inputs[part], data.labels[part], **own)
+        with said_for_the_command(model, client.method):
+            view, truth = from_batch(model, data.inputs[part], data.labels[part], options=client, seed=seed + number)
         found.append(Subject(view, truth, prediction_error(view, truth)))
     return found

@@ -10,7 +10,7 @@ from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.secagg import SecAgg
 from eval.audit.update import leakage
-from fl.capture import from_batch, from_update
+from fl.capture import CapturedUpdateSettings, ClientSettings, from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
@@ -398,3 +398,27 @@ def test_what_is_no_tensor_is_named(model, gradient):
 def test_a_normalization_that_is_none_is_refused(model, gradient, settings, said):
     with pytest.raises(ValueError, match=said):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, **settings)
+
+
+def test_options_are_one_object_or_single_settings(model, batch, gradient):
+    method = FedAvg(lr=0.1, steps=2, batch_size=1)
+    one, _ = from_batch(model, *batch, method=method, mean=(0.5,), std=(0.2,), seed=3)
+    same, _ = from_batch(model, *batch, options=ClientSettings(method=method, mean=(0.5,), std=(0.2,)), seed=3)
+    assert one.method == same.method == method
+    assert (one.task.mean, one.task.std) == (same.task.mean, same.task.std) == ((0.5,), (0.2,))
+    assert all(torch.equal(value, same.update[name]) for name, value in one.update.items())
+    images = {"input_shape": SHAPE, "num_classes": CLASSES}
+    one = from_update(model, gradient, **images, batch_size=2, labels=batch[1], kind="gradient")
+    options = CapturedUpdateSettings(batch_size=2, labels=batch[1], kind="gradient")
+    same = from_update(model, gradient, **images, options=options)
+    assert one.labels.tolist() == same.labels.tolist() == [2, 0]
+    assert (one.batch_size, one.rounded) == (same.batch_size, same.rounded) == (2, False)
+
+
+def test_settings_that_there_are_not_are_refused_by_name(model, batch, gradient):
+    with pytest.raises(TypeError, match=r"unexpected setting 'metod'; did you mean 'method'\?"):
+        from_batch(model, *batch, metod=FedAvg())
+    with pytest.raises(TypeError, match=r"unexpected setting 'kind'; expected one of method, defense, threat"):
+        from_batch(model, *batch, kind="gradient")
+    with pytest.raises(ValueError, match="expected options or single settings, got both: seeds"):
+        from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, options=CapturedUpdateSettings(), seeds=1)

@@ -11,7 +11,7 @@ from defenses import Defense
 from eval.audit.captured_update import Captured, fitted, load, of_update
 from eval.audit.execution import audit_updates
 from eval.audit.input_shape import classes
-from fl.capture import from_batch
+from fl.capture import ClientSettings, from_batch
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.types import Batch
@@ -34,8 +34,8 @@ def change(model, batch, steps=1, lr=0.1):
 
 
 def subject(model, update, given=None, size=1, method=None):
-    settings = {"input_shape": SHAPE, "batch_size": size, "given": given, "method": method, "defense": Defense()}
-    return of_update(model, fitted(Captured(update), model), **settings)
+    client = ClientSettings(method=method, defense=Defense())
+    return of_update(model, fitted(Captured(update), model), client, input_shape=SHAPE, batch_size=size, given=given)
 
 
 def said(found):

@@ -11,7 +11,7 @@ from torch import nn
 from defenses import Defense
 from eval.audit.captured_update import fitted, load, of_update
 from eval.audit.execution import audit_updates
-from fl.capture import from_update
+from fl.capture import ClientSettings, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.types import Batch
@@ -35,8 +35,8 @@ def change(model, data, **settings):
 
 
 def subject(model, path, given=None, size=1, method=None):
-    settings = {"input_shape": SHAPE, "batch_size": size, "given": given, "method": method, "defense": Defense()}
-    return of_update(model, fitted(load(path), model), **settings)
+    client = ClientSettings(method=method, defense=Defense())
+    return of_update(model, fitted(load(path), model), client, input_shape=SHAPE, batch_size=size, given=given)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "net.", "_module.", "module.", "_orig_mod.", "a.b.", "_module.net."])
